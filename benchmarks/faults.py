@@ -37,16 +37,16 @@ AT_ONCE = 4  # of torch's jobs, which mostly wait for their timeout
 PASSES = 3
 COLUMNS = ("fault", "torch", "torch, DETAIL", "shardmesh", "ms, median", "ms, slowest")
 PARTS = {
-    "wrong_calls": "A rank calls something else",
-    "wrong_order": "A rank calls in another order, or over another axis",
+    "wrong_calls": "A rank calls a different collective",
+    "wrong_order": "A rank calls collectives in another order, or over another axis",
     "training": "Training",
     "endings": "A rank dies, ends or is interrupted",
-    "stalls": "A rank does not come",
-    "meshes": "A rank makes another mesh",
-    "torch_calls": "A rank calls something else on torch.distributed, beside the library",
+    "stalls": "A rank does not arrive",
+    "meshes": "A rank creates a different mesh",
+    "torch_calls": "A rank calls torch.distributed differently",
     "torch_messages": "Torch's groups, messages, object and functional collectives",
     "torch_training": "DDP and FSDP2",
-    "torch_endings": "A rank raises, dies, ends or hangs while others are in calls of torch.distributed",
+    "torch_endings": "A rank raises, dies, ends or hangs while others are in torch.distributed calls",
 }
 # Kinds of verdict -> how long after the fault all ranks are to know, in seconds.
 TARGETS = {"mismatch": 0.1, "mesh": 0.1, "deadlock": None, "left": 0.3, "lost": 0.3, "raised": 0.3, "stall": STALL_S + 1}
@@ -133,23 +133,23 @@ def latencies(rows: Sequence[Row]) -> tuple[Sequence[str], list[list[str]]]:
     return ("kind", "errors", "p50 ms", "p99 ms", "slowest ms", "target, p99"), lines
 
 
-HEAD = """# What becomes of faulty programs
+HEAD = """# Outcomes of faulty programs
 
-Programs of four processes in which one rank (or two) does something else than the others, run three ways: by torch.distributed
-with its own settings (DTensor and its collectives over gloo, with the timeout of 30 minutes cut to 5 s), by the same with
-`TORCH_DISTRIBUTED_DEBUG=DETAIL`, and by shardmesh as it is, with the monitor on. The programs are in
-[tests/faults](../tests/faults), where every one of them is a test.
+Programs of four processes in which one rank (or two) diverges from the others, run in three ways: by torch.distributed
+with its default settings (DTensor and its collectives over gloo, with the timeout of 30 minutes reduced to 5 s), by the same with
+`TORCH_DISTRIBUTED_DEBUG=DETAIL`, and by shardmesh with its default settings, with the monitor on. The programs are in
+[tests/faults](../tests/faults), where each of them is a test.
 
-How to read the tables: torch's columns have all that happens on any rank. *Wrong result*: a rank comes to its end without an
-error and returns something else than without the fault; *nothing*: all ranks come to their ends so, with what they return without
+How to read the tables: torch's columns list every outcome on any rank. *Wrong result*: a rank finishes without an
+error and returns something else than without the fault. *Nothing*: all ranks finish and return the same as without
 the fault. A *hang* ends with torch's timeout (by default after 30 minutes). *Connection closed* is an error about the socket to a
 rank that has ended, mostly on ranks that did nothing wrong. *Abort*: gloo ends the process with a signal. *Names the rank*: a
-message lists the odd rank as missing, or shows its call beside that of another rank, without saying which of both is odd. For
-shardmesh: the error that every surviving rank raises, the rank that it blames, and what it says that differs; its text also has
-the operation and the line in the program, on the odd rank and on the others. *Equal votes* is where as many ranks say one thing
-as another: then both are shown and none is blamed.
+message lists the outlier as missing, or shows its call next to that of another rank without saying which is wrong. For
+shardmesh: the error that every surviving rank raises, the rank that it names, and the difference; its text also has
+the operation and the line in the program, on the outlier and on the other ranks. *Equal votes*: the ranks form two parties
+of equal size; both are shown and no rank is named.
 
-Milliseconds are from the moment when the odd rank turns off the path to the error, over all other ranks and all runs. Stalls
+Milliseconds are from the moment when the outlier diverges to the error, over all other ranks and all runs. Stalls
 were set to {stall:.0f} s (the default is 5 minutes).
 """
 

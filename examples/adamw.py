@@ -1,13 +1,13 @@
-"""AdamW as a pure function over trees of tensors, plain or sharded; it has no code for the mesh.
+"""AdamW as a pure function over pytrees of tensors, plain or sharded, without any code for the mesh.
 
-    w1 P("dp", "tp")      communication in a training step                               communication in `update`: none
+    w1 P("dp", "tp")      communication in a training step                             communication in `update`: none
     +----+----+
-    | r0 | r1 |   w1  ->  all_gather over dp to compute with, P(None, "tp")             r0:  its part of w1, g, m, v
-    +----+----+   dw1 ->  reduce_scatter over dp, backward, to P("dp", "tp")            r1:  its part of w1, g, m, v
-    | r2 | r3 |           all_reduce over tp of what `x @ w1 ... @ w2` leaves pending   ...
+    | r0 | r1 |   w1  ->  all_gather over dp before use, P(None, "tp")                  r0:  its part of w1, g, m, v
+    +----+----+   dw1 ->  reduce_scatter over dp in backward, to P("dp", "tp")          r1:  its part of w1, g, m, v
+    | r2 | r3 |           all_reduce over tp of the pending result of `... @ w2`        ...
     +----+----+
 
-Gradients and both moments have the layout of their parameter, so each rank stores and updates the moments of its part only.
+Gradients and both moments have the layout of their parameter, so each rank stores and updates only its part of them.
 
     python examples/adamw.py                         4 ranks simulated in this process
     python examples/adamw.py --launch 4              4 local processes
@@ -29,12 +29,12 @@ import shardmesh as sm
 from shardmesh import P
 
 STEPS, RATE, WIDTH, HIDDEN = 30, 1e-2, 10, 27
-BETA_M, BETA_V, EPS = 0.9, 0.999, 1e-8  # as torch has them
+BETA_M, BETA_V, EPS = 0.9, 0.999, 1e-8  # torch's defaults
 Tree = Any  # of tensors, plain or sharded
 
 
 class State(NamedTuple):
-    """What AdamW remembers: the number of steps, and moving averages of gradients and of their squares, as trees."""
+    """The optimizer state: the number of steps, and pytrees of the moving averages of gradients and squared gradients."""
 
     step: int
     m: Tree
@@ -42,16 +42,16 @@ class State(NamedTuple):
 
 
 def init(params: Tree) -> State:
-    """The state before the first step; moments lie as their parameters."""
+    """Return the state before the first step; moments have the layouts of their parameters."""
     return State(0, pytree.tree_map(torch.zeros_like, params), pytree.tree_map(torch.zeros_like, params))
 
 
 def update(params: Tree, grads: Tree, state: State, rate: float, decay: float = 1e-2) -> tuple[Tree, State]:
     """update(params, grads, state) -> (params, state) after one step of AdamW (Loshchilov and Hutter 2019, algorithm 2).
 
-    Nothing that is given is changed.
+    The arguments are not modified.
 
-    Communication: none, where gradients lie as their parameters.
+    Communication: none, if gradients have the layouts of their parameters.
 
     Example:
         >>> loss, grads = sm.value_and_grad(loss_of)(params, x, y)
@@ -62,7 +62,7 @@ def update(params: Tree, grads: Tree, state: State, rate: float, decay: float = 
     v = pytree.tree_map(lambda v, g: BETA_V * v + (1 - BETA_V) * g * g, state.v, grads)
 
     def stepped(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        direction = m / (1 - BETA_M**step) / ((v / (1 - BETA_V**step)).sqrt() + EPS)  # as both averages began at zero
+        direction = m / (1 - BETA_M**step) / ((v / (1 - BETA_V**step)).sqrt() + EPS)  # bias correction
         return p * (1 - rate * decay) - rate * direction
 
     return pytree.tree_map(stepped, params, m, v), State(step, m, v)
@@ -75,33 +75,33 @@ USED = {"w1": P(None, "tp"), "b1": P("tp"), "w2": P("tp"), "b2": P()}
 
 
 def model(params: Tree, x: Tensor) -> Tensor:
-    """Plain PyTorch: a small MLP."""
+    """Apply a small MLP, in plain PyTorch."""
     return F.gelu(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
 
 
 def loss_of(params: Tree, x: Tensor, y: Tensor) -> Tensor:
-    """The loss of parameters that lie as `STORED`; gradients come back the same way, and so lie as `STORED` too."""
+    """Return the loss for parameters laid out as `STORED`; their gradients have the same layouts."""
     used = dict(zip(params, sm.redistribute_many(list(params.values()), [USED[name] for name in params]), strict=True))
     return F.mse_loss(model(used, x), y)
 
 
 def train(mesh: sm.DeviceMesh, params: Tree, x: Tensor, y: Tensor) -> tuple[Tree, State, list[Tensor]]:
-    """Parameters and state after `STEPS` steps, and the losses on the way."""
+    """Return the parameters and state after `STEPS` steps, and the loss of each step."""
     params = {name: sm.device_put(p, mesh, STORED[name]) for name, p in params.items()}
     x, y, state, losses = sm.device_put(x, mesh, P("dp")), sm.device_put(y, mesh, P("dp")), init(params), []
     for _ in range(STEPS):
         loss, grads = sm.value_and_grad(loss_of)(params, x, y)
-        with sm.debug.comm_budget(launches=0):  # an update that communicates is an error
+        with sm.debug.comm_budget(launches=0):  # raises if the update communicates
             params, state = update(params, grads, state, rate=RATE)
         losses.append(loss)
     return params, state, losses
 
 
-# -- the same in one process, to compare -------------------------------------------------------------------------------
+# -- reference in one process ------------------------------------------------------------------------------------------
 
 
 def train_single(params: Tree, x: Tensor, y: Tensor) -> tuple[Tree, list[Tensor]]:
-    """With `torch.optim.AdamW`."""
+    """Train with `torch.optim.AdamW`."""
     params, losses = {name: p.clone().requires_grad_() for name, p in params.items()}, []
     optimizer = torch.optim.AdamW(params.values(), RATE)
     for _ in range(STEPS):
@@ -113,7 +113,7 @@ def train_single(params: Tree, x: Tensor, y: Tensor) -> tuple[Tree, list[Tensor]
 
 
 def problem(rows: int) -> tuple[Tree, Tensor, Tensor]:
-    """Parameters to begin with, and a function to learn: every rank draws the same."""
+    """Return initial parameters, inputs and targets, equal on every rank."""
     random = torch.Generator().manual_seed(0)
     shapes = {"w1": (WIDTH, HIDDEN), "b1": (HIDDEN,), "w2": (HIDDEN, WIDTH), "b2": (WIDTH,)}
     params = {name: torch.randn(shape, generator=random) / shape[0] ** 0.5 for name, shape in shapes.items()}
@@ -122,7 +122,7 @@ def problem(rows: int) -> tuple[Tree, Tensor, Tensor]:
 
 
 def main(ranks: int = 4) -> float:
-    """Train on a mesh of this many ranks, and compare; the largest difference of a parameter or loss."""
+    """Train on a mesh of `ranks` ranks and return the largest difference of a parameter or loss from one process."""
     tp = 2 if ranks % 2 == 0 else 1
     mesh = sm.init_device_mesh("cpu", (ranks // tp, tp), axis_names=("dp", "tp"))
     params, x, y = problem(rows=16 * ranks)
@@ -132,7 +132,7 @@ def main(ranks: int = 4) -> float:
     pairs = [(ours.full_tensor(), other) for ours, other in both]
     difference = max((ours - other).abs().max().item() for ours, other in pairs)
     if mesh.get_rank() == 0:
-        print(f"AdamW: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; the m of w1 lies as {sm.typeof(state.m['w1'])}")
+        print(f"AdamW: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; layout of the first moment of w1: {sm.typeof(state.m['w1'])}")
         print(f"largest difference from torch.optim.AdamW in one process, of any parameter or loss: {difference:.1e}")
     return difference
 

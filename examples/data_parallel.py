@@ -1,4 +1,4 @@
-r"""Data-parallel training: every rank has a part of the batch and all parameters.
+r"""Data-parallel training: every rank has a part of the batch and a copy of all parameters.
 
     batch P("dp")                parameters P()
     rank 0   [rows  0..15]       [w1 b1 w2 b2]   gradient of its rows --\
@@ -7,7 +7,7 @@ r"""Data-parallel training: every rank has a part of the batch and all parameter
     rank 3   [rows 48..63]       [w1 b1 w2 b2]   gradient of its rows --/
 
 The loss is a `pmean`, the same on every rank, so the gradient of a replicated parameter is the sum of the ranks' gradients.
-`value_and_grad` returns that sum. After the same update on every rank the copies are still equal.
+`value_and_grad` returns that sum. Since every rank applies the same update, the copies stay equal.
 
     python examples/data_parallel.py                         4 ranks simulated in this process
     python examples/data_parallel.py --launch 4              4 local processes
@@ -34,13 +34,13 @@ Params = Mapping[str, Tensor]
 
 
 def loss_of(params: Params, x: Tensor, y: Tensor) -> Tensor:
-    """Plain PyTorch: how far a small MLP is from `y`, as the mean over the rows."""
+    """Return the mean squared error of a small MLP, in plain PyTorch."""
     hidden = torch.tanh(x @ params["w1"] + params["b1"])
     return (hidden @ params["w2"] + params["b2"] - y).square().mean()
 
 
 def update(params: Params, grads: Params) -> Params:
-    """Plain PyTorch: one step of gradient descent."""
+    """Take one step of gradient descent, in plain PyTorch."""
     return pytree.tree_map(lambda p, g: p - RATE * g, params, grads)
 
 
@@ -49,17 +49,17 @@ def update(params: Params, grads: Params) -> Params:
 
 @sm.shard_map(in_specs=(P(), P("dp"), P("dp")), out_specs=(P(), P()))
 def step(params: Params, x: Tensor, y: Tensor) -> tuple[Params, Tensor]:
-    """One step of training, as each rank sees it: parameters, and its own rows of the batch."""
+    """Take one training step on one rank, given the parameters and this rank's rows of the batch."""
 
     def loss(params: Params) -> Tensor:
-        return sm.pmean(loss_of(params, x, y), "dp")  # ranks have equally many rows, so this is the mean over all rows
+        return sm.pmean(loss_of(params, x, y), "dp")  # equal numbers of rows, so this is the mean over all rows
 
     value, grads = sm.value_and_grad(loss)(params)
     return update(params, grads), value
 
 
 def train(mesh: sm.DeviceMesh, params: Params, x: Tensor, y: Tensor) -> tuple[dict[str, Any], list[Any]]:
-    """The parameters after `STEPS` steps, and the losses on the way: sharded tensors."""
+    """Return the parameters after `STEPS` steps and the loss of each step, as sharded tensors."""
     copies = {name: sm.device_put(p, mesh, P()) for name, p in params.items()}
     rows = [sm.device_put(each, mesh, P("dp")) for each in (x, y)]
     losses = []
@@ -69,7 +69,7 @@ def train(mesh: sm.DeviceMesh, params: Params, x: Tensor, y: Tensor) -> tuple[di
     return copies, losses
 
 
-# -- the same in one process, to compare -------------------------------------------------------------------------------
+# -- reference in one process ------------------------------------------------------------------------------------------
 
 
 def train_single(params: Params, x: Tensor, y: Tensor) -> tuple[Params, list[Tensor]]:
@@ -84,7 +84,7 @@ def train_single(params: Params, x: Tensor, y: Tensor) -> tuple[Params, list[Ten
 
 
 def problem(rows: int) -> tuple[Params, Tensor, Tensor]:
-    """Parameters to begin with, and a curve to learn: every rank draws the same."""
+    """Return initial parameters, inputs and targets, equal on every rank."""
     random = torch.Generator().manual_seed(0)
     w1, w2 = torch.randn(1, WIDTH, generator=random), torch.randn(WIDTH, 1, generator=random) / math.sqrt(WIDTH)
     x = torch.linspace(-2, 2, rows)[:, None]
@@ -92,7 +92,7 @@ def problem(rows: int) -> tuple[Params, Tensor, Tensor]:
 
 
 def main(ranks: int = 4) -> float:
-    """Train on a mesh of this many ranks, and compare; the largest difference of a parameter or loss."""
+    """Train on a mesh of `ranks` ranks and return the largest difference of a parameter or loss from one process."""
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("dp",))
     params, x, y = problem(rows=16 * ranks)
     trained, losses = train(mesh, params, x, y)

@@ -1,18 +1,18 @@
-r"""A convolution over an image that is split along its height: each rank needs a few rows of its neighbours, the halo.
+r"""A convolution over an image that is sharded along its height: each rank needs a few rows of its neighbors, the halo.
 
     image P(None, None, "sp"): [b c h/4 w] on each rank                with a kernel of 3 rows the halo is 1 row
 
              0 0 0 0 0 0      the first rank receives zeros, which serve as padding
     rank 0   . . . . . .
-             . . . . . .  --\  its last row goes down
-    rank 1   . . . . . .  --/  its first row goes up
+             . . . . . .  --\  its last row is sent down
+    rank 1   . . . . . .  --/  its first row is sent up
              . . . . . .
              ...
     rank 3   . . . . . .
-             0 0 0 0 0 0      and so does the last one from below
+             0 0 0 0 0 0      the last rank receives zeros too
 
-Two `ppermute`s fetch the halo, whatever the size of the image. Backward is the same the other way: the gradient of a row that was
-sent to a neighbour is sent back and added. Heights need not be multiples of the ranks, but every part must be as high as the halo.
+Two `ppermute`s exchange the halo, whatever the size of the image. Backward reverses them: the gradient of a row that was sent to a
+neighbor is sent back and added. Heights need not be multiples of the number of ranks, but every part must be as high as the halo.
 
     python examples/halo_conv.py                         4 ranks simulated in this process
     python examples/halo_conv.py --launch 4              4 local processes
@@ -32,28 +32,28 @@ from torch import Tensor
 import shardmesh as sm
 from shardmesh import P
 
-ROWS = P(None, None, "sp")  # how an image [b c h w] lies
+ROWS = P(None, None, "sp")  # layout of an image [b c h w]
 
 
 def conv(image: sm.ShardedTensor, kernel: Tensor) -> Any:
-    """`F.conv2d(image, kernel, padding="same")` of an image that lies as `ROWS`; the result lies so too.
+    """Compute `F.conv2d(image, kernel, padding="same")` of an image laid out as `ROWS`; the result has the same layout.
 
     Args:
         image: [b c h w].
         kernel: [c' c k k] with an odd k, replicated.
 
-    Raises: ValueError where a rank has fewer rows than its neighbours need of it.
+    Raises: ValueError if a rank has fewer rows than its neighbors need.
     """
     check_rows(height=image.shape[2], ranks=image.mesh.size("sp"), size=kernel.shape[2])
     return conv_part(image, kernel)
 
 
 def check_rows(height: int, ranks: int, size: int) -> None:
-    """Raises: ValueError, on every rank before anything moves, where the halo is more than the next rank has."""
+    """Raise ValueError on every rank, before any communication, if a rank has fewer rows than the halo."""
     if size % 2 == 0:
         raise ValueError(f"a kernel of {size} rows has no middle one: pad it to {size + 1}")
     most, needed = -(-height // ranks), max(size // 2, 1)
-    fewest = max(height - (ranks - 1) * most, 0)  # cut as torch.chunk cuts: the last part has what the others leave
+    fewest = max(height - (ranks - 1) * most, 0)  # parts as from torch.chunk: the last one has the remainder
     if fewest < needed:
         raise ValueError(
             f"{height} rows over {ranks} ranks leave {fewest} to the last one, and a kernel of {size} rows needs {needed} of each: "
@@ -63,7 +63,7 @@ def check_rows(height: int, ranks: int, size: int) -> None:
 
 @sm.shard_map(in_specs=(ROWS, P()), out_specs=ROWS)
 def conv_part(image: Tensor, kernel: Tensor) -> Tensor:
-    """The convolution, as each rank sees it: its own rows of the image."""
+    """Compute the convolution on one rank, given its rows of the image."""
     (halo, margin), last = (n // 2 for n in kernel.shape[2:]), sm.axis_size("sp") - 1
     if halo == 0:
         return F.conv2d(image, kernel, padding=(0, margin))
@@ -72,11 +72,11 @@ def conv_part(image: Tensor, kernel: Tensor) -> Tensor:
     return F.conv2d(torch.cat([above, image, below], dim=2), kernel, padding=(0, margin))
 
 
-# -- a network of two, and the same in one process ---------------------------------------------------------------------
+# -- a network of two convolutions, and the reference in one process ---------------------------------------------------
 
 
 def network(image: sm.ShardedTensor, first: Tensor, second: Tensor) -> Tensor:
-    """A number that depends on all of the image: only the convolutions know that it is split."""
+    """Return a scalar loss; only the convolutions depend on the sharding."""
     return conv(conv(image, first).tanh(), second).square().mean()
 
 
@@ -86,10 +86,10 @@ def network_single(image: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def main(ranks: int = 4) -> float:
-    """Compare loss and gradients with one process; the largest difference relative to the largest element."""
+    """Compare loss and gradients with one process; return the largest difference relative to the largest element."""
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("sp",))
     random = torch.Generator().manual_seed(0)  # every rank draws the same
-    shapes = [(2, 3, 8 * ranks - 1, 10), (4, 3, 3, 3), (2, 4, 5, 5)]  # the last rank has a row less
+    shapes = [(2, 3, 8 * ranks - 1, 10), (4, 3, 3, 3), (2, 4, 5, 5)]  # the last rank has one row less
     plain = [torch.randn(shape, generator=random).requires_grad_() for shape in shapes]
     expected = network_single(*plain)
     expected_grads = torch.autograd.grad(expected, plain)

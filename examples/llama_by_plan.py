@@ -1,8 +1,8 @@
-"""Parallelise a model written for one process, such as Hugging Face's, by a plan of module paths, without changing its code.
+"""Parallelize a model written for one process, such as Hugging Face's, by a plan of module paths, without changing its code.
 
-    {"*.q_proj": colwise(), "*.o_proj": rowwise(), ...}     tensor parallelism: which module's weights are split over tp, and how
-    fully_shard(model, mesh, units=DecoderLayer)            over fsdp at rest, gathered layer by layer
-    Muon(model.named_parameters(), ...)                     each matrix orthogonalised whole by one rank, two collectives a step
+    {"*.q_proj": colwise(), "*.o_proj": rowwise(), ...}     tensor parallelism: which weights are sharded over tp, and how
+    fully_shard(model, mesh, units=DecoderLayer)            sharded over fsdp between steps, gathered layer by layer
+    Muon(model.named_parameters(), ...)                     each matrix is orthogonalized on one rank, two collectives per step
 
     python examples/llama_by_plan.py                         4 ranks simulated in this process
     python examples/llama_by_plan.py --launch 4              4 local processes
@@ -23,15 +23,15 @@ from torch import Tensor, nn
 import shardmesh as sm
 from shardmesh.parallel import colwise, fully_shard, parallelize, rowwise
 
-STEPS, RATE, LONGEST = 12, 0.02, 1.0
+STEPS, RATE, MAX_NORM = 12, 0.02, 1.0
 VOCABULARY, WIDTH, HEADS, HIDDEN, LAYERS, POSITIONS = 31, 24, 4, 50, 2, 11
 
 PLAN = {
     "*.self_attn.[qkv]_proj": colwise(),  # each tp rank computes some heads
-    "*.self_attn.o_proj": rowwise(),  # and sums over them
+    "*.self_attn.o_proj": rowwise(),  # partial sums over these heads
     "*.mlp.[gu]*_proj": colwise(),
     "*.mlp.down_proj": rowwise(),
-    "lm_head": colwise(),  # logits stay split by vocabulary: the loss needs two small reductions, not the logits
+    "lm_head": colwise(),  # logits stay sharded by vocabulary: the loss needs two small reductions, not the logits
 }
 
 
@@ -85,13 +85,13 @@ class Llama(nn.Module):
 
 
 def train(model: nn.Module, ids: Tensor, targets: Tensor) -> list[Any]:
-    """The losses of some steps; it does not know of a mesh either."""
+    """Return the loss of each step; this function does not depend on the mesh either."""
     optimizer = sm.optim.Muon(model.named_parameters(), lr=RATE, adamw=["*embed*", "lm_head*"], ns_dtype=torch.float32)
     losses = []
     for _ in range(STEPS):
         loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
         loss.backward()
-        sm.training.clip_grad_norm_(model.parameters(), LONGEST)
+        sm.training.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -101,7 +101,7 @@ def train(model: nn.Module, ids: Tensor, targets: Tensor) -> list[Any]:
 # -- what makes it run on a mesh ---------------------------------------------------------------------------------------
 
 
-def spread(model: nn.Module, mesh: sm.DeviceMesh) -> nn.Module:
+def shard(model: nn.Module, mesh: sm.DeviceMesh) -> nn.Module:
     parallelize(model, mesh, PLAN)
     return fully_shard(model, mesh, axes="fsdp", units=DecoderLayer)
 
@@ -111,7 +111,7 @@ def place(x: Tensor, mesh: sm.DeviceMesh) -> Tensor:
 
 
 def problem(rows: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model, and sentences to learn: every rank makes the same."""
+    """Return a model, token ids and targets, equal on every rank."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         ids = torch.randint(VOCABULARY, (rows, POSITIONS + 1))
@@ -119,13 +119,13 @@ def problem(rows: int) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def main(ranks: int = 4) -> float:
-    """Train on a mesh of this many ranks, and compare; the largest difference of a loss or parameter."""
+    """Train on a mesh of `ranks` ranks and return the largest difference of a loss or parameter from one process."""
     tp = 2 if ranks % 2 == 0 else 1
     mesh = sm.init_device_mesh("cpu", (ranks // tp, tp), axis_names=("fsdp", "tp"))
     model, ids, targets = problem(rows=8)
     single = copy.deepcopy(model)
     expected = train(single, ids, targets)
-    spread(model, mesh)
+    shard(model, mesh)
     with sm.debug.comm_budget() as used:
         losses = train(model, place(ids, mesh), place(targets, mesh))
     pairs = [(ours.full_tensor(), other) for ours, other in zip(losses, expected, strict=True)]
@@ -138,7 +138,7 @@ def main(ranks: int = 4) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="A model spread by a plan of paths, compared with one process")
+    parser = argparse.ArgumentParser(description="A model parallelized by a plan of paths, compared with one process")
     parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
     processes = parser.parse_args().launch
     if "RANK" in os.environ:  # torchrun has started the ranks

@@ -1,6 +1,6 @@
 """LoRA: freeze the weights of a model and train small matrices next to them; all are sharded over the ranks between uses.
 
-    y = x W' + x A' B'        W frozen, gathered for use; A, B trained: only their gradients are summed, only they have optimizer state
+    y = x W' + x A' B'        W is frozen and gathered for use; A and B are trained, and only they have gradients and optimizer state
 
 LoRA: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", https://arxiv.org/abs/2106.09685
 
@@ -26,7 +26,7 @@ STEPS, RATE, WIDTH, HIDDEN, RANK, BLOCKS, ROWS = 20, 0.02, 16, 42, 2, 3, 24
 
 
 class LoRA(nn.Module):
-    """Plain PyTorch: a linear layer that stays, and a low-rank one beside it that is trained."""
+    """A frozen linear layer plus a trained low-rank one, in plain PyTorch."""
 
     def __init__(self, inner: nn.Linear, rank: int = RANK) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
-    """The losses of some steps on this rank's rows, in one process on all of them."""
+    """Return the loss of each step on the given rows: this rank's, or all of them in one process."""
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), RATE)
     losses = []
     for _ in range(STEPS):
@@ -62,32 +62,32 @@ def train(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
 
 
 def problem() -> tuple[nn.Module, Tensor, Tensor]:
-    """A model, and a function to adapt it to: every rank makes the same."""
+    """Return a model, inputs and targets, equal on every rank."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         x = torch.randn(ROWS, WIDTH)
         return nn.Sequential(*[Block() for _ in range(BLOCKS)]), x, x.flip(1).sin()
 
 
-def mine(x: Tensor, mesh: sm.DeviceMesh) -> Tensor:
-    """This rank's rows, as its data loader would give them."""
+def local_rows(x: Tensor, mesh: sm.DeviceMesh) -> Tensor:
+    """Return this rank's rows, as its data loader would."""
     return x.chunk(mesh.size())[mesh.get_rank()]
 
 
 def mean_of(losses: list[Tensor], mesh: sm.DeviceMesh) -> list[Any]:
-    """The losses of the whole batch, all ranks having as many rows."""
+    """Return the losses of the whole batch; ranks have equal numbers of rows."""
     each = sm.from_local(torch.stack(losses), mesh, [sm.Partial("avg")] * mesh.ndim)
     return each.full_tensor().tolist()
 
 
 def main(ranks: int = 4) -> float:
-    """Train on a mesh of this many ranks, and compare; the largest difference of a loss."""
+    """Train on a mesh of `ranks` ranks and return the largest difference of a loss from one process."""
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("fsdp",))
     model, x, y = problem()
     expected = [loss.item() for loss in train(copy.deepcopy(model), x, y)]
     sm.parallel.fully_shard(model, mesh, units=Block)
     with sm.debug.comm_budget() as used:
-        losses = mean_of(train(model, mine(x, mesh), mine(y, mesh)), mesh)
+        losses = mean_of(train(model, local_rows(x, mesh), local_rows(y, mesh)), mesh)
     difference = max(abs(ours - other) for ours, other in zip(losses, expected, strict=True))
     if mesh.get_rank() == 0:
         trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (False, True))
@@ -97,7 +97,7 @@ def main(ranks: int = 4) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="LoRA with weights split over the ranks, compared with one process")
+    parser = argparse.ArgumentParser(description="LoRA with weights sharded over the ranks, compared with one process")
     parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
     processes = parser.parse_args().launch
     if "RANK" in os.environ:  # torchrun has started the ranks

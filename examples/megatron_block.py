@@ -1,20 +1,20 @@
-r"""A transformer block whose heads and MLP are divided over "tp", and whose batch is divided over "dp".
+r"""A transformer block whose heads and MLP are sharded over "tp", and whose batch is sharded over "dp".
 
-    on each tp rank:  x [b s d], all of it
+    on each tp rank:  x [b s d], replicated
 
       norm --> its heads of w_qkv --> attention --> its rows of w_o --\
-                                                                       psum --> + x        first half
+                                                                       psum --> + x        attention
       the other rank: other heads, other rows ------------------------/
       norm --> its columns of w_up --> gelu --> its rows of w_down ---\
-                                                                       psum --> + x        second half
+                                                                       psum --> + x        MLP
       the other rank: other columns, other rows ----------------------/
 
-The first matrix is split by columns, the second by the matching rows, so no communication is needed between them: each rank ends
-with one term of a sum (Shoeybi et al. 2019, "Megatron-LM"). One `psum` at the end of each half adds the terms, and its backward is
-one more. "dp" needs no code in the block: at the end of backward gradients of replicated parameters are summed over the ranks.
+The first matrix is split by columns and the second by the matching rows, so no communication is needed between them: each rank ends
+with one term of a sum (Shoeybi et al. 2019, "Megatron-LM"). One `psum` after attention and one after the MLP add the terms, and each
+has one more in backward. "dp" needs no code in the block: backward ends by summing gradients of replicated parameters over the ranks.
 
 Tensor names end in one letter per dim: b batch, s position, d width of the residual stream, h head, e width of a head, f width of
-the MLP, c the concatenated query, key and value of a position.
+the MLP, c query, key and value.
 
     python examples/megatron_block.py                         4 ranks simulated in this process
     python examples/megatron_block.py --launch 4              4 local processes
@@ -42,9 +42,9 @@ Params = Mapping[str, Tensor]
 Total = Callable[[Tensor], Tensor]
 SIZES = {"b": 8, "s": 16, "d": 32, "h": 4, "e": 8, "f": 96, "c": 3}
 
-# -- how it lies on the mesh -------------------------------------------------------------------------------------------
+# -- layouts on the mesh -----------------------------------------------------------------------------------------------
 
-STREAM = P("dp")  # of [b s d]: the batch over dp
+STREAM = P("dp")  # [b s d]: the batch is sharded over dp
 SPECS = {
     "norm_1_d": P(),
     "w_qkv_cdhe": P(None, None, "tp"),  # by heads: columns
@@ -56,17 +56,17 @@ SPECS = {
 
 
 def sharded_block(mesh: sm.DeviceMesh) -> Callable[[Params, Tensor], Tensor]:
-    """The block below on this mesh: shares are added up over tp."""
+    """Return the block below as a function on this mesh, summing partial results over tp."""
     return sm.shard_map(
         partial(block, total=partial(sm.psum, axis_name="tp")), mesh=mesh, in_specs=(SPECS, STREAM), out_specs=STREAM
     )
 
 
-# -- the block, of all heads or of some --------------------------------------------------------------------------------
+# -- the block, for all heads or some of them --------------------------------------------------------------------------
 
 
 def block(params: Params, x_bsd: Tensor, total: Total) -> Tensor:
-    """Plain PyTorch. `total` makes a sum of this rank's share of it; in one process the share is the sum."""
+    """Apply the block, in plain PyTorch. `total` sums this rank's term with those of the others; in one process it is the identity."""
     x_bsd = x_bsd + total(attention(params, norm(x_bsd, params["norm_1_d"])))
     return x_bsd + total(mlp(params, norm(x_bsd, params["norm_2_d"])))
 
@@ -76,25 +76,25 @@ def norm(x_bsd: Tensor, scale_d: Tensor) -> Tensor:
 
 
 def attention(params: Params, x_bsd: Tensor) -> Tensor:
-    """Causal attention of the heads that `params` has."""
+    """Apply causal attention with the heads in `params`."""
     q, k, v = torch.einsum("bsd,cdhe->cbhse", x_bsd, params["w_qkv_cdhe"])
     mixed_bhse = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return torch.einsum("bhse,hed->bsd", mixed_bhse, params["w_o_hed"])
 
 
 def mlp(params: Params, x_bsd: Tensor) -> Tensor:
-    """An MLP of the hidden features that `params` has."""
+    """Apply the MLP with the hidden features in `params`."""
     return F.gelu(x_bsd @ params["w_up_df"]) @ params["w_down_fd"]
 
 
-# -- the same in one process, to compare -------------------------------------------------------------------------------
+# -- reference in one process ------------------------------------------------------------------------------------------
 
 
 def problem() -> tuple[Params, Tensor, Tensor]:
-    """Parameters, input and the gradient of the output: every rank draws the same."""
+    """Return parameters, input and the gradient of the output, equal on every rank."""
     random = torch.Generator().manual_seed(0)
 
-    def draw(name: str) -> Tensor:  # its shape is told by the end of its name
+    def draw(name: str) -> Tensor:  # the end of the name gives the shape
         sizes = [SIZES[letter] for letter in name.rpartition("_")[2]]
         return torch.randn(sizes, generator=random)
 
@@ -103,13 +103,13 @@ def problem() -> tuple[Params, Tensor, Tensor]:
 
 
 def largest_difference(ours: Any, plain: Any) -> float:
-    """The largest difference in two trees, relative to the largest element of each leaf."""
+    """Return the largest difference between two trees, relative to the largest element of each leaf."""
     pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(plain), strict=True)
     return torch.stack([(x.full_tensor() - other).abs().max() / other.abs().max() for x, other in pairs]).max().item()
 
 
 def main(ranks: int = 4) -> float:
-    """Compare output and gradients with one process; the largest relative difference."""
+    """Compare output and gradients with one process; return the largest relative difference."""
     tp = 2 if ranks % 2 == 0 else 1
     mesh = sm.init_device_mesh("cpu", (ranks // tp, tp), axis_names=("dp", "tp"))
     params, x_bsd, pull_bsd = problem()

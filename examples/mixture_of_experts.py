@@ -1,22 +1,22 @@
-"""A mixture of experts with the experts split over the ranks: send tokens to the experts that they choose, and the results back.
+"""A mixture of experts with the experts sharded over the ranks: dispatch tokens to their experts, and combine the results.
 
-    tokens P("ep"), experts P("ep"), router P()       here each token chooses one expert; two experts live on each rank
+    tokens P("ep"), experts P("ep"), router P()       here each token is routed to one expert; each rank has two experts
 
-    rank 0   tokens   a b c d     sorted by expert  [ b | a d |   | c ]     arrived  [b e | a d f]  for experts 0 and 1
-             choose   1 0 3 1             of expert   0    1    2   3
-    rank 1   tokens   e f g       sorted by expert  [ e |  f  | g |   ]     arrived  [g | c]        for experts 2 and 3
-             choose   0 1 2
+    rank 0   tokens   a b c d     sorted by expert  [ b | a d |   | c ]     received [b e | a d f]  for experts 0 and 1
+             expert   1 0 3 1             of expert   0    1    2   3
+    rank 1   tokens   e f g       sorted by expert  [ e |  f  | g |   ]     received [g | c]        for experts 2 and 3
+             expert   0 1 2
 
-    and the experts' results go back the same way:     rank 0  [b a d c]  ->  a b c d      rank 1  [e f g]
+    the results are sent back in the same way:         rank 0  [b a d c]  ->  a b c d      rank 1  [e f g]
 
-Ranks exchange how many rows go to each rank; then `ragged_all_to_all` moves exactly these rows. So no token is dropped and nothing
-is padded, whatever the router chooses. The way back uses the transposed counts; backward runs both in reverse.
+Ranks first exchange row counts; then `ragged_all_to_all` moves exactly these rows. No token is dropped and nothing is padded,
+whatever the router chooses. Combining uses the transposed counts; backward runs both exchanges in reverse.
 
     python examples/mixture_of_experts.py                         4 ranks simulated in this process
     python examples/mixture_of_experts.py --launch 4              4 local processes
     torchrun --nproc-per-node 4 examples/mixture_of_experts.py    the same, started by torchrun
 
-Tensor names end in one letter per dim where that helps: t token, k choice, e expert, r row (a token on its way), d width.
+Tensor names end in one letter per dim where that helps: t token, k choice, e expert, r row (a dispatched token), d width.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from shardmesh import P
 
 CHOICES, WIDTH, HIDDEN = 2, 16, 24
 Params = dict[str, Tensor]
-LAYOUT = {"router": P(), "up": P("ep"), "down": P("ep")}  # [d e], [e d f], [e f d]: experts are split over the ranks
+LAYOUT = {"router": P(), "up": P("ep"), "down": P("ep")}  # [d e], [e d f], [e f d]: experts are sharded over the ranks
 TOKENS = P("ep")  # [t d]
 
 
 def choose(x_td: Tensor, router_de: Tensor) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch: for each token the experts that it chooses [t k], and how much it takes of each [t k]."""
+    """Return the experts of each token [t k] and their weights [t k], in plain PyTorch."""
     score_tk, expert_tk = (x_td @ router_de).topk(CHOICES)
     return expert_tk, score_tk.softmax(-1)
 
 
 def expert(x_rd: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Plain PyTorch: what one expert makes of rows."""
+    """Apply one expert to rows, in plain PyTorch."""
     return F.silu(x_rd @ up) @ down
 
 
@@ -53,9 +53,9 @@ def expert(x_rd: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 @sm.shard_map(in_specs=(LAYOUT, TOKENS), out_specs=TOKENS)
 def mixture(params: Params, x_td: Tensor) -> Tensor:
-    """For each of this rank's tokens the weighted sum of what its experts make of it.
+    """Return the weighted sum of the experts' outputs for each of this rank's tokens.
 
-    Raises: ValueError, on every rank, where ranks would have different numbers of experts.
+    Raises: ValueError, on every rank, if ranks would have different numbers of experts.
     """
     ranks, experts = sm.axis_size("ep"), params["router"].shape[1]
     if experts % ranks:
@@ -66,20 +66,20 @@ def mixture(params: Params, x_td: Tensor) -> Tensor:
     mine_e = torch.bincount(expert_tk.flatten(), minlength=experts)
     counts = sm.all_gather(mine_e, "ep").unflatten(1, (ranks, -1))  # [source, destination, its expert]
     rows = counts.sum(-1)
-    here = work(params, travel(x_td[token_r], rows), counts[:, int(sm.axis_index("ep"))])
-    back_rd = travel(here, rows.T) * share_tk.flatten()[by_expert_r, None]
+    here = local_experts(params, exchange(x_td[token_r], rows), counts[:, int(sm.axis_index("ep"))])
+    back_rd = exchange(here, rows.T) * share_tk.flatten()[by_expert_r, None]
     return torch.zeros_like(x_td).index_add(0, token_r, back_rd)
 
 
-def travel(x_rd: Tensor, rows: Tensor) -> Tensor:
-    """This rank's rows are sent, the first ones to rank 0; what arrives, from rank 0 first. `rows`: [source, destination]."""
-    leave, arrive, me = rows.cumsum(1) - rows, rows.cumsum(0) - rows, int(sm.axis_index("ep"))
-    room = x_rd.new_zeros(int(rows[:, me].sum()), x_rd.shape[1])
-    return sm.ragged_all_to_all(x_rd, room, leave[me], rows[me], arrive[me], rows[:, me], axis_name="ep")
+def exchange(x_rd: Tensor, rows: Tensor) -> Tensor:
+    """Send this rank's rows, sorted by destination; return the received rows, sorted by source. `rows`: [source, destination]."""
+    send_at, receive_at, rank = rows.cumsum(1) - rows, rows.cumsum(0) - rows, int(sm.axis_index("ep"))
+    output = x_rd.new_zeros(int(rows[:, rank].sum()), x_rd.shape[1])
+    return sm.ragged_all_to_all(x_rd, output, send_at[rank], rows[rank], receive_at[rank], rows[:, rank], axis_name="ep")
 
 
-def work(params: Params, x_rd: Tensor, counts: Tensor) -> Tensor:
-    """What this rank's experts make of rows that lie by source, and for each source by expert. `counts`: [source, expert]."""
+def local_experts(params: Params, x_rd: Tensor, counts: Tensor) -> Tensor:
+    """Apply this rank's experts to rows sorted by source, then by expert. `counts`: [source, expert]."""
     ranks, experts = counts.shape
     expert_r = torch.arange(experts, device=counts.device).repeat(ranks).repeat_interleave(counts.flatten())
     order_r = expert_r.argsort(stable=True)
@@ -87,11 +87,11 @@ def work(params: Params, x_rd: Tensor, counts: Tensor) -> Tensor:
     return torch.zeros_like(x_rd).index_copy(0, order_r, torch.cat([expert(*part) for part in parts]))
 
 
-# -- the same in one process, to compare -------------------------------------------------------------------------------
+# -- reference in one process ------------------------------------------------------------------------------------------
 
 
 def mixture_dense(params: Params, x_td: Tensor) -> Tensor:
-    """Every expert works on every token; what was not chosen counts nothing."""
+    """Apply every expert to every token, with weight zero for experts that were not chosen."""
     expert_tk, share_tk = choose(x_td, params["router"])
     share_te = x_td.new_zeros(len(x_td), params["router"].shape[1]).scatter(1, expert_tk, share_tk)
     made_etd = torch.stack([expert(x_td, up, down) for up, down in zip(params["up"], params["down"], strict=True)])
@@ -99,14 +99,14 @@ def mixture_dense(params: Params, x_td: Tensor) -> Tensor:
 
 
 def problem(experts: int, seed: int = 0) -> Params:
-    """Weights, which every rank draws alike."""
+    """Return weights that are equal on every rank."""
     random = torch.Generator().manual_seed(seed)
     shapes = {"router": (WIDTH, experts), "up": (experts, WIDTH, HIDDEN), "down": (experts, HIDDEN, WIDTH)}
     return {name: torch.randn(shape, generator=random) / shape[-2] ** 0.5 for name, shape in shapes.items()}
 
 
 def compare(mesh: sm.DeviceMesh, params: Params, x: Tensor) -> float:
-    """How far outputs and gradients are from those of the dense computation, relative to the largest element."""
+    """Return the largest difference from the dense computation, of outputs or gradients, relative to the largest element."""
     plain = [p.requires_grad_() for p in params.values()] + [x.requires_grad_()]
     expected = mixture_dense(params, x)
     expected_grads = torch.autograd.grad(expected.square().mean(), plain)
@@ -123,14 +123,14 @@ def compare(mesh: sm.DeviceMesh, params: Params, x: Tensor) -> float:
 
 
 def main(ranks: int = 4) -> float:
-    """Compare three batches, whose tokens choose differently; the largest relative difference."""
+    """Compare three batches with different routing; return the largest relative difference."""
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("ep",))
     params, random = problem(experts=2 * ranks), torch.Generator().manual_seed(1)
     batches = [torch.randn(40 * ranks - 1, WIDTH, generator=random) + 0.3 for _ in range(3)]  # not a multiple
     difference = max(compare(mesh, params, x) for x in batches)
     if mesh.get_rank() == 0:
         loads = choose(batches[0], params["router"])[0].flatten().bincount(minlength=2 * ranks)
-        print(f"{len(batches[0])} tokens on {ranks} ranks choose {CHOICES} experts each, which get {loads.tolist()}")
+        print(f"{len(batches[0])} tokens on {ranks} ranks with {CHOICES} experts each; tokens per expert: {loads.tolist()}")
         print(f"largest relative difference from the dense computation, of output or any gradient: {difference:.1e}")
     return difference
 

@@ -1,13 +1,13 @@
-"""Muon with owners: each matrix is orthogonalised once, by one rank; two collectives move all matrices there and back.
+"""Muon with owners: each matrix is orthogonalized once, on one rank; two collectives move all matrices there and back.
 
-    momentum, rows split            by owner                         orthogonalised, rows split
+    momentum, rows sharded          by owner                         orthogonalized, rows sharded
     rank 0   [A0] [B0] [C0]         rank 0   [A]                     rank 0   [A0] [B0] [C0]
     rank 1   [A1] [B1] [C1]   ->    rank 1      [B]            ->    rank 1   [A1] [B1] [C1]
     rank 2   [A2] [B2] [C2]         rank 2         [C]               rank 2   [A2] [B2] [C2]
                      one all_to_all                  one all_to_all
 
-Ownership is an ordinary layout: rows in parts of lengths (0, rows, 0), written P("fsdp", sizes={"fsdp": (0, rows, 0)}). So
-`redistribute_many` does both moves, for any shapes. Owners are chosen to balance the cost of the multiplications.
+Ownership is an ordinary layout: rows in parts of lengths (0, rows, 0), written P("fsdp", sizes={"fsdp": (0, rows, 0)}).
+`redistribute_many` therefore does both moves, for any shapes. Owners are chosen to balance the cost of the multiplications.
 
 Muon: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", https://kellerjordan.github.io/posts/muon
 
@@ -33,17 +33,17 @@ import shardmesh as sm
 from shardmesh import P
 
 STEPS, RATE, MOMENTUM, WIDTH = 20, 0.02, 0.95, 24
-QUINTIC = 3.4445, -4.7750, 2.0315  # a x + b x^3 + c x^5 takes singular values of up to 1 to about 1; Jordan's
+QUINTIC = 3.4445, -4.7750, 2.0315  # a x + b x^3 + c x^5 maps singular values up to 1 to about 1; Jordan's coefficients
 STORED = P("fsdp")
 Tree = Any  # of tensors
 
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
-    """Plain PyTorch: about the nearest matrix whose singular values are 1: U V^T for x = U S V^T."""
+    """Approximate the nearest matrix whose singular values are 1, U V^T for x = U S V^T, in plain PyTorch."""
     if x.shape[0] > x.shape[1]:
         return newton_schulz(x.mT, steps).mT
     a, b, c = QUINTIC
-    x = x / (x.norm() + 1e-7)  # then no singular value is above 1
+    x = x / (x.norm() + 1e-7)  # so that no singular value exceeds 1
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -51,7 +51,7 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
 
 
 def update(params: Tree, grads: Tree, momentum: Tree, orthogonal: Callable) -> tuple[Tree, Tree]:
-    """The parameters, a tree of matrices, and their momentum after one step; `orthogonal` is `newton_schulz` of a list."""
+    """Return the parameters, a tree of matrices, and their momentum after one step; `orthogonal` is `newton_schulz` on a list."""
     momentum = pytree.tree_map(lambda m, g: m.lerp(g, 1 - MOMENTUM), momentum, grads)
     ahead, tree = pytree.tree_flatten(pytree.tree_map(lambda m, g: g.lerp(m, MOMENTUM), momentum, grads))  # Nesterov's
     directions = pytree.tree_unflatten(orthogonal(ahead), tree)
@@ -60,7 +60,7 @@ def update(params: Tree, grads: Tree, momentum: Tree, orthogonal: Callable) -> t
 
 
 def loss_of(params: Tree, x: Tensor, y: Tensor) -> Tensor:
-    """Plain PyTorch: how far a residual MLP, whose weights are all matrices, is from `y`."""
+    """Return the loss of a residual MLP whose weights are all matrices, in plain PyTorch."""
     x = F.linear(x, params["embed"])
     for block in params["blocks"]:
         x = x + F.linear(F.silu(F.linear(F.rms_norm(x, x.shape[-1:]), block["up"])), block["down"])
@@ -71,7 +71,7 @@ def loss_of(params: Tree, x: Tensor, y: Tensor) -> Tensor:
 
 
 def by_owners(matrices: list[sm.ShardedTensor]) -> list[sm.ShardedTensor]:
-    """`newton_schulz` of matrices that lie as `STORED`, and so do the results. Communication: two all_to_all."""
+    """Apply `newton_schulz` to matrices laid out as `STORED`; the results have the same layout. Communication: two all_to_all."""
     specs = owners(tuple(tuple(m.shape) for m in matrices), matrices[0].mesh.size("fsdp"))
     owned = mapped(specs)(*sm.redistribute_many(matrices, specs))
     return sm.redistribute_many(owned, [STORED] * len(owned))
@@ -79,7 +79,7 @@ def by_owners(matrices: list[sm.ShardedTensor]) -> list[sm.ShardedTensor]:
 
 @functools.cache
 def owners(shapes: tuple[tuple[int, int], ...], ranks: int) -> tuple[P, ...]:
-    """The layout of each matrix at its owner: the largest goes first, to the rank that has the least to do so far."""
+    """Return the layout of each matrix on its owner, assigning the largest first, each to the least loaded rank."""
     specs, loads, work = {}, [0] * ranks, [m * n * min(m, n) for m, n in shapes]
     for i in sorted(range(len(shapes)), key=lambda i: -work[i]):
         owner = loads.index(min(loads))
@@ -88,24 +88,24 @@ def owners(shapes: tuple[tuple[int, int], ...], ranks: int) -> tuple[P, ...]:
     return tuple(specs[i] for i in range(len(shapes)))
 
 
-@functools.cache  # a mapped function remembers what it has seen, so that it is made once
+@functools.cache  # a mapped function caches what it has seen, so create it once
 def mapped(at: tuple[P, ...]) -> Callable:
-    """`newton_schulz` of matrices at their owners; what other ranks have of them has no rows."""
+    """Return `newton_schulz` as a function of matrices on their owners; on other ranks they have no rows."""
     return sm.shard_map(lambda *ms: tuple(newton_schulz(m) if len(m) else m for m in ms), in_specs=at, out_specs=at)
 
 
 def loss_sharded(params: Tree, x: Tensor, y: Tensor) -> Tensor:
-    """The same with weights that lie as `STORED`: they are gathered to compute with, and their gradients scattered."""
+    """Return the same loss for weights laid out as `STORED`: they are gathered for use, and their gradients reduce-scattered."""
     leaves, tree = pytree.tree_flatten(params)
     return loss_of(pytree.tree_unflatten(sm.redistribute_many(leaves, [P()] * len(leaves)), tree), x, y)
 
 
 def train(loss_of: Callable, params: Tree, x: Tensor, y: Tensor, orthogonal: Callable) -> tuple[Tree, list, list]:
-    """Parameters after `STEPS` steps, the losses on the way, and what each update communicated."""
+    """Return the parameters after `STEPS` steps, and the loss and the communication of each step."""
     momentum, losses, uses = pytree.tree_map(torch.zeros_like, params), [], []
     for step in range(STEPS):
         loss, grads = sm.value_and_grad(loss_of)(params, x, y)
-        with sm.debug.comm_budget(launches=2 if step else None) as used:  # first, ranks also tell each other what they return
+        with sm.debug.comm_budget(launches=2 if step else None) as used:  # the first call also exchanges the shapes of results
             params, momentum = update(params, grads, momentum, orthogonal)
         losses.append(loss)
         uses.append(used)
@@ -113,7 +113,7 @@ def train(loss_of: Callable, params: Tree, x: Tensor, y: Tensor, orthogonal: Cal
 
 
 def problem(rows: int) -> tuple[Tree, Tensor, Tensor]:
-    """Parameters to begin with, and a function to learn: every rank draws the same."""
+    """Return initial parameters, inputs and targets, equal on every rank."""
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     blocks = [{"up": draw(50, WIDTH), "down": draw(WIDTH, 50)} for _ in range(2)]
     params = {"embed": draw(WIDTH, 7), "blocks": blocks, "head": draw(7, WIDTH)}  # 50 and 7 rows: uneven parts
@@ -122,7 +122,7 @@ def problem(rows: int) -> tuple[Tree, Tensor, Tensor]:
 
 
 def main(ranks: int = 4) -> float:
-    """Train on a mesh of this many ranks, and compare; the largest difference of a parameter or loss."""
+    """Train on a mesh of `ranks` ranks and return the largest difference of a parameter or loss from one process."""
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("fsdp",))
     plain = problem(rows=16 * ranks)
     expected, expected_losses, _ = train(loss_of, *plain, orthogonal=lambda ahead: [newton_schulz(m) for m in ahead])

@@ -1,14 +1,14 @@
-"""A pipeline: each rank has one stage of the network, and microbatches go from stage to stage.
+"""Pipeline parallelism: each rank has one stage of the network, and microbatches pass from stage to stage.
 
-    stages over "pp"; time goes right; a number is the microbatch that a stage works on
+    stages over "pp"; time from left to right; each number is the microbatch that a stage processes
 
-    stage 0    0  1  2  3  4  5  .  .  .         each tick: work, then hand the result to the next stage (`ppermute`);
+    stage 0    0  1  2  3  4  5  .  .  .         each tick: compute, then send the result to the next stage (`ppermute`);
     stage 1    .  0  1  2  3  4  5  .  .         in ticks marked "." a stage computes an unused result;
     stage 2    .  .  0  1  2  3  4  5  .         m microbatches through n stages take m + n - 1 ticks, of which each
     stage 3    .  .  .  0  1  2  3  4  5         stage wastes n - 1
 
-The schedule is GPipe's (Huang et al. 2018): a loop in one mapped function. There is no backward schedule to write: the gradient of a
-`ppermute` is the reverse `ppermute`, so backward runs the same picture from right to left.
+The schedule is GPipe's (Huang et al. 2018), written as a loop in one mapped function. Backward needs no schedule of its own: the
+gradient of a `ppermute` is the reverse `ppermute`, so backward runs the diagram from right to left.
 
     python examples/pipeline.py                         4 ranks simulated in this process
     python examples/pipeline.py --launch 4              4 local processes
@@ -35,7 +35,7 @@ Params = Mapping[str, Tensor]
 
 
 def stage(params: Params, x: Tensor) -> Tensor:
-    """One stage of the network, plain PyTorch: [rows width] -> [rows width]."""
+    """Apply one stage of the network, in plain PyTorch: [rows width] -> [rows width]."""
     return x + torch.tanh(x @ params["w"] + params["b"])
 
 
@@ -44,21 +44,21 @@ def stage(params: Params, x: Tensor) -> Tensor:
 
 @sm.shard_map(in_specs=(P("pp"), P()), out_specs=P())
 def pipeline(params: Params, batches: Tensor) -> Tensor:
-    """What all stages, one after the other, make of microbatches, as each rank sees it.
+    """Apply all stages to microbatches, one after the other, on one rank.
 
     Args:
-        params: of its own stage, with a first dim of size 1 left of those of all stages.
+        params: parameters of this rank's stage, with a first dim of size 1.
         batches: all microbatches [m rows width]; only the first stage uses them.
 
     Returns: results [m rows width], the same on every rank.
     """
-    mine = pytree.tree_map(lambda p: p.squeeze(0), params)
+    own = pytree.tree_map(lambda p: p.squeeze(0), params)
     here, stages, m = sm.axis_index("pp"), sm.axis_size("pp"), len(batches)
     onward = [(i, i + 1) for i in range(stages - 1)]
     arriving, finished = torch.zeros_like(batches[0]), []
     for tick in range(m + stages - 1):
         x = torch.where(here == 0, batches[min(tick, m - 1)], arriving)
-        y = stage(mine, x)
+        y = stage(own, x)
         if tick >= stages - 1:
             finished.append(y)  # in the last stage: microbatch number tick - (stages - 1)
         if tick < m + stages - 2:
@@ -66,18 +66,18 @@ def pipeline(params: Params, batches: Tensor) -> Tensor:
     return sm.pbroadcast(torch.stack(finished), "pp", stages - 1)
 
 
-# -- the same in one process, to compare -------------------------------------------------------------------------------
+# -- reference in one process ------------------------------------------------------------------------------------------
 
 
-def one_after_the_other(params: Params, batches: Tensor) -> Tensor:
-    """All stages in one process."""
+def sequential(params: Params, batches: Tensor) -> Tensor:
+    """Apply all stages in one process."""
     for i in range(len(params["b"])):
         batches = stage({name: p[i] for name, p in params.items()}, batches)
     return batches
 
 
 def loss_and_grads(network: Callable[[Params, Tensor], Tensor], *given: Any) -> Any:
-    """The mean square error of a network, and its gradients with respect to parameters and microbatches."""
+    """Return the mean squared error of a network, and its gradients with respect to parameters and microbatches."""
 
     def loss_of(params: Params, batches: Tensor, targets: Tensor) -> Tensor:
         return (network(params, batches) - targets).square().mean()
@@ -86,7 +86,7 @@ def loss_and_grads(network: Callable[[Params, Tensor], Tensor], *given: Any) -> 
 
 
 def problem(stages: int) -> tuple[Params, Tensor, Tensor]:
-    """Parameters of all stages, microbatches, and what is to be made of them: every rank draws the same."""
+    """Return parameters of all stages, microbatches and targets, equal on every rank."""
     random = torch.Generator().manual_seed(0)
     w = torch.randn(stages, WIDTH, WIDTH, generator=random) / math.sqrt(WIDTH)
     b = torch.randn(stages, WIDTH, generator=random)
@@ -95,11 +95,11 @@ def problem(stages: int) -> tuple[Params, Tensor, Tensor]:
 
 
 def main(ranks: int = 4) -> float:
-    """Compare loss and gradients with one process; the largest difference."""
+    """Compare loss and gradients with one process; return the largest difference."""
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("pp",))
     params, batches, targets = problem(stages=ranks)
 
-    expected = loss_and_grads(one_after_the_other, params, batches, targets)
+    expected = loss_and_grads(sequential, params, batches, targets)
 
     stages = {name: sm.device_put(p, mesh, P("pp")) for name, p in params.items()}
     ours = loss_and_grads(pipeline, stages, sm.device_put(batches, mesh, P()), sm.device_put(targets, mesh, P()))

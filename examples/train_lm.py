@@ -3,15 +3,15 @@
     python examples/train_lm.py                              4 local processes, mesh (fsdp=2, tp=2)
     torchrun --nproc-per-node 4 examples/train_lm.py         the same, started by torchrun
     python examples/train_lm.py --single                     the same model and data in one process, without a mesh
-    python examples/train_lm.py --compare                    both, and their losses side by side
+    python examples/train_lm.py --compare                    both, with their losses side by side
     torchrun --nproc-per-node 8 examples/train_lm.py --mesh fsdp=2,tp=4 --size small --device cuda
-    python examples/train_lm.py --parallel dp=2,fsdp=2       by the library's layers: dp, zero1, zero2, fsdp, tp, sp
-    python examples/train_lm.py --parallel tp=4 --save out/checkpoints --resume         goes on from the newest checkpoint, of any mesh
+    python examples/train_lm.py --parallel dp=2,fsdp=2       with the library's parallel layers: dp, zero1, zero2, fsdp, tp, sp
+    python examples/train_lm.py --parallel tp=4 --save out/checkpoints --resume         continue from the newest checkpoint, of any mesh
 
-The model is plain PyTorch. With `--mesh` all is done by hand: a table says where each weight is stored (`STORED`), and calls of
-`reshard(x, spec)` say where a tensor must lie differently than it does. Everything else follows from the layouts of the
-operands: which ranks compute what, what is still to be summed, and what backward communicates. With `--parallel` layers do it: see
-`by_layers`, which leaves the model as it is.
+The model is plain PyTorch. With `--mesh`, sharding is written by hand: a table gives the layout in which each weight is stored (`STORED`),
+and calls of `reshard(x, spec)` change the layout where needed. Everything else follows from the layouts of the operands: what each rank
+computes, what is pending, and what backward communicates. With `--parallel`, the library's layers shard an unchanged model: see
+`parallelize_model`.
 
 Tensor names end in one letter per dim: b batch, s position, t token (b and s together), d width of the residual stream,
 h head, e width of a head, f width of the MLP, v byte value.
@@ -48,15 +48,15 @@ from shardmesh.parallel import (
     shard_parameter,
 )
 
-TOLERANCE = 1e-4  # how far, relatively, a loss on the mesh may be from the loss of one process
+TOLERANCE = 1e-4  # of the relative difference between a loss on the mesh and in one process
 VOCABULARY = 256
 CORPUS_BYTES = 3_000_000
-WARM_UP_STEPS = 25  # a shorter one works too, but magnifies rounding errors, and with them the difference between runs
+WARM_UP_STEPS = 25  # a shorter warm-up works too, but amplifies rounding errors and so the difference between runs
 
 
 @dataclass(frozen=True)
 class Size:
-    """Shapes of the model and of a batch; `lr` is the highest learning rate."""
+    """Shapes of the model and of a batch; `lr` is the peak learning rate."""
 
     layers: int
     d: int
@@ -74,11 +74,11 @@ SIZES = {
     "medium": Size(layers=12, d=768, heads=12, f=2048, s=1024, b=64, lr=6e-4),
 }
 
-# -- how the model lies on the mesh ------------------------------------------------------------------------------------
+# -- layouts of the model ----------------------------------------------------------------------------------------------
 
-# Every weight is split over both axes. Over tp: either its rows, so that each tp rank computes some output features of
+# Every weight is sharded over both axes. Over tp: either its rows, so that each tp rank computes some output features of
 # `F.linear`, or its columns, so that each sums over some input features. Over fsdp: always rows, minor to those of tp,
-# so that a gathered weight is what arrived from the other ranks, in memory order, and nothing has to be copied.
+# so that the parts received by a gather are in memory order and need no copy.
 STORED = {
     "embedding": P("fsdp", "tp"),  # [v, d]
     "w_qkv": P(("tp", "fsdp")),  # [h 3 e, d]
@@ -87,54 +87,54 @@ STORED = {
     "w_down": P("fsdp", "tp"),  # [d, f]
 }  # the norms' weights are small and stay replicated
 
-# A weight while it is used is gathered over fsdp (the embedding over both), and let go when backward is done with it.
+# For use, a weight is gathered over fsdp (the embedding over both axes); it is freed after its backward.
 SPLIT_OUTPUTS, SPLIT_INPUTS, WHOLE = P("tp"), P(None, "tp"), P()
 
-STREAM = P("fsdp")  # activations [b, s, d] between layers: the batch is split over fsdp; tp ranks hold the same
-TOKENS = P(("fsdp", "tp"))  # activations [t, d] and targets [t] at the loss: the tokens are split over all ranks
+STREAM = P("fsdp")  # activations [b, s, d] between layers: the batch is sharded over fsdp and replicated over tp
+TOKENS = P(("fsdp", "tp"))  # activations [t, d] and targets [t] at the loss: the tokens are sharded over all ranks
 
 
 Reshard = Callable[[Any, P], Any]
 
 
 def reshard(x: Tensor, spec: P) -> Tensor:
-    """Lay a tensor out as `spec` says. Backward does the dual: where a weight was gathered, its gradient is summed and scattered."""
+    """Redistribute a tensor to `spec`. Backward is the dual: the gradient of a gathered weight is reduce-scattered."""
     return sm.reshard(x, spec)  # type: ignore[arg-type]
 
 
-def leave(x: Tensor, spec: P) -> Tensor:
-    """What `--single` and `--parallel` do where the model says how a tensor lies by hand."""
+def keep_layout(x: Tensor, spec: P) -> Tensor:
+    """Return `x` unchanged: `--single` and `--parallel` ignore the layouts written in the model."""
     return x
 
 
 def place(x: Tensor, mesh: sm.DeviceMesh | None, spec: P) -> Tensor:
-    """A tensor that every rank has whole, laid out on the mesh: each rank keeps its part, nothing is sent."""
+    """Shard a tensor that every rank has whole: each rank keeps its part, without communication."""
     return x if mesh is None else sm.device_put(x, mesh, spec, src_data_rank=None)
 
 
 def place_weights(path: str, module: nn.Module, mesh: sm.DeviceMesh) -> None:
-    """Put a module's own weights where STORED says; `distribute_module` calls it for every module."""
+    """Shard a module's own weights as in STORED; `distribute_module` calls this for every module."""
     for name in [name for name, _ in module.named_parameters(recurse=False)]:
         if name in STORED:
             shard_parameter(module, name, mesh, STORED[name], src_data_rank=None)
 
 
-# -- the same by layers ------------------------------------------------------------------------------------------------
+# -- the same with the library's layers --------------------------------------------------------------------------------
 
 SPLIT = {"*.w_qkv": P("tp"), "*.w_out": P(None, "tp"), "*.w_gate_up": P("tp"), "*.w_down": P(None, "tp")}
-SUMMED = {"*.attention": prepare_outputs(P()), "*.mlp": prepare_outputs(P())}  # over tp each rank has a share of what they return
-# With "sp" in place of "tp" the residual stream is split by positions outside of attention and MLP.
+SUMMED = {"*.attention": prepare_outputs(P()), "*.mlp": prepare_outputs(P())}  # their outputs are pending over tp
+# With "sp" in place of "tp", the residual stream is sharded by positions outside of attention and MLP.
 IN_SEQUENCE = {
     **{path: P(*["sp" if axes else None for axes in spec.dims]) for path, spec in SPLIT.items()},
     **{f"blocks.*.norm_{part}": [sequence_parallel(1, axis="sp"), prepare_outputs(P(), axis="sp")] for part in ("attention", "mlp")},
     **{f"blocks.*.{part}": prepare_outputs(P(None, "sp"), axis="sp") for part in ("attention", "mlp")},
 }
-DATA_AXES = ("dp", "zero1", "zero2", "fsdp")  # over which the batch is split
+DATA_AXES = ("dp", "zero1", "zero2", "fsdp")  # axes over which the batch is sharded
 LAYERS = (*DATA_AXES, "tp", "sp")
 
 
-def by_layers(model: nn.Module, mesh: sm.DeviceMesh) -> None:
-    """Spread the model over the mesh as the names of its axes say."""
+def parallelize_model(model: nn.Module, mesh: sm.DeviceMesh) -> None:
+    """Parallelize the model in the forms that the mesh's axes are named after."""
     here = [axis for axis in DATA_AXES if axis in mesh.axis_names]
     if "tp" in mesh.axis_names:
         parallelize(model, mesh, SPLIT | SUMMED, src_data_rank=None)
@@ -148,7 +148,7 @@ def by_layers(model: nn.Module, mesh: sm.DeviceMesh) -> None:
 
 
 def whole(x: Tensor) -> Tensor:
-    """The plain tensor of all values, on every rank."""
+    """Return the full plain tensor, on every rank."""
     return x.full_tensor() if isinstance(x, sm.ShardedTensor) else x
 
 
@@ -168,7 +168,7 @@ class Attention(nn.Module):
         q_bhse, k_bhse = rotate(q_bhse, rotary), rotate(k_bhse, rotary)
         y_bhse = F.scaled_dot_product_attention(q_bhse, k_bhse, v_bhse, is_causal=True)
         y_bsd = y_bhse.transpose(1, 2).flatten(-2)
-        # Each tp rank has summed over its own heads: the product is pending over tp, and the stream wants it summed.
+        # Each tp rank has summed over its own heads, so the product is pending over tp; STREAM reduces it.
         return self.reshard(F.linear(y_bsd, self.reshard(self.w_out, SPLIT_INPUTS)), STREAM)
 
 
@@ -197,10 +197,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, size: Size, reshard: Reshard = leave) -> None:
+    def __init__(self, size: Size, reshard: Reshard = keep_layout) -> None:
         super().__init__()
         self.reshard = reshard
-        self.embedding = weight(VOCABULARY, size.d)  # read by the first layer and, tied, by the head
+        self.embedding = weight(VOCABULARY, size.d)  # tied: used by the first layer and by the head
         self.blocks = nn.ModuleList(Block(size, reshard) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.d)
         angle_se = torch.outer(torch.arange(size.s), 1e4 ** -torch.linspace(0, 1, size.d // size.heads // 2))
@@ -208,13 +208,13 @@ class GPT(nn.Module):
         self.register_buffer("sin_se", angle_se.sin())
 
     def forward(self, ids_bs: Tensor, last_only: bool = False) -> Tensor:
-        """Logits [t, v] for the byte after each position, or only for the byte after the last one."""
+        """Return logits [t, v] for the byte after each position, or only for the byte after the last one."""
         embedding_vd = self.reshard(self.embedding, WHOLE)
         x_bsd = F.embedding(ids_bs, embedding_vd)
         for block in self.blocks:
             x_bsd = block(x_bsd, (self.cos_se, self.sin_se))
         x_bsd = x_bsd[:, -1:] if last_only else x_bsd
-        # With 256 byte values the head is small: rather than the vocabulary, its tokens are divided over tp as well.
+        # With 256 byte values the head is small, so its tokens are sharded over tp as well, not its vocabulary.
         return F.linear(self.reshard(self.norm(x_bsd).flatten(0, 1), TOKENS), embedding_vd)
 
 
@@ -223,7 +223,7 @@ def weight(rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
 
 
 def rotate(x_bhse: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions: turn each pair of features by an angle that grows with the position."""
+    """Apply rotary position embeddings: rotate each pair of features by an angle proportional to the position."""
     (a, b), (cos, sin) = x_bhse.chunk(2, dim=-1), rotary
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
@@ -232,13 +232,13 @@ def rotate(x_bhse: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def read_corpus() -> tuple[Tensor, Tensor]:
-    """The modules of the standard library as bytes: to train on, and (every tenth module) to validate on."""
+    """Return the modules of the standard library as bytes, for training and (every tenth module) for validation."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     modules = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
     train = b"".join(text for i, text in enumerate(modules) if i % 10)[:CORPUS_BYTES]
     valid = b"".join(modules[::10])[: CORPUS_BYTES // 10]
     if min(len(train), len(valid)) < 10_000:
-        raise SystemExit(f"{folder} holds {len(modules)} Python modules, {len(train)} bytes: too little to learn from")
+        raise SystemExit(f"{folder} holds {len(modules)} Python modules, {len(train)} bytes: too few to train on")
     return torch.frombuffer(bytearray(train), dtype=torch.uint8), torch.frombuffer(bytearray(valid), dtype=torch.uint8)
 
 
@@ -246,7 +246,7 @@ def read_corpus() -> tuple[Tensor, Tensor]:
 
 
 class Trainer:
-    """Model, optimizer and data: the same for every mesh, and for none, given the same seed."""
+    """Model, optimizer and data. For the same seed they are equal on every mesh, and without a mesh."""
 
     def __init__(self, options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> None:
         self.size, self.steps, self.mesh = SIZES[options.size], options.steps, mesh
@@ -254,13 +254,13 @@ class Trainer:
         self.stream, self.tokens = STREAM, TOKENS
         torch.manual_seed(options.seed)
         by_hand = mesh is not None and options.parallel is None
-        self.model = GPT(self.size, reshard if by_hand else leave).to(self.device)
+        self.model = GPT(self.size, reshard if by_hand else keep_layout).to(self.device)
         if mesh is not None and by_hand:
             distribute_module(self.model, mesh, place_weights, src_data_rank=None)
         elif mesh is not None:
-            by_layers(self.model, mesh)
+            parallelize_model(self.model, mesh)
             self.stream = self.tokens = P(tuple(axis for axis in mesh.axis_names if axis in DATA_AXES) or None)
-        # The optimizer knows nothing of the mesh: its fused kernel steps each rank's part of the weights.
+        # The optimizer does not depend on the mesh: its fused kernel updates each rank's part of the weights.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), self.size.lr, betas=(0.9, 0.95), fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.lr_share)
         self.train_text, self.valid_text = read_corpus()
@@ -268,25 +268,25 @@ class Trainer:
         self.batches = self.draw(self.train_text, self.random)
 
     def lr_share(self, step: int) -> float:
-        """Warm-up, and cosine decay to a tenth of the highest rate."""
+        """Return the fraction of the peak learning rate: warm-up, then cosine decay to a tenth."""
         return min((step + 1) / WARM_UP_STEPS, 0.55 + 0.45 * math.cos(math.pi * step / self.steps))
 
     def state(self) -> dict[str, Any]:
-        """All that a later run needs to go on, on any mesh."""
+        """Return everything that a later run needs to continue, on any mesh."""
         trained = sm.checkpoint.state_dict(self.model, self.optimizer)
         return {**trained, "schedule": self.schedule, "random": self.random.get_state(), "done": self.done}
 
     def resume(self, folder: Path) -> None:
-        """Go on from the newest checkpoint of a folder."""
+        """Continue from the newest checkpoint in a folder."""
         state = sm.checkpoint.load(folder, like=self.state())
         sm.checkpoint.load_state_dict(self.model, state, self.optimizer)
         self.random.set_state(state["random"])
         self.done = state["done"]
 
     def draw(self, text: Tensor, random: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """Random windows of the text: bytes [b, s], and the byte after each of them [t].
+        """Yield random windows of the text: bytes [b, s], and the byte after each of them [t].
 
-        Every rank draws the same windows and keeps its part, so handing out data needs no communication.
+        Every rank draws the same windows and keeps its part, so distributing data needs no communication.
         """
         window_s = torch.arange(self.size.s + 1)
         while True:
@@ -306,12 +306,12 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, count: int = 2) -> float:
-        """Mean loss over the same few validation batches every time."""
+        """Return the mean loss over a few validation batches, the same in every call."""
         batches = itertools.islice(self.draw(self.valid_text, torch.Generator().manual_seed(0)), count)
         return sum(F.cross_entropy(self.model(ids_bs), targets_t).item() for ids_bs, targets_t in batches) / count
 
     def gathered(self) -> GPT:
-        """The model with plain weights, whole on every rank: a state dict fits any mesh, and none."""
+        """Return a copy of the model with full, plain weights on every rank."""
         model = GPT(self.size).to(self.device)
         model.load_state_dict({name: whole(value) for name, value in self.model.state_dict().items()})
         return model
@@ -319,7 +319,7 @@ class Trainer:
 
 @torch.no_grad()
 def write(model: GPT, text: list[int], length: int = 240, temperature: float = 0.6) -> str:
-    """Continue a text byte by byte, each drawn from the model's probabilities; returns its end."""
+    """Continue a text byte by byte by sampling from the model; return its end."""
     window, device = len(text), model.embedding.device
     for _ in range(length):
         ids_bs = torch.tensor([text[-window:]], device=device)
@@ -330,7 +330,7 @@ def write(model: GPT, text: list[int], length: int = 240, temperature: float = 0
 
 
 def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run:
-    """Train on a mesh, or without one in this process; rank 0 tells how it goes."""
+    """Train on a mesh, or without one in this process; rank 0 prints the progress."""
     quiet = mesh is not None and mesh.get_rank() != 0
     say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
     trainer = Trainer(options, mesh)
@@ -348,7 +348,7 @@ def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run
             advance()
             if step % options.every == 0 or step in (1, options.steps):
                 done = step - (run.rows[-1].step if run.rows else 0)
-                loss = loss.item()  # first: on a GPU it waits for the steps
+                loss = loss.item()  # before the timer is read: on a GPU this waits for the steps
                 speed = done * trainer.size.b * trainer.size.s / (time.perf_counter() - since)
                 run.rows.append(report.Row(step, loss, trainer.validate(), speed))
                 say(report.line(run.rows[-1]))
@@ -356,7 +356,7 @@ def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run
             if options.save and mesh is not None and (step % options.save_every == 0 or step == options.steps):
                 sm.checkpoint.save(trainer.state(), options.save, step=step, keep=2)
     run.seconds = time.perf_counter() - start
-    model = trainer.gathered()  # every rank takes part, rank 0 writes
+    model = trainer.gathered()  # a collective: every rank calls it, rank 0 samples
     if not quiet:
         run.sample = write(model, trainer.valid_text[: trainer.size.s].tolist())
     say(report.ending(run))
@@ -364,16 +364,16 @@ def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run
 
 
 def introduction(run: report.Run, trainer: Trainer) -> str:
-    """What is about to be trained, how two of its weights lie on the mesh, and what using one of them does."""
+    """Return a summary of the model, the layouts of two of its weights, and the plan for using one of them."""
     share_v = trainer.train_text.bincount(minlength=VOCABULARY) / len(trainer.train_text)
-    guesses = f"{math.log(VOCABULARY):.2f} knowing nothing, {torch.special.entr(share_v).sum():.2f} by byte frequencies"
-    lines = [f"\n=== {run.name}: {run.parameters:,} parameters, {len(trainer.train_text):,} bytes", f"loss: {guesses}"]
+    guesses = f"{math.log(VOCABULARY):.2f} for uniform bytes, {torch.special.entr(share_v).sum():.2f} for byte frequencies"
+    lines = [f"\n=== {run.name}: {run.parameters:,} parameters, {len(trainer.train_text):,} bytes", f"baseline loss: {guesses}"]
     if trainer.mesh is not None:
         block: Any = trainer.model.blocks[0]
         pictures = [sm.debug.visualize(block.attention.w_qkv), sm.debug.visualize(block.mlp.w_down)]
-        lines += ["\nwhich rank stores what of w_qkv and w_down:", *pictures]
+        lines += ["\nlayouts of w_qkv and w_down by rank:", *pictures]
         if trainer.model.reshard is reshard:
-            lines += ["\nto use w_down:", str(sm.debug.explain(block.mlp.w_down, SPLIT_INPUTS))]
+            lines += ["\nplan for using w_down:", str(sm.debug.explain(block.mlp.w_down, SPLIT_INPUTS))]
     return "\n".join([*lines, "", report.header()])
 
 
@@ -381,7 +381,7 @@ def introduction(run: report.Run, trainer: Trainer) -> str:
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """`fsdp=2,tp=2` as a dictionary; an axis left out has size 1."""
+    """Parse `fsdp=2,tp=2` into a dictionary; an omitted axis has size 1."""
     pairs = [part.strip().partition("=") for part in text.split(",")]
     axes = {name: int(size) for name, _, size in pairs if name in ("fsdp", "tp") and size.isdecimal() and int(size) > 0}
     if len(axes) < len(pairs):
@@ -390,7 +390,7 @@ def mesh_axes(text: str) -> dict[str, int]:
 
 
 def layer_axes(text: str) -> dict[str, int]:
-    """`dp=2,fsdp=2` as a dictionary, in that order."""
+    """Parse `dp=2,fsdp=2` into a dictionary, in that order."""
     pairs = [part.strip().partition("=") for part in text.split(",")]
     axes = {name: int(size) for name, _, size in pairs if name in LAYERS and size.isdecimal() and int(size) > 0}
     if len(axes) < len(pairs) or {"tp", "sp"} <= set(axes):
@@ -401,8 +401,8 @@ def layer_axes(text: str) -> dict[str, int]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--mesh", type=mesh_axes, default="fsdp=2,tp=2", help="by hand: sizes of both axes, major first")
-    parser.add_argument("--parallel", type=layer_axes, help=f"by layers: sizes of axes among {', '.join(LAYERS)}, such as dp=2,fsdp=2")
+    parser.add_argument("--mesh", type=mesh_axes, default="fsdp=2,tp=2", help="sharding by hand: sizes of both axes, major first")
+    parser.add_argument("--parallel", type=layer_axes, help=f"layers: sizes of axes among {', '.join(LAYERS)}, such as dp=2,fsdp=2")
     parser.add_argument("--size", choices=SIZES, default="demo", help="shapes of the model and of a batch")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--every", type=int, default=10, help="steps between two printed losses")
@@ -411,10 +411,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for metrics.json and loss.png")
     parser.add_argument("--save", type=Path, help="folder for checkpoints")
     parser.add_argument("--save-every", type=int, default=50, help="steps between two checkpoints; the last step always has one")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the folder of --save (a flag: no path)")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --save (a flag: no path)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--single", action="store_true", help="one process with plain tensors")
-    which.add_argument("--compare", action="store_true", help=f"both; fails if losses differ by more than {TOLERANCE}")
+    which.add_argument("--compare", action="store_true", help=f"train both ways; fail if losses differ by more than {TOLERANCE}")
     options = parser.parse_args(arguments)
     options.mesh = options.parallel or options.mesh
     problem = find_problem(options)
@@ -422,20 +422,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def devices() -> list[str]:
-    """Device types that this machine has."""
+    """Return the device types of this machine."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 def find_problem(options: argparse.Namespace) -> str | None:
-    """What is wrong with the options together, and what to write instead."""
+    """Return what is wrong with the combination of options and what to write instead, or None."""
     size, ranks, started = SIZES[options.size], math.prod(options.mesh.values()), int(os.environ.get("WORLD_SIZE", "0"))
     tp, data = (math.prod(n for axis, n in options.mesh.items() if (axis in DATA_AXES) == which) for which in (False, True))
     named = " x ".join(f"{axis}={n}" for axis, n in options.mesh.items())
     if min(options.steps, options.every, options.save_every) < 1:
         return f"--steps {options.steps} --every {options.every} --save-every {options.save_every}: all must be at least 1"
     if options.resume and options.save is None:
-        return "--resume goes on from a checkpoint in the folder that --save names: name one"
+        return "--resume continues from a checkpoint in the folder of --save: pass --save as well"
     if options.single:
         return "--single is one process: start it with python, not with torchrun" if started > 1 else None
     if size.heads % tp:
@@ -449,13 +449,13 @@ def find_problem(options: argparse.Namespace) -> str | None:
 
 
 def train_on_mesh(options: argparse.Namespace) -> report.Run:
-    """One rank's work; every process of the mesh calls it."""
+    """Train on one rank; every process of the mesh calls this."""
     mesh = sm.init_device_mesh(options.device, tuple(options.mesh.values()), axis_names=tuple(options.mesh))
     return train(options, mesh)
 
 
 def train_in_processes(options: argparse.Namespace) -> report.Run:
-    """Train in the processes that torchrun started, or else in processes of our own."""
+    """Train in the processes that torchrun started, or else launch local ones."""
     if "RANK" not in os.environ:
         return sm.launch(train_on_mesh, math.prod(options.mesh.values()), (options,))[0]
     run = train_on_mesh(options)
@@ -466,7 +466,7 @@ def train_in_processes(options: argparse.Namespace) -> report.Run:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.compare:
-        torch.set_num_threads(1)  # as each rank has: then tokens/s can be compared as well
+        torch.set_num_threads(1)  # as on each rank, so that tokens/s are comparable
     runs = [] if options.single else [train_in_processes(options)]
     if int(os.environ.get("RANK", "0")) > 0:
         return 0
@@ -481,6 +481,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except KeyboardInterrupt:  # `launch` has ended the ranks, also the one whose progress bar hid the cursor
+    except KeyboardInterrupt:  # `launch` has ended the ranks, including the one whose progress bar hid the cursor
         print("\ninterrupted" + ("\x1b[?25h" if sys.stdout.isatty() else ""))
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""The wheel holds the package, all of it and nothing else, and works from where it is installed."""
+"""The wheel contains exactly the package, and works after installation."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ def test_metadata(wheel):
     assert {r for r in required if "extra ==" not in r} == {"torch>=2.11", "numpy", "einops"}
 
 
-def test_version_is_said_once_in_each_place():
+def test_versions_agree():
     import shardmesh
 
     with open(ROOT / "pyproject.toml", "rb") as file:

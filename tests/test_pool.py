@@ -1,4 +1,4 @@
-"""The worker pool that the other tests stand on."""
+"""The worker pool used by the other tests."""
 
 import os
 import signal
@@ -61,19 +61,19 @@ def pool():
     pool.close()
 
 
-def test_results_come_by_rank(world4):
+def test_results_are_ordered_by_rank(world4):
     assert world4(total, 1.0) == [(r, 10.0) for r in range(4)]
     assert world4(os.getenv, "OMP_NUM_THREADS") == ["1"] * 4
     assert world4(os.getenv, "LOCAL_RANK") == ["0", "1", "2", "3"]
     assert world4(torch.get_num_threads) == [1] * 4
 
 
-def test_workers_stay(world4):
+def test_workers_are_reused(world4):
     assert pids(world4) == pids(world4)
 
 
 @pytest.mark.slow
-def test_eight(world8):
+def test_eight_workers(world8):
     assert world8(total, 0.0) == [(r, 28.0) for r in range(8)]
 
 
@@ -110,7 +110,7 @@ def test_a_hang_shows_where(pool):
 
 
 @pytest.mark.slow
-def test_a_destroyed_group_comes_back(pool):
+def test_destroyed_group_is_restored(pool):
     before = pids(pool)
     pool(destroy)
     assert pool(total, 0.0) == [(0, 1.0), (1, 1.0)]

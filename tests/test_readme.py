@@ -1,4 +1,4 @@
-"""The code in README.md and in docstrings runs and says what it claims."""
+"""The code in README.md and in docstrings runs with the documented output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODULES = [
 
 
 def test_readme_example_runs():
-    """The first Python block of the README, as it stands."""
+    """Runs the first Python block of the README."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert code is not None
     shown = []

@@ -1,4 +1,4 @@
-"""Which cases of a table stay in the default run."""
+"""Selection of the cases of a table for the default run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_value_stays(n: int) -> None:
     assert len(kept) < 10
 
 
-def test_what_is_named_is_there() -> None:
+def test_named_files_exist() -> None:
     assert [part for part in tiers.LEISURELY if not (TESTS / part).exists()] == []
     source = "".join(path.read_text() for path in TESTS.rglob("*.py"))
     assert set(re.findall(r'mark\.xdist_group\("(.+?)"\)', source)) == set(tiers.GROUPS)
@@ -46,8 +46,8 @@ def test_examples_are_as_many_as_the_profile_says() -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("number", range(9))
-def test_the_mark_works(number: int, request: pytest.FixtureRequest) -> None:
-    of_this = [item for item in request.session.items if item.name.startswith("test_the_mark_works")]
+def test_mark(number: int, request: pytest.FixtureRequest) -> None:
+    of_this = [item for item in request.session.items if item.name.startswith("test_mark")]
     slow = [item for item in of_this if item.get_closest_marker("slow")]
     if len(of_this) == 9:
         assert len(slow) == 6

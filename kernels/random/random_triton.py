@@ -2,7 +2,7 @@
 
     out[row, column] = law(words of the Philox block that holds position start(row) + column)
 
-A lane makes one block, 4 words, and writes all of its 4 or 2 elements that lie in the row. Bytes moved: each element is written
+A lane makes one block, 4 words, and writes all of its 4 or 2 elements that are in the row. Bytes moved: each element is written
 once, nothing is read. Of instructions, counted for sm_90, uniform float32 takes 30 an element, which an H100 issues in about the
 time in which it writes 4 bytes; what is narrower is bound by integer arithmetic. Whatever takes a logarithm is bound by float64
 arithmetic, 45 (normal) to 70 (gumbel) operations an element. Against torch's form (`random._fill`): some 150 launches over int64

@@ -1,4 +1,4 @@
-"""The verdict on a job that cannot go on: the kind of fault, the ranks to blame, the field that differs, and what each rank did."""
+"""The verdict on a job that cannot go on: the kind of fault, the outliers, the field that differs, and what each rank did."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Verdict:
         kind: "mismatch" (ranks called different collectives), "deadlock" (they wait for each other), "stall" (one does not come),
             "mesh" (they made different meshes), "lost" (one died or cannot be reached), "left" (one ended its program), "raised" (one
             raised).
-        ranks: global ranks to blame; none where votes are equal, so that nobody is blamed by a guess.
+        ranks: global ranks at fault; empty if votes are equal, so that no rank is named by a guess.
         field: what differs in a mismatch: "operation", "reduction", "dtype", "shape", "layout", "purpose",
             "lineage", "source", "route", "splits"; of
             meshes "shape", "axis names", "rank order" or "device type"; "" where nothing does.

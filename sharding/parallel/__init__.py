@@ -1,1 +1,1 @@
-"""Layers: where parameters, gradients and activations of a module lie."""
+"""Parallel layers: layouts of the parameters, gradients and activations of modules."""

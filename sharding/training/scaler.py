@@ -15,7 +15,7 @@ from .tally import tally_of
 
 
 class GradScaler(torch.amp.GradScaler):
-    """GradScaler(device): `torch.amp.GradScaler`, for parameters on any meshes, beside plain ones.
+    """GradScaler(device): `torch.amp.GradScaler`, for parameters on any meshes and plain ones.
 
         rank 0   grads [1 inf]       found   all ranks skip the step, and halve the scale
         rank 1   grads [2  3 ]   ->  found

@@ -1,4 +1,4 @@
-"""The benchmarks: their arithmetic, and that they run."""
+"""Tests that the benchmarks run, and of their arithmetic."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_interleaved_takes_turns(measure):
 
 
 def test_ranks_call_equally_often(measure):
-    """Also where they disagree about how many calls fill a batch."""
+    """Even if they disagree about how many calls fill a batch."""
     counted = []
     for mine in (0, 5):
         seen = []
@@ -86,7 +86,7 @@ def test_the_bound(redistribute, mesh, src, dst, bound):
     assert redistribute.Pair(mesh, (64, 64), src, dst).bound() == bound
 
 
-def test_there_are_pairs_for_every_promise(redistribute):
+def test_pairs_exist_for_every_guarantee(redistribute):
     for mesh, moves in (((4,), 6), ((2, 4), 72), ((4, 2), 72), ((2, 2, 2), 702)):
         pairs = redistribute.pairs_on(mesh, 64)
         assert len(set(pairs)) == len(pairs)

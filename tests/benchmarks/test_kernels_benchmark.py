@@ -1,4 +1,4 @@
-"""The benchmarks of the kernels: what they compare is the same, what they count is right, and what they say without a GPU."""
+"""The benchmarks of the kernels: they compare equal results, count correctly, and report a missing GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_script(name, *arguments):
 # -- the contestants do the same ---------------------------------------------------------------------------------------
 
 
-def test_torch_gives_what_our_torch_form_gives(module, cases):
+def test_torch_equals_our_torch_implementation(module, cases):
     disagreeing = module("kernel_cases").disagreeing
     for case in cases.values():
         assert disagreeing(case, case.make(SMALL, "cpu")) == [], case.name
@@ -49,7 +49,7 @@ def test_torch_gives_what_our_torch_form_gives(module, cases):
 @NO_GPU
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of what stands for infinities
 @pytest.mark.parametrize("kind", ["pack", "unpack", "cast", "sum", "quantise", "dequantise"])
-def test_torch_gives_what_our_kernels_give(module, cases, kind):
+def test_torch_equals_our_kernels(module, cases, kind):
     disagreeing = module("kernel_cases").disagreeing
     with using_kernels():
         for case in cases.values():

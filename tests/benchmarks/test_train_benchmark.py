@@ -1,4 +1,4 @@
-"""The benchmark of layers: that it runs and finds everybody's losses equal, and that what it counts is right."""
+"""The benchmark of parallel layers: it runs, finds equal losses, and counts correctly."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def use(train, *losses):
     return train.Use(calls=1, received=4, peak=8, rest=2, losses=losses)
 
 
-def test_losses_that_differ_are_an_error(train):
+def test_different_losses_raise(train):
     train.check_losses({"ours": use(train, 1.0, 2.0)}, [1.00005, 2.0])
     with pytest.raises(RuntimeError, match=r"ours has the losses \(1\.0, 2\.0\), one process has \(1\.0, 2\.001\)"):
         train.check_losses({"ours": use(train, 1.0, 2.0)}, [1.0, 2.001])
 
 
-def test_of_ranks_the_most_counts(train):
+def test_maximum_over_ranks_counts(train):
     uses = [train.Use(1, 40, 80, 20, (1.0,)), train.Use(3, 30, 90, 10, (1.0,))]
     assert train.of_ranks(uses) == train.Use(3, 40, 90, 20, (1.0,))
 
 
-def test_memory_is_what_lives_between_two_operators(train):
+def test_memory_is_measured_between_operators(train):
     memory = train.Memory()
 
     def step():
@@ -91,7 +91,7 @@ def differences():
     return counted.calls, counted.received, used.launches, used.bytes_received
 
 
-def test_bytes_are_those_of_comm_budget(world4):
+def test_bytes_equal_comm_budget(world4):
     for calls, received, launches, bytes_received in world4(differences):
         assert (calls, received) == (launches, bytes_received)
         assert (calls, received) == (4, 288 + 72 + 576 + 288)

@@ -1,4 +1,4 @@
-"""The benchmark of the watch: that it runs, that torch's checks are what it times beside ours, and its arithmetic."""
+"""The benchmark of the monitor: it runs, it also times torch's checks, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_section_has_its_rows(tmp_path):
     assert "on against off" in text
 
 
-def test_a_turn_counts_calls_and_forgets_those_that_warmed_up(watch):
+def test_round_excludes_warm_up_calls(watch):
     one = cost(watch, 3.0, 1.0, cpu=7.0)
     assert (one.wall.rounds, one.cpu.rounds, one.watchdog.rounds) == ((3.0, 1.0), (7.0, 7.0), (0.0, 0.0))
 
@@ -56,13 +56,13 @@ def test_ranks_are_joined_by_the_slowest_in_time_and_the_mean_in_cpu_time(watch)
     assert (found.wall.rounds, found.cpu.rounds) == ((3.0, 5.0), (3.0, 3.0))
 
 
-def test_differences_are_of_minima_and_a_collective(watch):
+def test_differences_are_of_minima_per_collective(watch):
     case = watch.Case("host", "a step", 4, {"off": cost(watch, 1e-3, 3e-3), "on": cost(watch, 1.008e-3, 9e-3)})
     assert watch.host_row(case) == ["a step", "1000.00", "1008.00", "8.00", "4", "1.0080"]
     assert watch._per_collective_us(case, case.times(), "on", "off") == pytest.approx(2.0)
 
 
-def test_a_group_that_torch_does_not_check_is_refused(watch, monkeypatch):
+def test_group_without_torchs_checks_raises(watch, monkeypatch):
     class Plain:
         def _get_backend(self, device):
             return self

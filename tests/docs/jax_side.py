@@ -1,6 +1,6 @@
-"""JAX's answers for docs/from_jax.md, in a process of its own: `python -m tests.docs.jax_side < expressions.json`.
+"""JAX's results for docs/from_jax.md, in a separate process: `python -m tests.docs.jax_side < expressions.json`.
 
-It writes what each expression gives, and the public names of the modules that the page has tables of.
+It writes the value of each expression, and the public names of the modules in the page's tables.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MULTIHOST_HELPERS = ("_impl", "_abstract_eval", "_batcher")
 
 
 def answers(expressions: dict[str, str], names: dict[str, Any]) -> dict[str, Any]:
-    """What each expression gives with these names, as JSON would."""
+    """Return the value of each expression with these names, in JSON's types."""
     found = {}
     for row, text in expressions.items():
         try:
@@ -26,7 +26,7 @@ def answers(expressions: dict[str, str], names: dict[str, Any]) -> dict[str, Any
 
 
 def error_of(f: Callable[[], Any]) -> str:
-    """The class of the error that a call raises."""
+    """Return the class name of the error that a call raises."""
     try:
         f()
     except Exception as error:
@@ -35,7 +35,7 @@ def error_of(f: Callable[[], Any]) -> str:
 
 
 def public_names() -> dict[str, list[str]]:
-    """The public names of the modules of the page."""
+    """Return the public names of the modules of the page."""
     import jax
     from jax.experimental import multihost_utils
 
@@ -55,7 +55,7 @@ def public_names() -> dict[str, list[str]]:
 
 
 def names() -> dict[str, Any]:
-    """What the expressions may use, from JAX."""
+    """Return the names that the expressions may use, from JAX."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -82,7 +82,7 @@ def names() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Reads expressions by row, writes JAX's answers and names."""
+    """Read expressions by row; write JAX's results and names."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     expressions = json.load(sys.stdin)
     json.dump({"answers": answers(expressions, names()), "names": public_names()}, sys.stdout)

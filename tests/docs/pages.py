@@ -1,4 +1,4 @@
-"""The examples of a page of docs/, run as a reader would type them."""
+"""Run the examples of a page of docs/ as a reader would type them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def blocks(page: str, kind: str) -> list[str]:
-    """The code blocks of one language."""
+    """Return the code blocks of one language."""
     return re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)
 
 
 def check_python_examples(page: str) -> None:
-    """Run every block of `>>>` examples, one after the other, all on one set of names."""
+    """Run every block of `>>>` examples in order, with shared names."""
     names = {"sm": sm, "P": sm.P, "torch": torch}
     for number, block in enumerate(block for block in blocks(page, "python") if ">>>" in block):
         test = doctest.DocTestParser().get_doctest(block, names, f"block {number}", "page", 0)
@@ -31,5 +31,5 @@ def check_python_examples(page: str) -> None:
 
 
 def unknown_names(page: str) -> list[str]:
-    """What the page calls `sm.something` and the package has not."""
+    """Return names written as `sm.name` on the page that the package does not have."""
     return [name for name in set(re.findall(r"\bsm\.(\w+)", page)) if not hasattr(sm, name)]

@@ -149,13 +149,13 @@ def normal(line: str) -> str:
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_the_text_below_a_program_is_what_a_rank_prints(name: str, runs: Runs) -> None:
+def test_shown_text_is_the_output_of_a_rank(name: str, runs: Runs) -> None:
     missing = [not_in(PROGRAMS[name].shown, printed) for printed in runs.of(name)]
     assert [] in missing, "\n".join(line for printed in runs.of(name) for line in ["--- a rank:", *printed[-12:]])
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_program_without_a_text_is_healthy(name: str, runs: Runs) -> None:
+def test_programs_without_a_text_succeed(name: str, runs: Runs) -> None:
     assert [rank.status for rank in runs.outcomes[name].result().ranks] == [0] * 4, runs.of(name)
 
 
@@ -165,7 +165,7 @@ def test_programs() -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_lines_are_where_they_say(program: Program) -> None:
+def test_line_numbers(program: Program) -> None:
     for number, line in enumerate(program.source.splitlines(), 1):
         said = re.findall(r"# line (\d+)", line)
         assert said in ([], [str(number)]), line
@@ -177,7 +177,7 @@ def test_python_examples() -> None:
 
 
 @pytest.mark.parametrize("name", DEBUGGED)
-def test_the_debugger(
+def test_debugger(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     source, _, shown = PROGRAMS[name]
@@ -414,7 +414,7 @@ def test_numbers() -> None:
     assert {text for text in said if text not in PAGE} == set()
 
 
-def test_what_is_said_of_ranks_and_hosts_is_what_the_code_says() -> None:
+def test_quoted_messages_are_in_the_code() -> None:
     phrases = [phrase for row in table("| what the doctor says | what to do |") for phrase in re.findall(r"`([^`]+)`", row[0])]
     names = [phrase for phrase in phrases if phrase in CHECKS or f'"{phrase}"' in SOURCES]
     assert len(names) > 6
@@ -424,7 +424,7 @@ def test_what_is_said_of_ranks_and_hosts_is_what_the_code_says() -> None:
     assert all(f"`{phrase}`" in PAGE or phrase in PAGE for phrase in phrases)
 
 
-def test_when_processes_of_a_failed_job_end() -> None:
+def test_end_times_of_a_failed_job() -> None:
     times = [_POLITE_S, _DEAF_S, _SHARE * Settings().exit_s, Settings().exit_s]
     assert [row[0] for row in table("| after the error | |")] == [f"{seconds:g} s" for seconds in times]
 

@@ -1,4 +1,4 @@
-"""docs/eval_shape.md shows what really comes out."""
+"""The examples of docs/eval_shape.md."""
 
 from tests.docs.pages import DOCS, blocks, check_python_examples
 

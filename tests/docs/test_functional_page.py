@@ -1,4 +1,4 @@
-"""docs/functional.md: the errors that it shows. (Its other examples run in test_pages.py.)"""
+"""The errors shown in docs/functional.md. (Its other examples run in test_pages.py.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/kernels.md: its examples run, its bytes are those of the table that it names, its numbers those of the code."""
+"""docs/kernels.md: its examples run, and its numbers agree with its table and the code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measured_table() -> str:
     return (DOCS / file).read_text()
 
 
-def test_bytes_are_those_of_the_table():
+def test_bytes_agree_with_the_table():
     measured = measured_table()
     known = [row[:5] for row in rows(measured)]
     assert len(rows(PAGE)) > 10
@@ -46,7 +46,7 @@ def test_bytes_are_those_of_the_table():
     assert f"each once, in all {cases} cases" in PAGE
 
 
-def test_how_much_more_torch_moves():
+def test_torch_moves_more_bytes():
     """The smallest of what is more than ours by more than padding, the largest, and how many cases there are."""
     more: dict[str, float] = {}  # of each case, by those who move least of the others
     for case, _, _, _, _, factor, *_ in rows(measured_table()):
@@ -83,7 +83,7 @@ def one_rank() -> Peers:
 
 
 def test_the_epilogue():
-    """As it stands on the page, on a group of one rank."""
+    """As shown on the page, on a group of one rank."""
     pytest.importorskip("triton")
     (program,) = [block for block in blocks(PAGE, "python") if ">>>" not in block]
     group = SimpleNamespace(size=1, shared={DEVICE: one_rank()})

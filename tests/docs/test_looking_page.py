@@ -1,4 +1,4 @@
-"""docs/looking.md shows what really comes out, and its pictures are those that the script draws."""
+"""The examples of docs/looking.md, and that its pictures are those drawn by the script."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_python_examples():
     check_python_examples(PAGE)
 
 
-def test_the_pictures_are_those_that_the_script_draws(tmp_path, capsys):
+def test_pictures_are_drawn_by_the_script(tmp_path, capsys):
     script = images()
     assert set(re.findall(r"\(images/(\w+)\.svg\)", PAGE)) == set(script.LAYOUTS)
     script.draw_layouts(tmp_path)

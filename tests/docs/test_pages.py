@@ -1,4 +1,4 @@
-"""The pages show what really comes out, and speak of what there is. (planner.md, from_dtensor.md and from_jax.md have their own.)"""
+"""The examples of the pages run, and their names exist. (planner.md, from_dtensor.md and from_jax.md have separate tests.)"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""docs/parallel.md: its programs run, its rows are the forms that they name, and cost what its formulas say."""
+"""docs/parallel.md: its programs run, the rows of its tables are the named forms, and its formulas give their costs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = vars(shardmesh.parallel) | {"torch": torch, "sm": sm}
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The cells of the first table after a heading."""
+    """Return the cells of the first table after a heading."""
     lines = PAGE.split(f"{heading}\n", 1)[1].splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("|---"))
     table = lines[first + 1 :]
@@ -44,7 +44,7 @@ def test_names():
 
 
 class Block(nn.Module):
-    """What the first program shards: two matrices of the names in its plan."""
+    """The model of the first program: two matrices with the names in its plan."""
 
     def __init__(self, d: int = 8) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ def _ranks(count: int, program: Any) -> list[Any]:
     return sm.simulate(count)(rank)()
 
 
-def test_the_first_program():
-    """And the programs about units and micro-batches, with what it has made."""
+def test_first_program():
+    """Also runs the program about micro-batches, with its results."""
 
     def program():
         model = nn.Sequential(*[Block() for _ in range(2)]).double()
@@ -93,7 +93,7 @@ PORTS = {"DDP(model)": "data_parallel(model, mesh)  ", "fully_shard(block, mesh=
 
 
 def _trained_by(words: str) -> list[torch.Tensor]:
-    """On a real rank: the parameters after a program of the page, with other rows on each rank."""
+    """Return the parameters after a program of the page on a real rank, with different rows on each rank."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block()).double()
     rows = torch.arange(64.0, dtype=torch.float64).reshape(2, 4, 8).cos()
@@ -103,13 +103,13 @@ def _trained_by(words: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("theirs", PORTS)
-def test_a_script_of_torch_and_its_port(theirs, world4):
+def test_torch_script_and_its_port(theirs, world4):
     expected, found = world4(_trained_by, theirs), world4(_trained_by, PORTS[theirs])
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-12, atol=0)
 
 
-def test_the_program_of_units():
+def test_program_with_units():
     def program():
         mesh = sm.init_device_mesh(DEVICE, (3,), axis_names=("fsdp",))
         model = nn.Sequential(Block(), Block())
@@ -119,7 +119,7 @@ def test_the_program_of_units():
     assert _ranks(3, program) == [3, 3, 3]
 
 
-def test_the_program_of_compiled_blocks():
+def test_program_with_compiled_blocks():
     def program():
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("fsdp",))
         model = nn.Module()
@@ -132,7 +132,7 @@ def test_the_program_of_compiled_blocks():
     assert _ranks(2, program) == [(3, True)] * 2
 
 
-def test_the_rows_that_it_shows():
+def test_ragged_rows():
     """w_1 [5, 4] and w_2 [7, 4] on 3 ranks."""
     shown = re.findall(r"w_\d \[(\d), 4\]: (P\(.*?\)}\))", PAGE)
     assert len(shown) == 2
@@ -146,7 +146,7 @@ def test_the_rows_that_it_shows():
     assert _ranks(3, program)[0] == [eval(spec).cuts[0] for _, spec in shown]
 
 
-def test_the_plan():
+def test_plan():
     config = models.Config()
     inputs, targets = models.tokens()
     expected = models.loss_of(models.gpt(config).to(DEVICE)(inputs), targets)
@@ -162,7 +162,7 @@ def test_the_plan():
     on_axes((2, 2), ("fsdp", "tp"), program)
 
 
-def test_the_program_of_sequences():
+def test_program_with_context_parallelism():
     inputs, _ = models.tokens()
     expected = models.gpt().to(DEVICE)(inputs).square().mean()
 
@@ -177,7 +177,7 @@ def test_the_program_of_sequences():
     on_axes((4,), ("cp",), program)
 
 
-def test_the_programs_of_hugging_face(tmp_path):
+def test_programs_with_hugging_face_models(tmp_path):
     tiny = pytest.importorskip("tests.models.tiny", reason="transformers is not installed", exc_type=ImportError)
     reference = tiny.model("llama")
     reference.save_pretrained(tmp_path)
@@ -211,7 +211,7 @@ def _axes(cell: str, mesh: sm.DeviceMesh) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("row", rows("## Data parallelism: one table"), ids=lambda row: row[3])
-def test_a_row_is_the_form_that_it_names(row):
+def test_rows_are_the_named_forms(row):
     names = ("dp", "fsdp") if "fsdp" in "".join(row[:3]) else ("dp",)
     programs = [code for code in re.findall(r"`(.*?)`", row[4]) if code.endswith(")")]
     assert programs
@@ -259,7 +259,7 @@ def _split(model: nn.Module, mesh: sm.DeviceMesh, said: dict[str, Any]) -> nn.Mo
 
 
 def _gathered(model: nn.Module) -> int:
-    """Bytes of gathered parameters on this rank: there, or under way."""
+    """Return the bytes of gathered parameters on this rank, present or in flight."""
     levels = [bucket.storage for unit in units_in(model) for bucket in unit._buckets]
     coming = [one.flat.layout.parts * one.flat.layout.piece * BYTES["p"] for one in levels if one._pending is not None]
     return sum(held.nbytes for one in levels for _, held in one._copies.values()) + sum(coming)
@@ -271,7 +271,7 @@ def _gradients(model: nn.Module) -> int:
 
 
 def _measured(mesh: sm.DeviceMesh, said: dict[str, Any]) -> dict[str, Any]:
-    """Of the second of two steps, of M micro-batches each."""
+    """Measure the second of two steps, of M micro-batches each."""
     model, seen, while_accumulating = _split(_model(), mesh, said), [], 0
     optimizer, at_rest = torch.optim.AdamW(model.parameters(), foreach=True), sum(x._local.nbytes for x in model.parameters())
 
@@ -298,7 +298,7 @@ def _measured(mesh: sm.DeviceMesh, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(formula: str, names: dict[str, float]) -> float:
-    """A formula as the page writes it: letters side by side are multiplied."""
+    """Evaluate a formula as written on the page: adjacent letters are multiplied."""
     return eval(re.sub(r"(?<=[\w)]) +(?=[\w(])", " * ", formula), dict(names))
 
 
@@ -307,7 +307,7 @@ def _cell(row: str, column: int) -> str:
 
 
 @pytest.mark.parametrize("row", BY_ROW)
-def test_a_row_costs_what_its_formulas_say(row):
+def test_formulas_give_the_cost_of_a_row(row):
     shape, said = BY_ROW[row]
     n = 2 if row.startswith("HSDP") else 4
     names = {letter: size * ALL for letter, size in BYTES.items()} | {"n": n, "m": M, "dp": 2, "fsdp": 2, "o": ROOT_SIZE / ALL}

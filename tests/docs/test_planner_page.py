@@ -1,4 +1,4 @@
-"""docs/planner.md shows what really comes out: its examples, its commands and its pictures."""
+"""The examples, commands and pictures of docs/planner.md."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def pictures():
     return module
 
 
-def test_the_pictures_are_those_that_the_script_draws(pictures):
+def test_pictures_are_drawn_by_the_script(pictures):
     names = set(pictures.PICTURES)
     assert {path.stem for path in (DOCS / "images").iterdir()} == names | set(pictures.LAYOUTS)
     assert set(re.findall(r"\(images/(\w+)\.svg\)", PAGE)) == names
 
 
-def test_the_pictures_show_the_steps_after_which_they_are_named(pictures):
+def test_pictures_show_the_steps_in_their_names(pictures):
     for name, (shape, src, dst, topology) in pictures.PICTURES.items():
         explained = sm.debug.explain(sm.Layout.of(pictures.MESH, src, shape, torch.bfloat16), dst, topology=topology)
         assert [step.op for step in explained.steps] == ([] if src == dst else [name])

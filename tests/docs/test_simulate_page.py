@@ -1,4 +1,4 @@
-"""docs/simulate.md: its examples, and the error it shows."""
+"""The examples of docs/simulate.md, and the error that it shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_python_examples() -> None:
     check_python_examples(PAGE)
 
 
-def test_the_error_that_the_page_shows(tmp_path: Path) -> None:
+def test_shown_error(tmp_path: Path) -> None:
     (script,) = [block for block in blocks(PAGE, "python") if ">>>" not in block]
     (shown,) = blocks(PAGE, "text")
     (tmp_path / "train.py").write_text(script)

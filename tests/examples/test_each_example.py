@@ -1,4 +1,4 @@
-"""Each example computes what one process computes, on any number of ranks, in all the ways it runs."""
+"""Each example equals one process on any number of ranks, however it is started."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def test_equals_one_process_on_processes(name, world4):
 WRONG = {  # a function of the example, and what it is made to do
     "data_parallel": ("train_single", lambda right, params, x, y: right(params, x, 1.01 * y)),
     "llama_by_plan": ("place", lambda right, x, mesh: right(x.flip(0), mesh) if x.is_contiguous() else right(x, mesh)),
-    "lora": ("mine", lambda right, x, mesh: right(1.01 * x, mesh)),
+    "lora": ("local_rows", lambda right, x, mesh: right(1.01 * x, mesh)),
     "halo_conv": ("network_single", lambda right, image, *kernels: right(image.flip(2), *kernels)),
     "megatron_block": ("sharded_block", lambda right, mesh: lambda params, x: right(mesh)(params, 1.01 * x)),
-    "pipeline": ("one_after_the_other", lambda right, params, x: right(params, x)[[1, 0, 2, 3, 4, 5]]),
+    "pipeline": ("sequential", lambda right, params, x: right(params, x)[[1, 0, 2, 3, 4, 5]]),
     "ring_attention": ("ring_attention", lambda right, *qkv, causal: right(*qkv, not causal)),
     "adamw": ("train_single", lambda right, params, x, y: right(params, x, 1.01 * y)),
-    "mixture_of_experts": ("travel", lambda right, x, rows: right(x, rows).flip(0)),
+    "mixture_of_experts": ("exchange", lambda right, x, rows: right(x, rows).flip(0)),
     "muon": ("by_owners", lambda right, matrices: right([1.01 * m for m in matrices[:1]] + [-m for m in matrices[1:]])),
 }
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_difference_is_noticed(name, monkeypatch):
+def test_difference_is_detected(name, monkeypatch):
     module, (function, wrong) = importlib.import_module(name), WRONG[name]
     monkeypatch.setattr(module, function, partial(wrong, getattr(module, function)))
     assert all(difference > 100 * TOLERANCE for difference in simulated(2, module.main, 2))

@@ -1,4 +1,4 @@
-"""What the examples of parallel programs compute and move: data parallel, halos, a Megatron block, a pipeline, ring attention."""
+"""Results and communication of the examples: data parallel, halos, a Megatron block, a pipeline, ring attention."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_halo_conv_of_uneven_parts(height, size):
         (16, 4, "no middle one: pad it to 5"),
     ],
 )
-def test_halo_conv_refuses_parts_that_are_too_short(height, size, message):
+def test_halo_conv_of_too_short_parts_raises(height, size, message):
     with pytest.raises(ValueError, match=message):
         simulated(4, convolved, height, size)
 
@@ -170,7 +170,7 @@ def piped(microbatches: int) -> tuple[torch.Tensor, dict[str, Any]]:
 @pytest.mark.parametrize("microbatches", [1, 2, 6])
 def test_pipeline_of_few_microbatches(microbatches):
     params, batches, _ = pipeline.problem(4)
-    expected = pipeline.one_after_the_other(params, batches[:microbatches])
+    expected = pipeline.sequential(params, batches[:microbatches])
     for out, by_op in simulated(4, piped, microbatches):
         torch.testing.assert_close(out, expected)
         assert by_op["permute"][0] == microbatches + 4 - 2

@@ -1,4 +1,4 @@
-"""What the examples that route and that optimise compute and move: a mixture of experts, AdamW, Muon."""
+"""Results and communication of the examples: a mixture of experts, AdamW, Muon."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def traffic_of_the_mixture(params: dict[str, torch.Tensor], batches: list[torch.
     return found
 
 
-def test_mixture_moves_exactly_the_rows_that_are_chosen():
+def test_mixture_moves_exactly_the_routed_rows():
     params, batches = experts_of(8), [draw(20, moe.WIDTH, seed=seed) for seed in range(2)]
     found = simulated(4, traffic_of_the_mixture, params, batches)
     for i, x in enumerate(batches):
@@ -73,7 +73,7 @@ def test_mixture_moves_exactly_the_rows_that_are_chosen():
     assert found[0][0]["all_to_all"] != found[0][1]["all_to_all"]  # what the batches choose is not the same
 
 
-def test_mixture_refuses_unequal_numbers_of_experts():
+def test_mixture_with_unequal_numbers_of_experts_raises():
     with pytest.raises(ValueError, match="6 experts over 4 ranks; use 8"):
         simulated(4, compared, experts_of(6), draw(8, moe.WIDTH))
 
@@ -119,7 +119,7 @@ def stepped_by_torch() -> Any:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_adamw_steps_any_layout_as_torch_does(spec):
+def test_adamw_equals_torch_in_any_layout(spec):
     expected = stepped_by_torch()
     for found, lie_alike in simulated(4, stepped_on_mesh, spec):
         assert lie_alike  # parameters and both moments, as the parameters lay
@@ -136,14 +136,14 @@ def stepped_inside() -> torch.Tensor:
     return sm.shard_map(inside, mesh=mesh, in_specs=(P("dp"), P("dp")), out_specs=P("dp"))(p, g).full_tensor()
 
 
-def test_adamw_steps_parts_inside_a_mapped_function():
+def test_adamw_inside_a_mapped_function():
     p, g = (draw(5, 3, seed=seed) for seed in range(2))
     expected, _ = adamw.update(p, g, adamw.init(p), rate=0.1)
     for found in simulated(4, stepped_inside):
         torch.testing.assert_close(found, expected)
 
 
-def test_adamw_changes_nothing_that_it_is_given():
+def test_adamw_does_not_modify_its_arguments():
     params, grads = steps(2)
     given = params, grads[0], adamw.update(params, grads[1], adamw.init(params), rate=0.1)[1]
     before = pytree.tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, given)
@@ -172,7 +172,7 @@ def test_adamw_trains_with_one_gather_and_one_scatter_of_all_weights():
 
 
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (8, 8), (1, 5), (5, 1)])
-def test_newton_schulz_keeps_singular_vectors_and_levels_values(shape):
+def test_newton_schulz_keeps_singular_vectors_and_equalizes_values(shape):
     x = draw(*shape)
     u, _, vt = torch.linalg.svd(x, full_matrices=False)
     found = u.mT @ muon.newton_schulz(x) @ vt.mT
@@ -185,8 +185,8 @@ def test_newton_schulz_of_zeros():
     assert muon.newton_schulz(torch.zeros(3, 4)).eq(0).all()
 
 
-def test_muon_steps_as_torch_does():
-    """To the few digits of bfloat16, in which torch multiplies."""
+def test_muon_equals_torch():
+    """To the precision of bfloat16, in which torch multiplies."""
     params, *grads = [[draw(*shape, seed=seed).float() for shape in ((6, 9), (20, 4))] for seed in range(3)]
     leaves, momentum = [p.clone().requires_grad_() for p in params], [torch.zeros_like(p) for p in params]
     optimizer = torch.optim.Muon(leaves, muon.RATE, weight_decay=0, momentum=muon.MOMENTUM)
@@ -222,7 +222,7 @@ def orthogonalised() -> tuple[list[torch.Tensor], Any]:
     return [x.full_tensor() for x in found], used.by_op
 
 
-def test_owners_orthogonalise_with_two_exchanges_of_the_fewest_bytes():
+def test_owners_orthogonalize_with_two_minimal_collectives():
     expected = [muon.newton_schulz(draw(*shape)) for shape in MATRICES]
     sizes = [dict(spec.sizes)["fsdp",] for spec in muon.owners(tuple(MATRICES), 4)]
     for rank, (found, by_op) in enumerate(simulated(4, orthogonalised)):
@@ -234,7 +234,7 @@ def test_owners_orthogonalise_with_two_exchanges_of_the_fewest_bytes():
         assert by_op == {"all_to_all": (2, received)}
 
 
-def test_a_matrix_is_orthogonalised_by_one_rank(monkeypatch):
+def test_matrix_is_orthogonalized_by_one_rank(monkeypatch):
     once, calls = muon.newton_schulz, []
 
     def counted(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
@@ -254,6 +254,6 @@ def budgets() -> list[int]:
     return [used.launches for used in uses]
 
 
-def test_muon_communicates_twice_in_a_step():
+def test_muon_communicates_twice_per_step():
     for launches in simulated(4, budgets):
         assert launches[1:] == [2] * (muon.STEPS - 1)

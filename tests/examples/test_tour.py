@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom in a fresh kernel, and every cell shows what it is there to show."""
+"""The notebook runs from top to bottom in a fresh kernel, and every cell shows its intended output."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_cell_shows_something(ran):
     assert [cell.source for cell in code_cells(ran) if cell.outputs and is_quiet(cell)] == []
 
 
-def test_nothing_is_warned_of(ran):
+def test_no_warnings(ran):
     assert [out.text for cell in code_cells(ran) for out in cell.outputs if out.get("name") == "stderr"] == []
 
 
@@ -74,7 +74,7 @@ def test_pictures_are_drawn(ran):
 
 
 @pytest.mark.parametrize(("function", "ranks"), [("where_am_i", 8), ("parts", 4), ("gradients", 4), ("meet_all", 4), ("train", 4)])
-def test_what_ranks_print_comes_with_the_rank_in_front(ran, function, ranks):
+def test_output_is_prefixed_with_the_rank(ran, function, ranks):
     text = text_of(cell_with(ran, f"def {function}("))
     assert set(re.findall(r"^\[rank (\d+)\]", text, re.MULTILINE)) == {str(rank) for rank in range(ranks)}
 
@@ -89,18 +89,18 @@ def test_what_ranks_print_comes_with_the_rank_in_front(ran, function, ranks):
         ("def mean_loss(", "varies over 'dp', and out_specs P() say that it is the same on every rank"),
     ],
 )
-def test_what_a_cell_is_there_to_show(ran, cell, text):
+def test_outputs_of_cells(ran, cell, text):
     assert text in text_of(cell_with(ran, cell))
 
 
-def test_ranks_find_the_gradients_of_one_process(ran):
+def test_gradients_equal_one_process(ran):
     text = text_of(cell_with(ran, "def gradients("))
     differences = [float(found) for found in re.findall(r"from one process: (\S+)", text)]
     assert len(differences) == 4
     assert max(differences) < 1e-5
 
 
-def test_ranks_train_as_one_process_does(ran):
+def test_training_equals_one_process(ran):
     cells = [cell_with(ran, text) for text in ("def train(", "def plain_loss(", "def train_by_operators(")]
     losses = [float(found) for cell in cells for found in re.findall(r"last loss ([\d.]+)", text_of(cell))]
     assert len(losses) == 4 + 1 + 1

@@ -1,4 +1,4 @@
-"""The example trains the same model on any mesh as in one process, and says clearly what it cannot do."""
+"""The example trains the same model on any mesh as in one process, and rejects invalid options."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def check_same_losses(run: report.Run, single: report.Run) -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("mesh", CALLS)
-def test_any_mesh_trains_as_one_process(mesh, single):
+def test_training_on_any_mesh_equals_one_process(mesh, single):
     options = train_lm.parse([*ARGUMENTS, "--mesh", mesh])
     run = sm.simulate(4)(train_lm.train_on_mesh)(options)[0]
     check_same_losses(run, single)
@@ -51,7 +51,7 @@ def test_any_mesh_trains_as_one_process(mesh, single):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("axes", ["dp=2,fsdp=2", "zero1=2,tp=2", "zero2=4", "dp=4", "fsdp=2,tp=2", "fsdp=2,sp=2"])
-def test_layers_train_as_one_process(axes, single):
+def test_training_with_layers_equals_one_process(axes, single):
     run = sm.simulate(4)(train_lm.train_on_mesh)(train_lm.parse([*ARGUMENTS, "--parallel", axes]))[0]
     check_same_losses(run, single)
     assert run.sample == single.sample
@@ -59,7 +59,7 @@ def test_layers_train_as_one_process(axes, single):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("before", "after"), [("fsdp=2,tp=2", "zero1=4"), ("dp=2", "fsdp=2,sp=2")])
-def test_resumed_on_another_mesh_it_goes_on_as_before(before, after, single, tmp_path):
+def test_resumes_on_another_mesh(before, after, single, tmp_path):
     saving = ["--save", str(tmp_path), "--save-every", "6"]
     first = train_lm.parse([*ARGUMENTS, "--parallel", before, *saving])
     sm.simulate(math.prod(first.mesh.values()))(train_lm.train_on_mesh)(first)
@@ -71,13 +71,13 @@ def test_resumed_on_another_mesh_it_goes_on_as_before(before, after, single, tmp
 
 
 @pytest.mark.slow
-def test_processes_train_as_one_process(world4, single):
+def test_training_on_processes_equals_one_process(world4, single):
     run = world4(train_lm.train_on_mesh, train_lm.parse(ARGUMENTS))[0]
     check_same_losses(run, single)
     assert run.sample == single.sample != ""
 
 
-def test_it_learns(single):
+def test_loss_decreases(single):
     assert single.rows[-1].loss < single.rows[0].loss - 1
     assert single.rows[0].loss == pytest.approx(math.log(train_lm.VOCABULARY), rel=0.1)
 
@@ -121,12 +121,12 @@ def test_comparison_finds_the_largest_difference(loss, expected):
         (["--steps", "0"], "all must be at least 1"),
         (["--parallel", "ddp=4"], "write sizes of axes among dp, zero1"),
         (["--parallel", "tp=2,sp=2"], "of tp and sp only one"),
-        (["--resume"], "--resume goes on from a checkpoint"),
+        (["--resume"], "--resume continues from a checkpoint"),
         (["--device", "abacus"], "invalid choice"),
         (["--single", "--compare"], "not allowed with"),
     ],
 )
-def test_wrong_options_are_refused(arguments, message, capsys):
+def test_invalid_options_exit(arguments, message, capsys):
     with pytest.raises(SystemExit) as error:
         train_lm.parse([*ARGUMENTS, *arguments])
     assert error.value.code == 2

@@ -1,4 +1,4 @@
-"""Where a program of the table runs: one rank of shardmesh, or of torch.distributed alone.
+"""The environment of a program of the table: one rank of shardmesh, or of torch.distributed alone.
 
 The programs are spelled as both understand: `at.d` is `shardmesh.compat` or what torch calls the same, and `at.group()` has our
 collectives on flat buffers, which `TorchGroup` gives torch's names.

@@ -1,4 +1,4 @@
-"""Programs in which a rank dies, ends or is interrupted while others go on."""
+"""Programs in which a rank dies, ends or is interrupted while others continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a faulty program is, and what the ranks of a job should say of it.
+"""A faulty program, and the errors that the ranks of its job should raise.
 
     @fault("mismatch", odd=2, field="operation", says="all_gather")
     def skips_a_redistribute(at):

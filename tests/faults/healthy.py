@@ -1,4 +1,4 @@
-"""Programs in which nothing is wrong, though the ranks do different things: an error in one of them is a false alarm."""
+"""Correct programs in which ranks do different things: an error in one of them is a false alarm."""
 
 from __future__ import annotations
 

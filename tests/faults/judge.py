@@ -1,4 +1,4 @@
-"""Whether what the ranks of a job did is what the table says."""
+"""Comparison of the outcome of a job with the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs in which a rank makes another mesh."""
+"""Programs in which a rank creates a different mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of a random program on processes, in the words of `random_outcome`, and "hang": a rank had to be killed."""
+"""The outcome of a random program on processes, as in `random_outcome`, or "hang": a rank had to be killed."""
 
 from __future__ import annotations
 

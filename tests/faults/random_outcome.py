@@ -1,4 +1,4 @@
-"""What became of a random program with one odd rank.
+"""The outcome of a random program with one outlier.
 
     named       an error, of the odd rank and nobody else
     tie         an error that blames nobody, where votes of two cannot tell

@@ -1,4 +1,4 @@
-"""Programs drawn at random, as source text that all ranks run, and one thing that one rank does differently.
+"""Random programs as source text that all ranks run, with one divergence on one rank.
 
     def program(mesh, rank, odd):
         a = sm.device_put(value(1), mesh, P("x"), src_data_rank=None)

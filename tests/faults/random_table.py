@@ -1,4 +1,4 @@
-"""Random programs for processes, by names such as "wrong argument 17", a kind of divergence and a seed.
+"""Random programs for processes, with names such as "wrong argument 17": a kind of divergence and a seed.
 
 "healthy 3" is several correct programs in a row, which return how many collectives the rank has called. "raw skip 2", "raw healthy 3": the
 program also calls torch.distributed itself.

@@ -1,4 +1,4 @@
-"""Runs programs of the table on four processes each, and tells what every rank did.
+"""Run programs of the table on four processes each, and return the outcome of every rank.
 
     with Runner() as runner:
         outcome = runner.run(FAULTS["skips_a_redistribute"])

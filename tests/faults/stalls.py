@@ -1,4 +1,4 @@
-"""Programs in which a rank does not come, though it lives."""
+"""Programs in which a live rank does not arrive."""
 
 from __future__ import annotations
 

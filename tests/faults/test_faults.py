@@ -1,4 +1,4 @@
-"""Faulty programs on four gloo processes each: every rank that survives names who was wrong, in what, where; nothing hangs.
+"""Faulty programs on four gloo processes each: every surviving rank names the outlier, the difference and the line; nothing hangs.
 
 And healthy ones, in which ranks do different things: nobody complains.
 """
@@ -49,7 +49,7 @@ def _one_of_each(names: list[str]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("program", _one_of_each(FAULTY))
-def test_the_fault_is_named(program: str, outcomes: dict[str, Future[Outcome]]) -> None:
+def test_fault_is_named(program: str, outcomes: dict[str, Future[Outcome]]) -> None:
     assert not problems(FAULTS[program], outcomes[program].result())
 
 
@@ -59,8 +59,8 @@ def test_no_false_alarm(program: str, outcomes: dict[str, Future[Outcome]]) -> N
     assert not problems(FAULTS[program], outcomes[program].result())
 
 
-def test_the_table() -> None:
-    """Every rank is the odd one in several programs, and every faulty program says what is expected of it."""
+def test_table() -> None:
+    """Every rank is the outlier in several programs, and every faulty program has an expected error."""
     assert len(FAULTY) >= 60
     for rank in range(4):
         assert sum(FAULTS[name].odd == (rank,) for name in FAULTY) >= 10

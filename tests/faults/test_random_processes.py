@@ -30,18 +30,18 @@ def jobs() -> Iterator[dict[str, Future[tuple[str, str]]]]:
 @pytest.mark.slow
 @pytest.mark.xdist_group("random_processes")
 @pytest.mark.parametrize("name", NAMES)
-def test_one_odd_rank_is_named_or_changes_nothing(jobs: dict[str, Future[tuple[str, str]]], name: str) -> None:
+def test_outlier_is_named_or_changes_nothing(jobs: dict[str, Future[tuple[str, str]]], name: str) -> None:
     what, said = jobs[name].result()
     assert what in RIGHT, f"{what}\n{said}"
 
 
-def test_correct_programs_raise_no_alarm(world4: Pool) -> None:
+def test_correct_programs_raise_no_error(world4: Pool) -> None:
     seeds, calls = iter(range(100, 1000)), 0
     while calls < CALLS:
         calls += sum(world4(run_healthy, [next(seeds) for _ in range(5)], timeout=100))
 
 
-def test_correct_programs_that_call_torch_raise_no_alarm(world4: Pool) -> None:
+def test_correct_programs_that_call_torch_raise_no_error(world4: Pool) -> None:
     assert all(count > CALLS / 10 for count in world4(run_healthy, list(range(2000, 2010)), True, timeout=100))
 
 

@@ -19,8 +19,8 @@ CALLS = 8_000
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_one_odd_rank_is_named_or_changes_nothing(part: int) -> None:
-    """Every program ends; no result is silently wrong, no innocent rank blamed, and a majority always names the odd one."""
+def test_outlier_is_named_or_changes_nothing(part: int) -> None:
+    """Every program ends; no result is silently wrong, no correct rank is named, and a majority always names the outlier."""
     found = Counter[str]()
     wrong = []
     for seed in range(part * PROGRAMS // PARTS, (part + 1) * PROGRAMS // PARTS):
@@ -34,8 +34,8 @@ def test_one_odd_rank_is_named_or_changes_nothing(part: int) -> None:
     assert found["unseen"] + found["local"] < PROGRAMS / PARTS / 6
 
 
-def test_one_odd_rank_in_programs_that_also_call_torch() -> None:
-    """In the simulated world these calls are those of another function on the library's groups."""
+def test_outlier_in_programs_that_also_call_torch() -> None:
+    """In the simulated world these calls use another function on the library's groups."""
     programs = [faulty_program(seed, MORE_MESHES, length=10, raw=True) for seed in range(PROGRAMS // PARTS)]
     found = [(program, *outcome(program)) for program in programs]
     assert [f"seed {p.seed}: {what}: {p.divergence}: {error}" for p, what, error in found if what not in RIGHT] == []
@@ -49,15 +49,15 @@ def test_divergences_are_of_all_kinds() -> None:
     assert {tuple(program.mesh.values()) for program in programs} == {tuple(mesh.values()) for mesh in MORE_MESHES}
 
 
-def test_correct_programs_raise_no_alarm() -> None:
-    """Ranks make tensors of their own, on lines of their own, from threads, and look at those that they share."""
+def test_correct_programs_raise_no_error() -> None:
+    """Ranks create separate tensors, on different lines and in threads, and inspect shared ones."""
     calls = seed = 0
     while calls < CALLS:
         calls += simulated(healthy_program(seed, MORE_MESHES, turns=(2, 12)))[1]
         seed += 1
 
 
-def test_the_benchmark_counts_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_benchmark_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     figures, document = tmp_path / "figures.json", tmp_path / "tables.md"
     options = "--simulated 8 --processes 0 --calls 500 --process-calls 0 --seed 0".split()

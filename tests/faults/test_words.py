@@ -1,4 +1,4 @@
-"""What benchmarks/faults.py says of runs, and that it runs."""
+"""The output of benchmarks/faults.py, and that it runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BARRIER = "[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 5000 ms"
         ("is_killed", [HEALTHY, HEALTHY, rank(status=-9), HEALTHY], [], "nothing"),
     ],
 )
-def test_what_is_said_of_torch(words: Any, program: str, ranks: list[RankOutcome], killed: list[int], expected: str) -> None:
+def test_verdicts_on_torch(words: Any, program: str, ranks: list[RankOutcome], killed: list[int], expected: str) -> None:
     assert words.seen(FAULTS[program], Outcome(ranks, killed), [1] * 4).text == expected
 
 
@@ -58,7 +58,7 @@ def test_percentiles(words: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_script_runs(tmp_path: Path) -> None:
+def test_script_runs(tmp_path: Path) -> None:
     figures, document = tmp_path / "figures.json", tmp_path / "faults.md"
     command = [sys.executable, str(BENCHMARKS / "faults.py"), "--ours", "--passes", "1", "--only", "is_killed"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Programs that call torch.distributed beside the library's collectives; a rank calls something else there, or in another order."""
+"""Programs that call torch.distributed and the library's collectives; one rank's calls of torch differ, or their order does."""
 
 from __future__ import annotations
 

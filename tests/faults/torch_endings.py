@@ -1,4 +1,4 @@
-"""Programs in which a rank raises, dies, ends or hangs while the others are in calls of torch.distributed."""
+"""Programs in which a rank raises, dies, ends or hangs while the others are in torch.distributed calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that use torch's own groups, messages, object and functional collectives beside the library; a rank does something else."""
+"""Programs that use the library and torch's groups, messages, object and functional collectives; one rank diverges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training programs in which a rank does something else in a step than the others."""
+"""Training programs in which one rank diverges in a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs in which a rank calls another collective than the others, or the same with other arguments."""
+"""Programs in which a rank calls a different collective, or the same one with different arguments."""
 
 from __future__ import annotations
 

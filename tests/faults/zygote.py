@@ -1,4 +1,4 @@
-"""The process from which the ranks of faulty programs are forked, so that none has to import torch.
+"""The process from which the ranks of faulty programs are forked, so that they need not import torch.
 
     Runner (the tests)              zygote                       supervisor of a job           rank of a job
       python -m ...zygote  ----->     imports torch, shardmesh, the table

@@ -1,4 +1,4 @@
-"""NCCL with one rank, which is all that it takes on one GPU: what `Group` calls, for every dtype, and a training loop.
+"""NCCL with one rank, the maximum on one GPU: all `Group` calls for every dtype, and a training loop.
 
 A `Group` of one rank has nothing to do, so the calls are made below it; of one rank every collective is a copy. For several
 ranks on one GPU there is gloo: `pytest --device cuda`.
@@ -88,7 +88,7 @@ def _meetings(device_type: str) -> tuple[str, list[Any]]:
     return dist.get_backend_config(), group._all_gather_bytes(b"bytes")
 
 
-def test_meetings():
+def test_rendezvous():
     assert sm.launch(_meetings, 1, ("cuda",)) == [("cpu:gloo,cuda:nccl", [b"bytes"])]
 
 
@@ -97,7 +97,7 @@ def _trained(device_type: str) -> list[float]:
         return _train(sm.init_device_mesh(device_type, (1,), axis_names=("a",)), sm.P("a"))
 
 
-def test_training_with_everything_at_once():
+def test_training_with_all_features():
     (expected,) = sm.simulate(1)(_trained)("cuda")
     (losses,) = sm.launch(_trained, 1, ("cuda",))
     torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)

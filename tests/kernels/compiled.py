@@ -1,4 +1,4 @@
-"""Kernels as the compiler leaves them, without a GPU: what calls of the library launch is compiled, not run.
+"""Compiled kernels without a GPU: the kernels launched by library calls are compiled, not run.
 
     CALLS {name: call} ---> assemblies(target) {name: [Assembly of each launch]}
 

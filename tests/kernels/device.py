@@ -1,4 +1,4 @@
-"""Where the tests of kernels put their tensors: the GPU where there is one, else the CPU, for Triton's interpreter."""
+"""The device of kernel tests: the GPU if there is one, else the CPU with Triton's interpreter."""
 
 import torch
 

@@ -62,7 +62,7 @@ def only(target: str, name: str) -> Assembly:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_registers_suffice_and_leave_room(target, name):
+def test_register_usage(target, name):
     assert launched(target, name)
     for launch in launched(target, name):
         assert launch.local == 0
@@ -73,20 +73,20 @@ def test_registers_suffice_and_leave_room(target, name):
 
 
 @pytest.mark.parametrize("name", {**COPIES, **CASTS, **SUMS})
-def test_16_bytes_at_a_time(target, name):
+def test_accesses_are_16_bytes_wide(target, name):
     launch = only(target, name)
     assert set(launch.stores) == {128}
     assert set(launch.loads) - TABLES[target] == {128}
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_copies_load_what_they_store(target, name):
+def test_copies_load_as_wide_as_they_store(target, name):
     launch = only(target, name)
     assert launch.loads[128] >= launch.stores[128]
 
 
 @pytest.mark.parametrize("name", UNEVEN)
-def test_uneven_rows_have_enough_under_way(target, name):
+def test_uneven_rows_have_enough_loads_in_flight(target, name):
     launch = only(target, name)
     assert sum(launch.stores.values()) >= 8
 
@@ -100,14 +100,14 @@ def test_tiles_read_and_write_16_bytes(target, name):
 
 
 @pytest.mark.parametrize("name", QUANTIZE)
-def test_quantising_reads_16_bytes_and_writes_as_many_codes(target, name):
+def test_quantization_reads_16_bytes_and_writes_as_many_codes(target, name):
     launch = only(target, name)
     assert set(launch.loads) - TABLES[target] == {128}
     assert set(launch.stores) == {64, 32}  # codes of 8 elements, and scales
 
 
 @pytest.mark.parametrize("name", DEQUANTIZE)
-def test_dequantising_writes_16_bytes(target, name):
+def test_dequantization_writes_16_bytes(target, name):
     launch = only(target, name)
     assert set(launch.stores) == {128}
     assert set(launch.loads) <= TABLES[target] | {32, 64, 128}
@@ -138,7 +138,7 @@ def test_codes_are_stored_8_at_a_time(target, name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_rounding_is_torchs(target, name):
+def test_every_rounding_equals_torch(target, name):
     for launch in launched(target, name):
         assert not launch.fuses or launch.kernel == "barrier"  # which has no arithmetic
         if target == "sm_90" and name not in {**QUANTIZE, **RECORDS}:  # where the kernel itself asks for one, which rounds nothing
@@ -146,7 +146,7 @@ def test_every_rounding_is_torchs(target, name):
 
 
 @pytest.mark.parametrize("name", {**QUANTIZE, **DEQUANTIZE, **DRAWS})
-def test_nothing_is_approximate(name):
+def test_no_approximate_instructions(name):
     launch = only("sm_90", name)
     assert launch.those(r"\w+\.(approx|full)\..*") == []
 
@@ -160,7 +160,7 @@ ACQUIRE = {"sm_90": r"atom\.(global\.)?sys\.(global\.)?acquire\..*", "gfx942": r
 
 
 @pytest.mark.parametrize("name", {**ALL_REDUCES, **RECORDS, **PULLS})
-def test_what_is_written_before_a_barrier_is_read_after_it(target, name):
+def test_writes_before_a_barrier_are_visible_after_it(target, name):
     barriers = [launch for launch in launched(target, name) if launch.those(RELEASE[target])]
     assert len(barriers) == (2 if name in PULLS else 1)
     for launch in barriers:
@@ -181,7 +181,7 @@ def kind_of(target: str, instruction: str) -> str:
 # -- the calls themselves ----------------------------------------------------------------------------------------------
 
 
-def test_calls_are_what_they_are_called(target):
+def test_cases_launch_the_kernels_in_their_names(target):
     for name in WIDE:
         assert only(target, name).arguments["WIDE"]
     assert only(target, "pack of many").arguments["SRC_MANY"]

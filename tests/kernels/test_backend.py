@@ -1,4 +1,4 @@
-"""Which form of a kernel runs."""
+"""Selection between the torch and Triton implementations of a kernel."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_one_warning_without_triton(forgotten, monkeypatch):
         assert not backend.wants_kernels(CUDA)
 
 
-def test_chosen_by_hand(forgotten):
+def test_explicit_choice(forgotten):
     with backend.using_kernels():
         assert backend.wants_kernels(CPU)
         with pytest.raises(KeyError), backend.using_kernels(False):

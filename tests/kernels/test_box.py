@@ -75,7 +75,7 @@ def test_row_major_strides_are_those_of_a_contiguous_tensor(shape):
 
 
 @given(st.data(), st.lists(st.integers(1, 4), max_size=4).map(tuple))
-def test_merged_dims_walk_the_same_elements(data, shape):
+def test_merged_dims_visit_the_same_elements(data, shape):
     x = torch.arange(4**5)  # long enough for any order of the strides
     strides = data.draw(st.permutations(row_major_strides(shape)).map(tuple))
     sizes, merged = merge_dims(shape, strides)
@@ -97,6 +97,6 @@ def test_contiguous_dims_merge_into_one():
         (((-1, 1), (0, 3)), "spans -1:1 in dim 0"),
     ],
 )
-def test_a_box_that_is_not_inside_says_where(box, says):
+def test_box_outside_raises(box, says):
     with pytest.raises(ValueError, match=says):
         check_boxes((2, 3), [((0, 1), (0, 1)), box])

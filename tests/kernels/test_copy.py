@@ -1,4 +1,4 @@
-"""pack and unpack against indexing, on raw bytes so that every dtype and every bit pattern counts."""
+"""pack and unpack compared with indexing on raw bytes, so that every dtype and bit pattern is covered."""
 
 import pytest
 import torch
@@ -121,7 +121,7 @@ def test_unpack_reverses_pack(data, shape, dtype, layout):
 
 
 @given(st.data(), shapes, dtypes, layouts)
-def test_unpack_leaves_the_rest_alone(data, shape, dtype, layout):
+def test_unpack_does_not_write_elsewhere(data, shape, dtype, layout):
     box = data.draw(st.tuples(*map(interval, shape)))
     x, out = random_tensor(shape, dtype, "contiguous"), random_tensor(shape, dtype, layout)
     flat = random_bytes(box_size(box), dtype, seed=2)
@@ -272,7 +272,7 @@ def test_equal_steps_in_tensor_and_buffer_fold(offsets, copies):
     assert compile_unpack((4, 8), COLUMNS, offsets).copies == copies
 
 
-def test_neighbours_apart_in_the_buffer_stay_apart():
+def test_boxes_separated_in_the_buffer_are_not_folded():
     rows = [(cut, (0, 8)) for cut in chunks(4, 2)]
     assert compile_pack((4, 8), rows, [0, 16]).zero_copy
     apart = compile_pack((4, 8), rows, [0, 17])
@@ -295,7 +295,7 @@ def test_one_part_of_a_buffer_may_be_read_twice():
     assert torch.equal(compile_unpack((4, 3), boxes, [1, 1])(torch.arange(7)), torch.arange(1, 7).view(2, 3).tile(2, 1))
 
 
-def test_bad_offsets():
+def test_invalid_offsets_raise():
     with pytest.raises(ValueError, match=r"4 boxes with the offsets \[0, 8\]: give one per box"):
         compile_pack((4, 8), COLUMNS, [0, 8])
     with pytest.raises(ValueError, match="each >= 0"):
@@ -329,7 +329,7 @@ def test_meta_tensors_pack_to_shapes():
     assert unpack(torch.empty(12, device="meta"), boxes, torch.empty(4, 4, device="meta")).shape == (4, 4)
 
 
-def test_a_compiled_form_serves_tensors_of_any_strides_and_dtype():
+def test_compiled_copy_accepts_any_strides_and_dtype():
     boxes = [((0, 4), cut) for cut in chunks(6, 3)]
     packing = compile_pack((4, 6), boxes)
     for layout in LAYOUTS:
@@ -338,7 +338,7 @@ def test_a_compiled_form_serves_tensors_of_any_strides_and_dtype():
             same_bytes(packing(x), expected(x, boxes))
 
 
-def test_errors_say_what_was_given():
+def test_errors_show_the_arguments():
     packing, unpacking = compile_pack((4, 6), [((0, 4), (0, 3))]), compile_unpack((4, 6), [((0, 4), (0, 3))])
     with pytest.raises(ValueError, match=r"shape \(6, 4\), not \(4, 6\)"):
         packing(torch.zeros(6, 4))

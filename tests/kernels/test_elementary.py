@@ -1,4 +1,4 @@
-"""log and cos/sin against numpy's extended precision."""
+"""log and cos/sin compared with numpy's extended precision."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_quarter_turns_are_exact():
     assert sin.tolist() == [0, 1, 0, -1]
 
 
-def test_results_do_not_depend_on_the_place_in_the_tensor():
+def test_results_do_not_depend_on_the_position():
     x = fractions(53)[:1000]
     whole = (log(x), *cos_sin_turns(x))
     for start, step in ((1, 1), (3, 7), (501, 2)):

@@ -1,4 +1,4 @@
-"""Quantised records: the stated error bound, what is kept exactly, and the kernels against their definition, bit for bit."""
+"""Quantized records: the documented error bound, exact values, and kernels bitwise equal to their definition."""
 
 from itertools import accumulate, pairwise
 
@@ -130,7 +130,7 @@ def same_bits(a, b):
 
 @few
 @given(st.data(), st.sampled_from(FORMATS), st.sampled_from(BLOCKS), st.integers(1, 3), seeds)
-def test_kernels_quantize_as_torch_does(data, transport, block, count, seed):
+def test_kernels_quantize_like_torch(data, transport, block, count, seed):
     xs, compiled, start = [], [], 0
     for i in range(count):
         shape, dtype, layout = data.draw(shapes), data.draw(dtypes), data.draw(layouts)
@@ -149,7 +149,7 @@ def test_kernels_quantize_as_torch_does(data, transport, block, count, seed):
 
 @few
 @given(st.data(), st.sampled_from(FORMATS), st.sampled_from(BLOCKS), st.integers(1, 9), st.integers(1, 3), seeds)
-def test_kernels_dequantize_as_torch_does(data, transport, block, copies, count, seed):
+def test_kernels_dequantize_like_torch(data, transport, block, copies, count, seed):
     """Records of any bytes: every code, and scales that overflow."""
     outs, compiled, start = [], [], 0
     for _ in range(count):
@@ -198,7 +198,7 @@ def test_kernels_find_the_box_among_many():
 
 @formats
 def test_kernels_round_to_nearest_even(transport):
-    """The numbers half-way between codes, and their neighbours, at a scale of 1."""
+    """Numbers halfway between codes, and their neighbors, at a scale of 1."""
     largest = int(LARGEST[transport])
     codes = torch.arange(largest + 1 if transport == "int8" else 0x7E, dtype=torch.uint8)
     codes = codes.float() if transport == "int8" else codes.view(torch.float8_e4m3fn).float()
@@ -225,8 +225,8 @@ def test_record_bytes():
 
 
 @formats
-def test_a_record(transport):
-    """Codes of two blocks, the second filled up with zeros, two scales, and zeros up to a multiple of 16 bytes."""
+def test_record_layout(transport):
+    """Codes of two blocks, the second padded with zeros, two scales, and zeros up to a multiple of 16 bytes."""
     largest = LARGEST[transport]
     x = torch.tensor([largest, 2.0, -1.0, torch.inf, -torch.inf, torch.nan] + [0.0] * 26 + [8 * largest])
     flat = quantized(x, transport, 32)
@@ -242,8 +242,8 @@ def test_a_record(transport):
 
 @formats
 @every_dtype
-def test_what_is_not_finite_stays_and_hides_nothing(transport, dtype):
-    """Of a block with infinities and NaNs the others have the error that they have without."""
+def test_non_finite_values_are_kept_and_do_not_affect_others(transport, dtype):
+    """In a block with infinities and NaNs, the other values have the same error as without them."""
     x = numbers((40, 128), torch.float32, 1).clamp(-1e4, 1e4).to(dtype)
     x[3] = torch.nan
     x[4] = torch.inf
@@ -282,8 +282,8 @@ def test_error_is_below_its_bound(transport, dtype, values, block):
 
 
 @formats
-def test_bound_is_that_of_the_format(transport):
-    """A two hundred and fifty-second of the largest for int8, a sixteenth of itself for fp8: not much more."""
+def test_bound_is_tight(transport):
+    """1/252 of the largest value for int8, 1/16 of the value for fp8, and not much more."""
     x = torch.rand(1000) + 0.25
     share = error_bound(1.25, x, transport) / (1.25 / 252 if transport == "int8" else x / 16)
     assert (share < 1.001).all()
@@ -291,8 +291,8 @@ def test_bound_is_that_of_the_format(transport):
 
 
 @formats
-def test_nothing_finite_becomes_infinite(transport):
-    """With the largest numbers of all as scale."""
+def test_finite_values_stay_finite(transport):
+    """With the largest possible scale."""
     bits = 0x7F7FFFFF - torch.arange(4096, dtype=torch.int32)
     x = torch.stack([bits.view(torch.float32), -bits.view(torch.float32)], 1).repeat(1, 8)
     got = there_and_back(x, transport, 16)
@@ -336,7 +336,7 @@ def test_sum_is_taken_in_fp32_in_the_order_of_starts(transport, dtype, count):
             same_bits(dequantized(flat, torch.empty(3, 50, dtype=dtype), transport, starts=starts), total.to(dtype))
 
 
-def test_boxes_that_are_left_out_are_left_alone():
+def test_omitted_boxes_are_not_written():
     x, box = torch.randn(6, 10), ((2, 4), (3, 9))
     flat = compile_quantize(x.shape, [box], "int8")(x)
     for use in (False, True):
@@ -347,7 +347,7 @@ def test_boxes_that_are_left_out_are_left_alone():
         assert (out == 5).all()
 
 
-def test_nothing_to_do():
+def test_empty_input():
     for use in (False, True):
         with using_kernels(use):
             assert compile_quantize((0, 3), [((0, 0), (0, 3))], "int8")(torch.empty(0, 3)).numel() == 0
@@ -377,12 +377,12 @@ WHOLE = ((0, 4),)
         (lambda: compile_dequantize((4,), {((0, 5),): [0]}, "fp8"), "which is not inside 0:4"),
     ],
 )
-def test_what_cannot_be_compiled(compile_one, message):
+def test_unsupported_arguments_raise(compile_one, message):
     with pytest.raises(ValueError, match=message):
         compile_one()
 
 
-def test_tensors_that_do_not_fit():
+def test_mismatched_tensors_raise():
     quantize, dequantize = compile_quantize((4,), [WHOLE], "int8"), compile_dequantize((4,), {WHOLE: [0]}, "int8")
     flat = quantize(torch.ones(4))
     with pytest.raises(TypeError, match=r"takes float16, bfloat16 or float32, not torch\.float64"):

@@ -170,7 +170,7 @@ def test_a_box_is_a_slice_of_the_whole(name, data):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", EVERY)
-def test_tiles_do_not_show(name, monkeypatch):
+def test_results_do_not_depend_on_tiles(name, monkeypatch):
     shape, box = (5, 7, 30), ((1, 4), (2, 6), (3, 28))
     at_once = EVERY[name](shape, box)
     for blocks in (1, 6, 16, 50):
@@ -188,7 +188,7 @@ def test_numpy_and_torch_agree(name, monkeypatch):
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", EVERY)
-def test_threads_do_not_show(name):
+def test_results_do_not_depend_on_threads(name):
     shape = (300, 501)
     box = ((0, 300), (1, 501))
     threads = torch.get_num_threads()
@@ -286,7 +286,7 @@ def test_extreme_words_give_finite_numbers(monkeypatch):
         assert 0 < distributions.unit((1,), box, 0, 0, 5, "cpu").item() < 1
 
 
-def test_parts_of_a_stream_are_other_streams():
+def test_substreams_differ():
     box = ((0, 1000),)
     parts = [distributions.unit((1000,), box, 0, 1, part, "cpu") for part in range(3)]
     assert torch.cat(parts).unique().numel() == 3000
@@ -302,12 +302,12 @@ def test_exp_and_log_factorial():
 
 
 @pytest.mark.parametrize(("n", "p", "result"), [(0, 0.5, 0), (7, 0, 0), (7, 1, 7), (10**6, 1, 10**6), (-3, 0.5, 0)])
-def test_binomials_without_chance(n, p, result):
+def test_binomials_with_certain_outcomes(n, p, result):
     n, p = (torch.full((50,), float(v), dtype=torch.float64) for v in (n, p))
     assert set(distributions.binomial(n, p, lambda part: distributions.unit((50,), ((0, 50),), 0, 1, part, "cpu")).tolist()) == {result}
 
 
-def test_complex_numbers_are_neighbouring_real_ones():
+def test_complex_numbers_are_adjacent_real_ones():
     drawn = uniform((3, 4), full_box((3, 4)), 1, 2, torch.complex64, "cpu")
     real = uniform((3, 4, 2), full_box((3, 4, 2)), 1, 2, torch.float32, "cpu")
     assert torch.equal(torch.view_as_real(drawn), real)
@@ -353,7 +353,7 @@ def correlation(a, b):
     return abs(np.corrcoef(a, b)[0, 1]) * math.sqrt(len(a))
 
 
-def test_neighbouring_streams_seeds_and_elements_are_not_correlated():
+def test_adjacent_streams_seeds_and_elements_are_not_correlated():
     x = whole(uniform, N, torch.float32)
     for other in (
         whole(uniform, N, torch.float32, stream=1),
@@ -409,7 +409,7 @@ def test_uniform_never_leaves_its_range(dtype, low, high):
     assert x.mean().item() == pytest.approx((low + high) / 2, abs=(high - low) / 100 + torch.finfo(dtype).eps)
 
 
-def test_a_range_of_one_number_gives_it():
+def test_range_of_one_number():
     assert uniform((3,), ((0, 3),), 0, 0, torch.float32, "cpu", 2, 2).tolist() == [2, 2, 2]
     assert uniform((3,), ((0, 3),), 0, 0, torch.float32, "cpu", 0, 0).tolist() == [0, 0, 0]
 
@@ -455,6 +455,6 @@ def test_empty_scalar_and_meta(name):
         (lambda: integers((2,), ((0, 2),), 0, 0, 0, 3, torch.complex64, "cpu"), "complex"),
     ],
 )
-def test_errors_say_what_to_give_instead(call, says):
+def test_errors_suggest_a_replacement(call, says):
     with pytest.raises(ValueError, match=says):
         call()

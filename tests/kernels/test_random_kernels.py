@@ -1,4 +1,4 @@
-"""Random numbers drawn by the kernel against their definition in torch, bit for bit, in one launch."""
+"""Random numbers drawn by the kernel are bitwise equal to their definition in torch, in one launch."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -113,7 +113,7 @@ def places(draw: st.DrawFn) -> tuple[Shape, Box]:
 
 @settings(max_examples=examples(150))
 @given(draws, places(), words, words)
-def test_the_bits_of_the_definition(draw, place, seed, stream):
+def test_equal_to_the_definition(draw, place, seed, stream):
     check(draw, *place, seed, stream)
 
 

@@ -1,4 +1,4 @@
-"""Combinations of contributions: the torch form against adding up one after the other, and the kernel against the torch form."""
+"""Reductions of contributions: the torch implementation compared with sequential addition, and the kernel with torch."""
 
 import math
 from unittest import mock
@@ -64,8 +64,8 @@ def sprinkled(values):
 
 @settings(max_examples=examples(60))
 @given(bundles(1), kinds, dtypes, shifts, st.booleans())
-def test_the_torch_form_combines_in_order(bundle, kind, dtype, shift, special):
-    """Whatever the size of a box: ranks that hold an element in boxes of different sizes get the same bits."""
+def test_torch_implementation_reduces_in_order(bundle, kind, dtype, shift, special):
+    """For any box size: ranks that hold an element in boxes of different sizes get the same bits."""
     ((shape, boxes),), size = bundle
     values = numbers(size, dtype)
     values = flat(sprinkled(values) if special else values, shift)
@@ -87,7 +87,7 @@ def test_the_torch_form_combines_in_order(bundle, kind, dtype, shift, special):
     st.booleans(),
     st.sampled_from([1, 1024]),
 )
-def test_the_kernel_is_the_torch_form(bundle, kind, dtype, to, shift, special, most_rows):
+def test_kernel_equals_torch(bundle, kind, dtype, to, shift, special, most_rows):
     several, size = bundle
     values = numbers(size, dtype)
     values = flat(sprinkled(values) if special else values, shift)
@@ -134,14 +134,14 @@ def test_bool_goes_through_torch():
             assert compile_combine((2,), {((0, 2),): [0, 2]}, kind)(values, out).tolist() == expected
 
 
-def test_boxes_left_out_keep_what_lies_there():
+def test_omitted_boxes_are_not_written():
     out = torch.full((4, 4), 7.0, device=DEVICE)
     with using_kernels():
         compile_combine((4, 4), {((0, 2), (0, 4)): [0, 8]})(torch.ones(16, device=DEVICE), out)
     assert out.tolist() == [[2.0] * 4] * 2 + [[7.0] * 4] * 2
 
 
-def test_one_contribution_to_all_is_a_view_and_several_tensors_are_one_launch():
+def test_single_contribution_is_a_view_and_several_tensors_share_a_launch():
     values = flat(numbers(64, torch.float32))
     lone = compile_combine((4, 4), {full_box((4, 4)): [0]})
     pairs = [compile_combine((16,), {full_box((16,)): [16 * i, 16 * i + 16]}) for i in range(3)]

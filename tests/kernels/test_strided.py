@@ -1,4 +1,4 @@
-"""The tables of strided copies, without a kernel: what each program would read and write, worked out from their rows."""
+"""The tables of strided copies, without a kernel: what each program would read and write, computed from their rows."""
 
 import math
 import random
@@ -160,7 +160,7 @@ def test_every_element_is_moved_once(placed, to_flat, sizes, aligned, raw, most,
 
 @settings(max_examples=examples(60))
 @given(placements(), st.booleans(), itemsizes, alignments)
-def test_units_lie_together_and_are_aligned(placed, to_flat, sizes, aligned):
+def test_units_are_contiguous_and_aligned(placed, to_flat, sizes, aligned):
     aligned = max(aligned, *sizes)
     for table in make_tables(placed, to_flat, sizes, aligned, raw=False):
         kind = table.kind
@@ -211,7 +211,7 @@ def partner(view: View, flat):
 @pytest.mark.parametrize("to_flat", [True, False])
 @pytest.mark.parametrize("case", HUGE)
 def test_huge(case, to_flat):
-    """Some programs move what belongs together, in numbers that fit; all together as many elements as there are."""
+    """Each program moves contiguous elements with offsets that fit; together they move every element."""
     view = view_of(*HUGE[case])
     tables = make_tables([PlacedView(0, view)], to_flat, (2, 2))
     assert sum(table.elements for table in tables) == math.prod(view.sizes)
@@ -223,14 +223,14 @@ def test_huge(case, to_flat):
             assert np.array_equal(partner(view, dst if to_flat else src), src if to_flat else dst)
 
 
-def test_wide_where_32_bits_do_not_suffice():
+def test_offsets_beyond_32_bits():
     (table,) = make_tables([PlacedView(0, View((64, 1 << 10), (1 << 26, 1), 0, (1 << 10, 1), 0))], True, (2, 2))
     assert table.kind.wide
     (table,) = make_tables([PlacedView(0, View((31, 1 << 10), (1 << 26, 1), 0, (1 << 10, 1), 0))], True, (2, 2))
     assert not table.kind.wide
 
 
-def test_too_many_programs_are_refused():
+def test_too_many_programs_raise():
     sizes = (2, 1 << 21, 1 << 21, 2)
     view = View(sizes, (1 << 50, 1 << 25, 3, 1), 0, (1 << 44, 1 << 23, 2, 1), 0)
     with (
@@ -270,7 +270,7 @@ def test_programs_of_short_runs_take_whole_lines_of_both_sides(run, to_flat):
 
 
 @pytest.mark.parametrize(("run", "group"), [(1001, 128), (128, 128), (2001, 128), (63, 1), (130, 1), (1024, 1)])
-def test_groups_leave_few_lanes_without_work(run, group):
+def test_groups_leave_few_lanes_idle(run, group):
     (table,) = make_tables([PlacedView(0, View((64, run), (run + (run % 8 > 0), 1), 0, (run, 1), 0))], True, (2, 2))
     assert table.kind.group == (group if run % 8 else 1)
 

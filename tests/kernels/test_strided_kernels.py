@@ -1,4 +1,4 @@
-"""The kernels of box copies against the torch form, on raw bytes: every dtype and every bit pattern counts."""
+"""The kernels of box copies compared with torch on raw bytes, for every dtype and bit pattern."""
 
 import math
 from collections.abc import Callable
@@ -204,7 +204,7 @@ def test_conjugate_and_negative_views(dtype):
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, in Triton's interpreter
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("to", FLOATS, ids=str)
-def test_what_is_not_finite_stays_so(dtype, to):
+def test_non_finite_values_are_kept(dtype, to):
     least = 1e-37 if dtype == torch.bfloat16 and DEVICE == "cpu" else 1e-40  # Triton's interpreter loses smaller ones
     special = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, least, 65519.0, 65520.0, 3.3e38]
     special = torch.tensor(special, dtype=torch.float64)
@@ -214,7 +214,7 @@ def test_what_is_not_finite_stays_so(dtype, to):
         same_numbers(*both(lambda scale=scale: pack(x, torch.zeros(160, dtype=to, device=DEVICE), scale=scale)))
 
 
-def test_what_cannot_be_computed_is_left_to_torch():
+def test_unsupported_cases_use_torch():
     x = torch.arange(40, device=DEVICE).view(4, 10)
     pack = compile_pack((4, 10), cut((4, 10), 1, 2))
     for dtype, to, scale in (

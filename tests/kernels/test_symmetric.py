@@ -1,4 +1,4 @@
-"""Collectives over shared memory, on processes that share CPU memory, against their definition on the tensors of all ranks."""
+"""Collectives over shared memory, on processes that share CPU memory, compared with their definition on all ranks' tensors."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def check_all_reduces(peers: Peers, programs: int) -> list[str]:
 
 @pytest.mark.parametrize("size", [slow(1), slow(2), 3, slow(4), slow(8)])
 def test_all_ranks_get_the_same_bits(size):
-    """The definition's: so one shot and two shots are the same, too."""
+    """Equal to the definition, so one-shot and two-shot are equal too."""
     with Ranks(size) as ranks:
         assert ranks(check_all_reduces, 2) == [[]] * size
 
@@ -106,8 +106,8 @@ def check_rounds(peers: Peers) -> list[bool]:
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_more_than_the_memory_holds(pieces):
-    """6 pieces on 2 programs whose regions have room for 1 or 2: three rounds or two."""
+def test_tensors_larger_than_the_memory(pieces):
+    """6 pieces on 2 programs whose regions hold 1 or 2: three or two rounds."""
     with Ranks(3, nbytes=8 * symmetric.MAX_PROGRAMS * PIECE * pieces) as ranks:
         assert ranks(check_rounds) == [[True] * 2] * 3
 
@@ -171,7 +171,7 @@ def test_residual_sum_and_norm(size):
         torch.testing.assert_close(every[0][1].double(), out, rtol=2 * torch.finfo(n.out).eps, atol=1e-6)
 
 
-def test_the_definition_of_the_norm_is_that_of_torch():
+def test_definition_of_the_norm_equals_torch():
     x, residual, weight = torch.randn(4, 64), torch.randn(4, 64), torch.randn(64)
     added, out = symmetric.reference_add_norm(x, AddNorm(residual, weight, 1e-5, residual), torch.float32)
     torch.testing.assert_close(out, torch.nn.functional.rms_norm(x + residual, (64,), weight, 1e-5))
@@ -232,8 +232,8 @@ def check_normed_records(peers: Peers) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [slow(1), slow(2), 3])
-def test_a_sum_leaves_as_the_record_that_quantising_it_gives(size):
-    """In one round and more: regions have room for a piece."""
+def test_quantized_sum_equals_quantizing_the_sum(size):
+    """In one round and in several: regions hold one piece."""
     with Ranks(size, nbytes=8 * symmetric.MAX_PROGRAMS * PIECE) as ranks:
         assert ranks(check_records) == [[]] * size
         assert ranks(check_normed_records) == [[]] * size
@@ -359,7 +359,7 @@ def start_at(peers: Peers, epoch: int) -> None:
     own[:] = [epoch] * slots
 
 
-def test_epochs_may_run_over():
+def test_epochs_may_overflow():
     from shardmesh.kernels.symmetric.symmetric_triton import EPOCHS
 
     with Ranks(2) as ranks:
@@ -418,8 +418,8 @@ def late_sum(peers: Peers) -> Any:
         return first, str(error)
 
 
-def test_a_late_rank_gets_the_right_result_and_then_an_error():
-    """Who gave up has left its memory alone."""
+def test_late_rank_gets_the_correct_result_and_then_an_error():
+    """A rank that gave up has not written to its memory."""
     with impatient(2) as ranks:
         punctual, (first, then) = ranks(late_sum)
         assert isinstance(punctual, SymmetricMemoryError)
@@ -441,8 +441,8 @@ def launches_after_giving_up(peers: Peers, two_shot: bool) -> tuple[list[float],
 
 
 @pytest.mark.parametrize("two_shot", [False, True])
-def test_who_gave_up_does_no_more(two_shot):
-    """Writes nothing, and waits for nobody: else the error would be there again."""
+def test_rank_that_gave_up_does_nothing_more(two_shot):
+    """It writes nothing and waits for no rank: otherwise the error would be raised again."""
     with impatient(2) as ranks:
         assert ranks(launches_after_giving_up, two_shot, without=[1])[0] == ([7.0] * 4, [0, 0], True)
 
@@ -455,7 +455,7 @@ def alone() -> Peers:
     return symmetric.simulated_peers(1, 1 << 16, "cpu")[0]
 
 
-def test_tensors_that_do_not_fit(alone):
+def test_mismatched_tensors_raise(alone):
     x, weight = torch.ones(2, 3), torch.ones(3)
     for out in (torch.ones(3, 2), torch.ones(3, 2).T, torch.ones(2, 3, dtype=torch.int8)):
         with pytest.raises(ValueError, match="out is torch"):
@@ -466,7 +466,7 @@ def test_tensors_that_do_not_fit(alone):
         symmetric.one_shot_all_reduce(alone, x, x, AddNorm(weight, weight, 1e-5, x))
 
 
-def test_records_that_cannot_be(alone):
+def test_invalid_records_raise(alone):
     x, out = torch.ones(2, 24), torch.empty(record_bytes(48), dtype=torch.uint8)
     with pytest.raises(ValueError, match="unknown transport 'int4'"):
         AsRecord("int4")
@@ -482,7 +482,7 @@ def test_records_that_cannot_be(alone):
         symmetric.two_shot_all_reduce(alone, x, out, AddNorm(x, x[0], 1e-5, x, AsRecord("int8")))
 
 
-def test_memory_that_is_too_small(alone):
+def test_too_small_memory_raises(alone):
     x = torch.ones(2, 3000)
     with pytest.raises(ValueError, match="need a shared buffer of 6160384 bytes"):
         symmetric.one_shot_all_reduce(alone, x, x, AddNorm(x, x[0], 1e-5, x))
@@ -490,7 +490,7 @@ def test_memory_that_is_too_small(alone):
         symmetric.all_gather(alone, torch.ones(1 << 16), torch.ones(1 << 16), 0)
 
 
-def test_pulls_that_cannot_be(alone):
+def test_invalid_pulls_raise(alone):
     with pytest.raises(ValueError, match=r"a pull of shape \(4,\) was given a tensor of shape \(5,\)"):
         symmetric.pull_many(alone, [symmetric.compile_pull((4,), {})], [torch.ones(5)], torch.float32)
     with pytest.raises(ValueError, match=r"torch.int8 cannot be combined, scaled or cast"):
@@ -505,7 +505,7 @@ def test_pulls_that_cannot_be(alone):
         symmetric.all_gather(alone, torch.ones(2, 2), torch.ones(2, 2), 2)
 
 
-def test_memory_that_is_none():
+def test_invalid_memory_raises():
     given = vars(symmetric.simulated_peers(2, 1 << 12, "cpu")[0])
     given = {name: given[name] for name in given if name != "staged"}
     assert Peers(**given).region_bytes == 0
@@ -521,7 +521,7 @@ def test_memory_that_is_none():
 # -- all ranks on one device -------------------------------------------------------------------------------------------
 
 
-def test_simulated_ranks_keep_all_of_their_memory():
+def test_simulated_ranks_use_all_of_their_memory():
     memory = symmetric.simulated_peers(2, 1 << 12, "cpu")[1]
     storage = memory.buffer.untyped_storage()
     for addresses, nbytes in ((memory.buffers, 1 << 12), (memory.pads, PAD_BYTES)):

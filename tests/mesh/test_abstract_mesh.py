@@ -65,7 +65,7 @@ def test_parts() -> None:
     assert mesh.flatten(name="all").shape == (24,)
 
 
-def test_a_name_that_flatten_gave_is_an_axis_of_slices() -> None:
+def test_flattened_name_is_an_axis_of_slices() -> None:
     mesh = AbstractMesh((2, 3, 4), ("a", "b", "c"))
     flat = mesh["b", "c"].flatten(name="bc")
     assert mesh["bc"] == flat == AbstractMesh((12,), ("bc",))
@@ -77,7 +77,7 @@ def test_a_name_that_flatten_gave_is_an_axis_of_slices() -> None:
         mesh["b", "bc"]
 
 
-def test_a_part_may_not_give_a_name_that_the_whole_has_for_another_axis() -> None:
+def test_slice_cannot_reuse_a_name_of_another_axis() -> None:
     mesh = AbstractMesh((2, 3, 4), ("a", "b", "c"))
     with pytest.raises(MeshError, match=r"flatten\(\('b', 'c'\)\): the name 'a' is already used for \('a',\)"):
         mesh["b", "c"].flatten(name="a")
@@ -87,7 +87,7 @@ def test_a_part_may_not_give_a_name_that_the_whole_has_for_another_axis() -> Non
     assert mesh["b", "c"].flatten(name="m") == mesh["m"]  # what was refused left nothing behind
 
 
-def test_errors_are_also_of_the_class_that_torch_raises() -> None:
+def test_errors_subclass_those_of_torch() -> None:
     mesh = AbstractMesh((2, 3), ("a", "b"))
     for kind, make in {
         KeyError: lambda: mesh["pp"],
@@ -137,6 +137,6 @@ def test_errors(make: object, message: str) -> None:
         (((2, 2), ("a", "a")), "axis 'a' is used twice"),
     ],
 )
-def test_bad_shapes_and_names(arguments: tuple[Any, ...], message: str) -> None:
+def test_invalid_shapes_and_names_raise(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(MeshError, match=message):
         AbstractMesh(*arguments)

@@ -1,4 +1,4 @@
-"""calibrate: valid numbers, the same on all ranks, kept until the topology is set. (No test looks at what they are.)"""
+"""calibrate: valid numbers, equal on all ranks, kept until the topology is set. (No test checks their values.)"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAST = 1e-3
 
 
 def measured(**where: object) -> tuple[Topology, Topology, bool]:
-    """(before, after, whether a second call communicates) on a mesh of all ranks."""
+    """Return (before, after, whether a second call communicates) on a mesh of all ranks."""
     mesh = init_device_mesh("cpu", (2, current_world().size // 2), axis_names=("dp", "tp"))
     mesh.topology = Topology.default("cpu", **where)  # type: ignore[arg-type]
     before, after = mesh.topology, calibrate(mesh, seconds=FAST)

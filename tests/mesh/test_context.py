@@ -1,4 +1,4 @@
-"""The mesh that is meant where none is given: from a call on, in a block, in each world and thread by itself."""
+"""The current mesh: set by a call or for a block, separately for each world and thread."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.sharding.ranks import every_rank
 
 @pytest.fixture(autouse=True)
 def job_of_this_test():
-    """One that a test has started ends with it: later tests are in none."""
+    """End a job that the test started, so that later tests are in none."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @every_rank(2, 2)
-def test_it_holds_from_the_call_on(mesh):
+def test_set_mesh_takes_effect_at_the_call(mesh):
     assert get_mesh() is None
     set_mesh(mesh)
     assert get_mesh() is mesh
@@ -41,7 +41,7 @@ def test_it_holds_from_the_call_on(mesh):
 
 
 @every_rank(2, 2)
-def test_blocks_nest_and_put_back_what_was_before(mesh):
+def test_blocks_nest_and_restore_the_previous_mesh(mesh):
     with set_mesh(mesh) as entered:
         assert entered is mesh
         with mesh["a"]:
@@ -59,7 +59,7 @@ def test_blocks_nest_and_put_back_what_was_before(mesh):
 
 
 @every_rank(2, 2)
-def test_a_block_ends_what_was_set_inside_it(mesh):
+def test_block_end_discards_meshes_set_inside(mesh):
     set_mesh(mesh["a"])
     with mesh:
         set_mesh(mesh["b"])
@@ -80,7 +80,7 @@ def test_an_exception_ends_a_block(mesh):
     assert get_mesh() is None
 
 
-def test_each_rank_has_its_own():
+def test_each_rank_has_its_own_mesh():
     def rank():
         mesh = sm.init_device_mesh("cpu", (4,))
         if current_world().rank % 2:
@@ -92,7 +92,7 @@ def test_each_rank_has_its_own():
     assert get_mesh() is None
 
 
-def test_a_mesh_of_another_world_is_not_meant():
+def test_mesh_of_another_world_is_not_current():
     outer = sm.init_device_mesh("cpu", (1,), axis_names=("x",))
 
     def rank():
@@ -118,7 +118,7 @@ def test_a_mesh_of_another_world_is_not_meant():
 
 
 @every_rank(2)
-def test_setting_a_mesh_of_another_world_is_an_error(mesh):
+def test_setting_a_mesh_of_another_world_raises(mesh):
     with sm.debug.null_world(8):
         text = r"mesh of another world \(SimulatedWorld of size 2\), and this runs in NullWorld of size 8"
         with pytest.raises(MeshError, match=text):
@@ -128,14 +128,14 @@ def test_setting_a_mesh_of_another_world_is_an_error(mesh):
     assert get_mesh() is None
 
 
-def test_only_meshes_are_set():
+def test_set_mesh_accepts_only_meshes():
     for wrong in ("x", sm.AbstractMesh((2,), ("x",)), 3):
         with pytest.raises(TypeError, match="takes a DeviceMesh"):
             set_mesh(wrong)  # type: ignore[arg-type]
     assert get_mesh() is None
 
 
-def test_a_thread_begins_with_none():
+def test_new_thread_has_no_mesh():
     mesh, seen = sm.init_device_mesh("cpu", (1,), axis_names=("x",)), []
     with mesh:
         thread = threading.Thread(target=lambda: seen.append(get_mesh()))
@@ -145,7 +145,7 @@ def test_a_thread_begins_with_none():
     assert seen == [None]
 
 
-def test_a_world_that_is_over_is_not_kept():
+def test_finished_world_is_released():
     def run() -> weakref.ref[World]:
         with sm.debug.null_world(8):
             set_mesh(sm.init_device_mesh("cpu", (8,)))
@@ -157,7 +157,7 @@ def test_a_world_that_is_over_is_not_kept():
     assert get_mesh() is None
 
 
-def test_a_null_world_of_its_own_has_no_part_in_the_next():
+def test_null_worlds_are_independent():
     for _ in range(2):
         with sm.debug.null_world(8):
             assert get_mesh() is None

@@ -23,7 +23,7 @@ NAMES = ("a", "b", "c")
 
 @st.composite
 def meshes_and_axes(draw: st.DrawFn) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Any arrangement of some ranks of a world of eight, and some of its axes in some order."""
+    """Draw an arrangement of some ranks of a world of eight, and some of its axes in some order."""
     shape = draw(st.sampled_from([(1,), (3,), (8,), (2, 2), (2, 3), (4, 2), (1, 5), (2, 2, 2), (3, 1, 2)]))
     ranks = draw(st.permutations(range(8)))[: int(np.prod(shape))]
     names = draw(st.permutations(NAMES[: len(shape)]))
@@ -70,7 +70,7 @@ def grid() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
 
 
-def test_what_torch_users_expect() -> None:
+def test_torch_api() -> None:
     def fn() -> None:
         mesh = grid()
         assert mesh.mesh.tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -165,7 +165,7 @@ def test_slices_by_flattened_names() -> None:
     on_rank(5, 8, fn)
 
 
-def test_errors_are_also_of_the_class_that_torch_raises() -> None:
+def test_errors_subclass_those_of_torch() -> None:
     for kind, make in [
         (KeyError, lambda: grid()["pp"]),
         (KeyError, lambda: grid().get_local_rank("pp")),
@@ -182,7 +182,7 @@ def test_errors_are_also_of_the_class_that_torch_raises() -> None:
         assert isinstance(caught.value, MeshError)
 
 
-def test_functional_collectives_have_no_group_in_a_simulated_world() -> None:
+def test_functional_collectives_raise_in_a_simulated_world() -> None:
     def fn() -> None:
         mesh: Any = grid()
         assert isinstance(mesh, TorchMesh)

@@ -1,4 +1,4 @@
-"""Topologies: which ranks share a node, on whole meshes and on parts of them, and what a mesh does with one."""
+"""Topologies: which ranks share a node, on meshes and their slices, and how a mesh uses one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_node_size_counts_global_ranks(shape: list[int], size: int) -> None:
 
 
 @given(st.data(), st.lists(st.integers(1, 3), min_size=1, max_size=4))
-def test_crossing_axes_tell_nodes_apart(data: st.DataObject, shape: list[int]) -> None:
+def test_crossing_axes_separate_nodes(data: st.DataObject, shape: list[int]) -> None:
     mesh = AbstractMesh(shape, NAMES[: len(shape)])
     crossing = tuple(data.draw(st.sets(st.sampled_from(mesh.axis_names))))
     topology = nodes_of(crossing=crossing)
@@ -47,7 +47,7 @@ def test_crossing_axes_tell_nodes_apart(data: st.DataObject, shape: list[int]) -
 
 
 @given(st.data(), st.lists(st.integers(1, 4), min_size=2, max_size=3))
-def test_a_part_has_the_nodes_of_its_ranks_in_the_whole(data: st.DataObject, shape: list[int]) -> None:
+def test_slice_keeps_the_nodes_of_its_ranks(data: st.DataObject, shape: list[int]) -> None:
     where = data.draw(st.sampled_from([{}, {"node_size": 2}, {"node_size": 3}, {"crossing": ("a",)}, {"crossing": "b"}]))
     axes = tuple(data.draw(st.permutations(NAMES[: len(shape)])))[: data.draw(st.integers(1, len(shape)))]
 
@@ -62,7 +62,7 @@ def test_a_part_has_the_nodes_of_its_ranks_in_the_whole(data: st.DataObject, sha
     simulate(int(np.prod(shape)))(fn)()
 
 
-def test_a_part_of_an_abstract_mesh_keeps_its_nodes() -> None:
+def test_slice_of_an_abstract_mesh_keeps_its_nodes() -> None:
     mesh = AbstractMesh((4, 8), ("dp", "tp"))
     mesh.topology = nodes_of(node_size=8)
     assert mesh["dp"].topology.nodes(mesh["dp"]) == 4  # though its ranks are numbered from 0
@@ -81,7 +81,7 @@ def test_a_part_of_an_abstract_mesh_keeps_its_nodes() -> None:
     assert flat["dp_tp"].topology.node_ids(flat).tolist() == [rank // 8 for rank in range(32)]
 
 
-def test_a_part_may_have_its_own_topology() -> None:
+def test_slice_may_have_its_own_topology() -> None:
     mesh = AbstractMesh((4, 8), ("dp", "tp"))
     part = mesh["tp"]
     part.topology = nodes_of(node_size=2)
@@ -91,7 +91,7 @@ def test_a_part_may_have_its_own_topology() -> None:
     assert part.topology == nodes_of()
 
 
-def test_a_transposed_mesh_and_back_is_no_circle() -> None:
+def test_transposing_a_mesh_twice_makes_no_cycle() -> None:
     def fn() -> bool:
         mesh = init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
         back = mesh["b", "a"]["a", "b"]
@@ -101,7 +101,7 @@ def test_a_transposed_mesh_and_back_is_no_circle() -> None:
     assert simulate(4)(fn)() == [True] * 4
 
 
-def test_setting_forgets_plans_here_and_in_parts() -> None:
+def test_setting_a_topology_clears_plans_of_mesh_and_slices() -> None:
     mesh, dropped = AbstractMesh((2, 4), ("a", "b")), []
     part, other = mesh["b"], mesh["a"]
     other.topology = nodes_of(node_size=1)
@@ -148,7 +148,7 @@ def test_defaults() -> None:
     assert Topology.default("cuda").local.bandwidth > Topology.default("cuda").network.bandwidth
 
 
-def test_topologies_are_values() -> None:
+def test_topologies_compare_by_value() -> None:
     one = nodes_of(node_size=4, factors={"all_to_all": 2.0, "all_gather": 1.5})
     assert one == nodes_of(node_size=4, factors=(("all_gather", 1.5), ("all_to_all", 2.0)))
     assert len({one, pickle.loads(pickle.dumps(one))}) == 1
@@ -179,6 +179,6 @@ def test_errors(make: object, message: str) -> None:
         make()  # type: ignore[operator]
 
 
-def test_what_is_not_a_topology() -> None:
+def test_non_topology_raises() -> None:
     with pytest.raises(TypeError, match="must be a Topology"):
         AbstractMesh((2,)).topology = 8  # type: ignore[assignment]

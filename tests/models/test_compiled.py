@@ -1,4 +1,4 @@
-"""Blocks of Hugging Face's models under `torch.compile`, in forms of parallelism, against one process."""
+"""Hugging Face blocks under `torch.compile` with several forms of parallelism, compared with one process."""
 
 from __future__ import annotations
 

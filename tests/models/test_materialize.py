@@ -1,4 +1,4 @@
-"""Models of Hugging Face made on "meta": initial values, buffers, and weights from files."""
+"""Hugging Face models built on "meta": initial values, buffers, and weights from files."""
 
 from __future__ import annotations
 

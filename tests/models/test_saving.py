@@ -1,4 +1,4 @@
-"""Parallel models of Hugging Face written for programs that know nothing of shardmesh, and read again by `from_pretrained`."""
+"""Parallel Hugging Face models saved for programs without shardmesh, and loaded by `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_save_safetensors(name, size, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("size", ["50GB", "20KB"])
 def test_files_of_save_pretrained(name, size, tmp_path):
-    """Without the tied weights, and with an index where there are several."""
+    """Without the tied weights, and with an index if there are several."""
     reference = model(name)
     reference.save_pretrained(tmp_path, max_shard_size=size)
 
@@ -86,7 +86,7 @@ def test_adapters(tmp_path):
     torch.testing.assert_close(back(input_ids=IDS).logits, adapted().eval()(input_ids=IDS).logits, rtol=1e-6, atol=1e-7)
 
 
-def test_what_asks_for_memory_is_told_how_to_save(tmp_path):
+def test_storage_access_raises_and_suggests_saving(tmp_path):
     def program():
         made = spread("llama", model("llama"), _mesh(), "fsdp")
         advice = r"sm\.checkpoint\.save_safetensors\(model, path\).*sm\.checkpoint\.full_state_dict\(model\)"

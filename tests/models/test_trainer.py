@@ -1,4 +1,4 @@
-"""accelerate and the Trainer of Hugging Face with a model that is parallel already, against torch's DistributedDataParallel."""
+"""accelerate and Hugging Face's Trainer with a parallelized model, compared with torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ def _wrapped_in_ddp():
             torch.nn.parallel.DistributedDataParallel(made)
 
 
-def test_torch_ddp_says_that_it_is_not_needed(world4):
+def test_torch_ddp_raises(world4):
     world4(_wrapped_in_ddp)

@@ -1,4 +1,4 @@
-"""Llama, GPT-2 and Mixtral of Hugging Face, unchanged, in forms of parallelism, against one process.
+"""Hugging Face's Llama, GPT-2 and Mixtral, unmodified, with several forms of parallelism, compared with one process.
 
 Nothing says `implicit_replication`: masks and positions that the models make count as replicated.
 """
@@ -74,8 +74,8 @@ def test_training_on_processes(world4):
 
 
 @pytest.mark.parametrize(("name", "form"), [("llama", "fsdp+tp"), ("gpt2", "fsdp"), ("mixtral", "fsdp")])
-def test_the_loss_that_a_model_computes(name, form):
-    """In float32, of labels that are padded in part, with a mask of padding."""
+def test_loss_of_the_model(name, form):
+    """In float32, with partly padded labels and a padding mask."""
     labels, mask = IDS.clone(), torch.ones_like(IDS)
     labels[1, :3], mask[1, :3] = -100, 0
 
@@ -93,8 +93,8 @@ def test_the_loss_that_a_model_computes(name, form):
         same(found, expected, 2e-6)
 
 
-def test_dropout_draws_the_same_on_every_mesh():
-    """Masks of dropout are the library's own random numbers, and no plain tensors."""
+def test_dropout_is_equal_on_every_mesh():
+    """Dropout masks use the library's random numbers, not plain tensors."""
 
     def program(form):
         mesh = mesh_for(form)
@@ -108,8 +108,8 @@ def test_dropout_draws_the_same_on_every_mesh():
         torch.testing.assert_close(loss, found[0], rtol=1e-10, atol=0)
 
 
-def test_clipping_by_norm_with_plain_rows():
-    """The gradients of parameters that tensor parallelism replicates are known alike on all ranks."""
+def test_clipping_with_plain_inputs():
+    """Gradients of parameters that tensor parallelism replicates are equal on all ranks."""
 
     def program():
         mesh = mesh_for("fsdp+tp")
@@ -125,7 +125,7 @@ def test_clipping_by_norm_with_plain_rows():
 
 @pytest.mark.parametrize("make", [mixtral, qwen3_moe])
 @pytest.mark.filterwarnings("error:.*no sharding rule")
-def test_experts_by_grouped_products(make):
+def test_experts_with_grouped_mm(make):
     """The models' own choice of kernel, which takes no float64; router losses count tokens over all ranks."""
 
     def made():
@@ -145,8 +145,8 @@ def test_experts_by_grouped_products(make):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_balancing_loss_of_sharded_logits(padded):
-    """Transformers' function as it is: `histc` and `scatter_add_` into plain zeros; with the padding mask split as the tokens are."""
+def test_load_balancing_loss_of_sharded_logits(padded):
+    """transformers' own function: `histc` and `scatter_add_` into plain zeros; the padding mask is sharded like the tokens."""
     logits = torch.randn(16, 5, generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(8) < torch.tensor([[5], [8]])).long() if padded else None
 

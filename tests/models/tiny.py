@@ -1,4 +1,4 @@
-"""Models of Hugging Face with a few thousand parameters in float64, and training them: what the tests compare."""
+"""Hugging Face models with a few thousand parameters in float64, and their training, for comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process on a host that has imported everything already and forks what runs on the host: importing torch takes seconds.
+"""A process on a host that has imported everything and forks the host's ranks, since importing torch takes seconds.
 
     python -m tests.multinode.forker FIFO        then one `Job` as JSON a line
 

@@ -1,4 +1,4 @@
-"""What ranks run on two hosts: mesh axis `hosts` goes between them, axis `local` stays inside one."""
+"""Programs for two hosts: mesh axis `hosts` connects them, axis `local` stays inside one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job on two hosts: it computes what one process does, and when a host goes away every rank that is left says which, soon."""
+"""A job on two hosts: it equals one process, and if a host is lost, every remaining rank soon raises an error that names it."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def hosts(lab: Lab) -> Iterator[list[Host]]:
 
 
 @pytest.mark.slow
-def test_the_example_trains_on_two_hosts_as_in_one_process(lab: Lab, hosts: list[Host], tmp_path: Path):
+def test_example_on_two_hosts_equals_one_process(lab: Lab, hosts: list[Host], tmp_path: Path):
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].name}:29400", "--rdzv-id", "lm"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *rendezvous]
     program = [str(ROOT / "examples" / "train_lm.py"), *TRAIN, "--out", str(tmp_path)]
@@ -158,7 +158,7 @@ def test_the_example_trains_on_two_hosts_as_in_one_process(lab: Lab, hosts: list
 
 
 @pytest.mark.slow
-def test_a_host_that_is_slow_for_a_while_is_waited_for(lab: Lab, hosts: list[Host]):
+def test_temporarily_slow_host_is_waited_for(lab: Lab, hosts: list[Host]):
     run = lab.run("endure")
     run.wait_for_steps(3)
     run.signal(hosts[1], "STOP")
@@ -212,7 +212,7 @@ def test_a_killed_host(lab: Lab, hosts: list[Host], killed, gone):
 
 
 @pytest.mark.slow
-def test_a_host_that_freezes_hears_what_was_decided_without_it(lab: Lab, hosts: list[Host]):
+def test_frozen_host_receives_the_verdict(lab: Lab, hosts: list[Host]):
     run = lab.run("endure")
     survivors_say(run, lambda: run.signal(hosts[1], "STOP"), {0: B, 1: B})
     run.signal(hosts[1], "CONT")

@@ -1,4 +1,4 @@
-"""Random programs that cross between plain and sharded tensors, differentiated three times; the same on the ranks of a mesh and in one
+"""Random programs that convert between plain and sharded tensors, differentiated three times, on the ranks of a mesh and in one
 process.
 
 A value is sharded, or plain and the same on every rank, or this rank's part of one. In the one process it is the whole tensor in any case.

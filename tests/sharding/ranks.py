@@ -1,4 +1,4 @@
-"""Running a test program on every rank of a simulated mesh, and watching what it communicates."""
+"""Running a test program on every rank of a simulated mesh, and recording its communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What redistribution means, on whole tensors: the oracle of the property tests.
+"""Definition of redistribution on full tensors: the oracle of the property tests.
 
 A pending tensor is a stack of contributions, one per rank of the pending axes; its value is their combination.
 """

@@ -117,7 +117,7 @@ def _adapted_loss(w: Tensor, score: Any) -> Tensor:
     return score(inner).square()
 
 
-def test_learning_to_learn() -> None:
+def test_meta_learning() -> None:
     w = torch.tensor([0.5, -1.0], dtype=torch.float64)
     data = X.view(3, 2)
     expected = sm.grad(lambda w: _adapted_loss(w, lambda w: (data @ w).sin().sum()))(w)
@@ -133,7 +133,7 @@ def test_learning_to_learn() -> None:
 
 @every_rank(2)
 def test_a_gradient_penalty_by_backward(mesh: sm.DeviceMesh) -> None:
-    """Of a plain input beside a sharded parameter: both `.grad`s."""
+    """With a plain input and a sharded parameter, both get a `.grad`."""
 
     def penalty(w: Any, x: Tensor) -> Any:
         (slope,) = torch.autograd.grad((w @ x).sin().sum(), x, create_graph=True)
@@ -153,8 +153,8 @@ def test_a_gradient_penalty_by_backward(mesh: sm.DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sum", "avg", "max", "min", "product"])
-def test_parts_pending_with_any_kind(kind: str) -> None:
-    """Each rank's own part has gradients of its own, to every order."""
+def test_pending_parts_of_any_kind(kind: str) -> None:
+    """Each rank's part has its own gradients, to every order."""
     parts = torch.tensor([[1.0, 2.0, 3.0], [2.0, 1.0, 4.0]], dtype=torch.float64)
     combine = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax, "min": torch.amin, "product": torch.prod}[kind]
 
@@ -179,7 +179,7 @@ def test_parts_pending_with_any_kind(kind: str) -> None:
     on_mesh((2,), program)
 
 
-def test_a_gradient_that_ranks_use_differently_is_an_error() -> None:
+def test_gradient_that_ranks_use_differently_raises() -> None:
     """The gradient of a plain tensor is one value for all ranks, as the tensor is."""
 
     def program(mesh: sm.DeviceMesh) -> None:
@@ -193,7 +193,7 @@ def test_a_gradient_that_ranks_use_differently_is_an_error() -> None:
 
 
 @every_rank(2)
-def test_use_of_a_gradient_is_compared_once(mesh: sm.DeviceMesh) -> None:
+def test_gradient_use_is_compared_once(mesh: sm.DeviceMesh) -> None:
     f, found = cube(mesh), []
     for _ in range(3):
         x = X.clone().requires_grad_()
@@ -238,7 +238,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("source", [0, 1, None])
 @pytest.mark.parametrize("spec", [P(), P("a"), P("b"), P(("b", "a")), P(unreduced={"a"}), P("b", unreduced={"a": "max"})])
 def test_device_put_is_differentiable(spec: P, source: int | None) -> None:
-    """Every rank's tensor gets the whole gradient, though the values are those of one."""
+    """Every rank's tensor gets the whole gradient, although the values come from one rank."""
 
     def program(mesh: sm.DeviceMesh) -> None:
         given = X if source in (None, mesh.get_rank()) else torch.zeros_like(X)
@@ -254,12 +254,12 @@ def test_device_put_is_differentiable(spec: P, source: int | None) -> None:
 
 
 @every_rank(2)
-def test_device_put_of_what_has_a_history(mesh: sm.DeviceMesh) -> None:
+def test_device_put_of_a_computed_tensor(mesh: sm.DeviceMesh) -> None:
     found = sm.grad(lambda w: (sm.device_put(w * 2, mesh, P("a")) ** 2).sum())(X)
     torch.testing.assert_close(found, 8 * X)
 
 
-def test_distribute_tensor_of_what_is_differentiated_is_refused() -> None:
+def test_distribute_tensor_of_a_differentiated_tensor_raises() -> None:
     """It makes a leaf, and the gradient would be zero."""
 
     def program(mesh: sm.DeviceMesh) -> None:

@@ -1,4 +1,4 @@
-"""Bad input: each an error with the values and what to write instead, the same on every rank, before any communication."""
+"""Invalid input raises an error with the values and a replacement, the same on every rank, before any communication."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
+def test_invalid_input_raises(name):
     """Uneven parts (three rows and two), so that a text that names the rank's own part would differ between ranks."""
     program, words = BAD[name]
     text = same_error((2, 2), program, Exception)
@@ -244,7 +244,7 @@ def test_bad_input(name):
 
 
 @every_rank(2)
-def test_after_an_error_everything_still_works(mesh):
+def test_state_is_valid_after_an_error(mesh):
     y = place(mesh, X, Shard(0), grad=True)
     for bad in (lambda: y @ y, lambda: y + X, lambda: y.redistribute(P("z")), lambda: y.backward()):
         with pytest.raises((RuntimeError, ValueError)):

@@ -1,4 +1,4 @@
-"""Right or loud, on four gloo processes: every program here gives what one process gives, or the same error on every rank.
+"""On four gloo processes, every program here equals one process or raises the same error on every rank.
 
 A program is written once. `put(tensor, spec)` lays a tensor out on the mesh; in the single process it is the tensor itself.
 """
@@ -392,7 +392,7 @@ def _parts_of_different_sizes() -> str:
     return str(caught.value)
 
 
-def test_parts_of_different_sizes_are_refused_on_every_rank(world4):
+def test_parts_of_different_sizes_raise_on_every_rank(world4):
     assert len(set(world4(_parts_of_different_sizes))) == 1
 
 
@@ -408,8 +408,8 @@ def _used_differently() -> str:
     return str(caught.value)
 
 
-def test_a_replicated_part_used_differently_is_noticed(world4):
-    """Or its gradient added up, where the program says that it differs."""
+def test_replicated_part_used_differently_raises(world4):
+    """Or its gradient is summed, if the program declares that it differs."""
     texts = world4(_used_differently)
     assert len(set(texts)) == 1
     assert "Partial" in texts[0]
@@ -427,7 +427,7 @@ def _clips_by_a_plain_norm(mesh):
     clip_grads_with_norm_([parameter], 0.5, total)
 
 
-def test_numbers_that_torch_places_on_meta_are_refused():
+def test_numbers_that_torch_puts_on_meta_raise():
     def program():
         with pytest.raises(RuntimeError, match=r"plain tensor on 'meta'.* use sm.training.clip_grad_norm_ or sm.training.GradScaler"):
             _clips_by_a_plain_norm(sm.init_device_mesh(DEVICE, (2,), axis_names=("x",)))

@@ -1,4 +1,4 @@
-"""Programs of a few operators, drawn at random, on tensors that lie in random ways: values and gradients of the single process.
+"""Random programs of a few operators on tensors of random layouts: values and gradients equal one process.
 
 What one operator leaves behind (uneven and ragged parts, empty ones, pending sums, views) is what the next one gets.
 """

@@ -1,4 +1,4 @@
-"""Ragged layouts: parts of given sizes, as specs, placements and boxes, and tensors that lie so."""
+"""Ragged layouts: parts of given sizes, as specs, placements and boxes, and tensors in these layouts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_spec_to_placements_and_back(data, mesh, shape):
 
 
 @given(st.data(), meshes(), shapes())
-def test_specs_are_values(data, mesh, shape):
+def test_specs_compare_by_value(data, mesh, shape):
     spec = data.draw(ragged_specs(mesh, shape, KINDS))
     for same in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec), eval(repr(spec), {"P": P})):
         assert same == spec
@@ -64,7 +64,7 @@ def test_specs_are_values(data, mesh, shape):
 
 
 @given(st.data(), meshes(), shapes())
-def test_cuts_say_all_of_a_spec(data, mesh, shape):
+def test_cuts_determine_a_spec(data, mesh, shape):
     spec = data.draw(ragged_specs(mesh, shape, KINDS))
     assert P.of_cuts(spec.cuts, dict(spec.unreduced)) == spec
     assert all(len(cut.axes) == 1 for dim in spec.cuts for cut in dim if cut.sizes is None)
@@ -132,7 +132,7 @@ def test_spec_errors(make, kind, words):
         (P(None, "a", sizes={"a": (3, 0, 5)}), ["dim 1", "[8, 3]", "has 3"]),
     ],
 )
-def test_sizes_that_do_not_fit_mesh_or_shape(where, words):
+def test_sizes_that_do_not_match_mesh_or_shape_raise(where, words):
     text = same_error((3, 2), lambda mesh: sm.distribute_tensor(torch.zeros(8, 3), mesh, where), ValueError)
     for word in words:
         assert word in text
@@ -181,7 +181,7 @@ def test_the_largest_box(layout):
 
 
 def test_the_largest_box_of_a_large_mesh():
-    """Worked out per dim: a hundred thousand boxes are not listed."""
+    """Computed per dim: a hundred thousand boxes are not listed."""
     mesh = sm.AbstractMesh((4096, 32), ("dp", "tp"))
     layout = Layout.of(mesh, P("dp", "tp", sizes={"dp": [1] * 4095 + [5]}), (4100, 65), torch.float32)
     assert layout.largest_local_numel == 5 * 3
@@ -189,7 +189,7 @@ def test_the_largest_box_of_a_large_mesh():
 
 
 @given(layouts(KINDS))
-def test_dual_and_grad_are_cut_alike(layout):
+def test_dual_and_grad_have_the_same_sizes(layout):
     for other in (layout.dual, layout.grad, layout.replace(dtype=torch.float32)):
         assert other.spec.cuts == layout.spec.cuts
         assert list(other.boxes()) == list(layout.boxes())
@@ -209,7 +209,7 @@ def test_layouts_survive_pickling(layout):
 
 @given(st.data(), meshes(), shapes())
 def test_equal_boxes_are_one_layout(data, mesh, shape):
-    """Whichever way they are spelled, as long as the same axes split each dim in the same order."""
+    """However they are spelled, as long as the same axes shard each dim in the same order."""
     layout = Layout.of(mesh, data.draw(ragged_specs(mesh, shape)), shape)
     spelled = {}
     for dim, axes in enumerate(layout.spec.dims):
@@ -241,7 +241,7 @@ def joint_lengths(layout, dim, axes):
         ({("a", "b", "one"): (1, 2, 3, 2)}, {("a", "b"): (1, 2, 3, 2)}),
     ],
 )
-def test_no_more_sizes_than_needed(sizes, normal):
+def test_redundant_sizes_are_dropped(sizes, normal):
     mesh = sm.AbstractMesh((2, 2, 1), ("a", "b", "one"))
     spec = P(("a", "b", "one"), sizes=sizes)
     assert Layout.of(mesh, spec, (8,)).spec == P(("a", "b", "one"), sizes=normal)
@@ -324,7 +324,7 @@ def test_one_rank_may_hold_all(mesh):
     assert torch.equal(x.full_tensor(), X)
 
 
-def test_a_rank_outside_the_mesh_knows_the_shape_by_the_sizes():
+def test_rank_outside_the_mesh_gets_the_shape_from_the_sizes():
     def rank():
         mesh = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",))
         x = sm.from_local(torch.ones((1, 7, 2)[current_world().rank], 3), mesh, P("a", sizes={"a": (1, 7)}))
@@ -347,7 +347,7 @@ def test_a_rank_outside_the_mesh_knows_the_shape_by_the_sizes():
         ((2, 2), (2, 1, 4, 3), P(("a", "b")), [Shard(0, sizes=(3, 7)), Shard(0)]),
     ],
 )
-def test_from_local_says_which_sizes_would_describe_the_parts(mesh_shape, lengths, spec, instead):
+def test_from_local_error_suggests_sizes(mesh_shape, lengths, spec, instead):
     def program(mesh):
         sm.from_local(torch.zeros(lengths[mesh.world.rank], 2), mesh, spec)
 
@@ -372,7 +372,7 @@ def test_from_local_of_parts_that_no_sizes_describe():
 
 @pytest.mark.parametrize("lengths", [(2, 2, 2), (3, 1, 4), (3, 0, 4)])
 def test_from_local_of_parts_of_other_sizes_than_stated(lengths):
-    """Also where the sizes that are stated are those of equal parts."""
+    """Also if the given sizes are those of equal parts."""
     for stated in ((3, 0, 5), (3, 3, 2)):
 
         def program(mesh, stated=stated):
@@ -453,7 +453,7 @@ def test_a_gradient_given_in_another_layout_is_moved(mesh):
 
 
 @every_rank(3)
-def test_moving_to_the_layout_it_has_communicates_nothing(mesh):
+def test_redistribution_to_the_same_layout_does_not_communicate(mesh):
     x = sm.device_put(X, mesh, ROWS)
     with collectives() as records:
         assert x.redistribute([Shard(0, sizes=(3, 0, 5))]) is x

@@ -32,50 +32,50 @@ PROGRAMS = {
     ],
     "tensor.test_redistribute": [
         "test_one_launch_for_a_bucket",
-        "test_gradients_travel_in_one_bucket",
+        "test_gradients_are_moved_in_one_bucket",
         "test_async",
-        "test_a_donated_tensor_is_gone",
+        "test_donated_tensor_cannot_be_used",
         "test_reductions_of_donated_memory_are_in_place",
         "test_a_part_that_is_a_view_of_the_output_is_gathered_in_place",
         "test_rounds",
     ],
     "tensor.autograd.test_gradient_hooks": [
-        "test_a_hook_that_is_not_linear_sees_the_whole_gradient",
+        "test_nonlinear_hook_sees_the_reduced_gradient",
         "test_post_accumulate_grad_hooks_see_reduced_gradients",
     ],
     "ops.test_optimizers": ["test_clip_grad_norm"],
     "tensor.autograd.test_leaf_grads": [
         "test_explicit_gradients",
-        "test_a_replicated_parameter_is_reduced_once_however_often_it_is_used",
+        "test_replicated_parameter_is_reduced_once",
         "test_one_bucket_per_set_of_axes_and_dtype",
         "test_backward_twice_accumulates",
         "test_accumulate_grads_reduces_once",
-        "test_an_exception_inside_the_block",
+        "test_exception_inside_accumulate_grads",
         "test_autograd_grad",
         "test_autograd_backward",
         "test_autograd_functional",
     ],
     "tensor.autograd.test_backward": [
-        "test_a_plain_loss_of_the_full_tensor",
+        "test_plain_loss_of_full_tensor",
         "test_a_plain_loss_of_the_local_parts",
         "test_a_plain_loss_of_a_replicated_part",
-        "test_an_exception_in_the_middle_of_backward",
+        "test_exception_during_backward",
         "test_without_grad",
-        "test_an_accumulator_takes_part_in_the_graph",
+        "test_in_place_accumulation_is_differentiable",
     ],
     "tensor.test_convert": [
         "test_from_local_shares_memory",
-        "test_the_result_is_a_leaf_with_memory_of_its_own",
+        "test_result_is_a_leaf_with_its_own_memory",
         "test_distribute_a_sharded_tensor_redistributes_it",
         "test_awkward_inputs",
-        "test_the_ways_to_say_where",
-        "test_dtypes_on_the_way",
+        "test_mesh_and_placement_arguments",
+        "test_communication_dtypes",
         "test_equal_gradients_of_every_kind_pass_the_check",
     ],
     "test_traps": ["test_one_element_of_a_sharded_tensor"],
-    "ops.test_custom_function": ["test_on_local_tensors", "test_nothing_is_communicated_that_its_lines_do_not"],
+    "ops.test_custom_function": ["test_on_local_tensors", "test_only_its_own_lines_communicate"],
     "ops.test_mixing": ["test_implicit_replication", "test_the_same_mesh_made_twice_is_one_mesh"],
-    "tensor.test_random": ["test_torch_manual_seed_has_no_part_in_it", "test_hooks_may_draw"],
+    "tensor.test_random": ["test_torch_manual_seed_has_no_effect", "test_hooks_may_draw"],
 }
 
 
@@ -96,7 +96,7 @@ def _error_texts() -> dict[str, str]:
     return texts
 
 
-def test_bad_input_on_real_processes(world4):
+def test_invalid_input_on_real_processes(world4):
     """The same error on every rank, as in the simulated world, and nothing communicated."""
     first, *others = world4(_error_texts)
     for name, (_, words) in BAD.items():
@@ -138,7 +138,7 @@ def _train_on_four(spec: sm.P) -> list[float]:
 
 
 @pytest.mark.parametrize("spec", [sm.P(), sm.P("a"), sm.P(None, "a")], ids=str)
-def test_training_with_everything_at_once(world4, spec):
+def test_training_with_all_features(world4, spec):
     (expected,) = on_mesh((1,), lambda mesh: _train(mesh, sm.P()))
     for losses in world4(_train_on_four, spec):
         torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)

@@ -1,4 +1,4 @@
-"""Silent traps: what would give a wrong number, another number on every rank, or no gradient, without a word."""
+"""Silent errors: cases that could give a wrong number, different numbers on ranks, or no gradient, without an error."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def as_scalars(mesh):
 
 
 @pytest.mark.parametrize("ask", ONE_NUMBER)
-def test_a_number_is_the_same_on_every_rank(ask):
-    """And the same as of the plain tensor."""
+def test_item_is_equal_on_every_rank(ask):
+    """And equal to that of the plain tensor."""
 
     def program(mesh):
         return {name: ONE_NUMBER[ask](x.reshape(())) for name, x in as_scalars(mesh).items()}
@@ -91,11 +91,11 @@ def test_one_element_of_a_sharded_tensor(mesh):
 
 
 @pytest.mark.parametrize("ask", [bool, float, int, lambda x: x.item(), lambda x: "yes" if x else "no"])
-def test_many_elements_are_no_number(ask):
+def test_item_of_many_elements_raises(ask):
     same_error((2,), lambda mesh: ask(place(mesh, X, Shard(0))), RuntimeError)
 
 
-def test_numpy_of_what_requires_grad_is_refused_as_in_torch():
+def test_numpy_of_a_tensor_that_requires_grad_raises_as_in_torch():
     for ask in (lambda x: x.numpy(), np.asarray):
         text = same_error((2,), lambda mesh, ask=ask: ask(place(mesh, X, Shard(0), grad=True)), RuntimeError)
         assert "detach" in text
@@ -130,7 +130,7 @@ REDUCTIONS = {
 @pytest.mark.parametrize(
     "whole", [INTEGERS, INTEGERS.double(), INTEGERS.float() - 0.5, INTEGERS < -2], ids=["int", "f64", "f32", "bool"]
 )
-def test_empty_parts_do_not_count(whole, name):
+def test_empty_parts_are_ignored(whole, name):
     """Two elements on five ranks: three ranks hold nothing."""
     try:
         expected = REDUCTIONS[name](whole)
@@ -144,7 +144,7 @@ def test_empty_parts_do_not_count(whole, name):
 
 
 @every_rank(2)
-def test_reductions_of_nothing_at_all(mesh):
+def test_reductions_of_empty_tensors(mesh):
     x = place(mesh, torch.zeros(0, 3), Shard(0))
     assert x.sum().item() == 0
     assert x.prod().item() == 1
@@ -218,7 +218,7 @@ def make_dual(x):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch.func.jvp uses it
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_of_torch_func_are_refused(name):
+def test_torch_func_transforms_raise(name):
     same_error((1,), lambda mesh: TRANSFORMS[name](place(mesh, X, Shard(0))), Exception)
     text = same_error((2,), lambda mesh: TRANSFORMS[name](place(mesh, X, Shard(0))), Exception)
     assert "ShardedTensor" in text
@@ -255,6 +255,6 @@ ROUND = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", ROUND)
-def test_ways_round_the_dispatch_fail_loudly(way):
-    """No pointer, no collective, no C++ code gets at one rank's part as if it were the whole."""
+def test_bypassing_the_dispatch_raises(way):
+    """Pointers, collectives and C++ code cannot use one rank's part as if it were the whole."""
     same_error((2,), lambda mesh: ROUND[way](place(mesh, X, Shard(0))), Exception)

@@ -1,4 +1,4 @@
-"""The measurements themselves, on small packages that are made up."""
+"""Tests of the measurements, on small made-up packages."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_an_import_of_nothing_names_its_line(package):
         package({"low/a.py": "\nfrom .gone import x\n"})
 
 
-def test_what_is_executed_at_import_counts(package):
+def test_code_executed_at_import_counts(package):
     made = package(
         {
             "low/a.py": "try:\n    from . import b\nexcept ImportError:\n    from . import c\nelse:\n    from . import d\n"
@@ -324,7 +324,7 @@ def test_exceptions_are_what_is_outside_the_goals(package):
         {"FOLDERS": {"a": 1, "b/c": 20}, "CIRCLES": [("a", "b"), ("c", "d", "e")], "PUBLIC_NAMES": 7},
     ],
 )
-def test_written_exceptions_are_read_as_they_were(tmp_path, recorded):
+def test_exceptions_round_trip(tmp_path, recorded):
     file = tmp_path / "limits.py"
     file.write_text(f"GOAL = 1\n\n{LINE}written\nOLD: int = 2\n")
     write(file, recorded)
@@ -344,7 +344,7 @@ def test_limits_without_the_line_are_left_alone(tmp_path):
     assert file.read_text() == "GOAL = 1\n"
 
 
-def test_a_page_keeps_what_is_around_the_table(tmp_path):
+def test_page_keeps_text_around_the_table(tmp_path):
     page = tmp_path / "PAGE.md"
     page.write_text(f"before | 1 |\n{BEGIN}old\n{END}after\n")
     write_table(page, [("files", 12, "0"), ("names", 3, "")])
@@ -357,7 +357,7 @@ def test_a_page_keeps_what_is_around_the_table(tmp_path):
         read_table(page)
 
 
-def test_every_row_of_the_table_has_a_name_of_its_own(package):
+def test_rows_of_the_table_have_distinct_names(package):
     rows = table(package({}))
     assert len({name for name, _, _ in rows}) == len(rows)
 

@@ -1,4 +1,4 @@
-"""The package keeps within the limits of `limits.py`, and what is recorded there and in CONTRIBUTING.md is so."""
+"""The package is within the limits of `limits.py`, and the figures recorded there and in CONTRIBUTING.md are current."""
 
 from __future__ import annotations
 

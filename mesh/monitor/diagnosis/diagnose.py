@@ -1,6 +1,6 @@
 """Decide from what the ranks of a group show why one of its collectives cannot complete.
 
-    mismatch   two ranks call different collectives          the smaller party is to blame, nobody where votes are equal
+    mismatch   two ranks call different collectives          the smaller party is at fault; no rank if votes are equal
     left       one has ended its program                     the smaller of those that left and those that wait
     lost       one has died
     deadlock   each waits for one that waits elsewhere       as for a mismatch

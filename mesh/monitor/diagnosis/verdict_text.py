@@ -1,4 +1,4 @@
-"""Build verdicts: the kind of fault, the ranks to blame, and the message that every rank raises."""
+"""Build verdicts: the kind of fault, the ranks at fault, and the message that every rank raises."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _absent(kind: str, blamed: tuple[int, ...], said: str, advice: str, found: S
 def deadlock(directory: JobDirectory, stuck: Sequence[tuple[int, Record]]) -> Verdict:
     """Return the verdict on ranks that wait for each other in different groups.
 
-    To blame are the first to leave the common order of calls, or else those that wait over another axis than most.
+    At fault are the first ranks to leave the common order of calls, or else those that wait over another axis than most.
     """
     buffers = {rank: buffer for rank in range(directory.size) if (buffer := directory.buffer_of(rank)) is not None}
     axes = {rank: _buffer(directory, rank).group_text(record.group).partition("\t")[0] for rank, record in stuck}

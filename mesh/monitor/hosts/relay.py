@@ -57,7 +57,7 @@ class Host:
         head: the key of its state in the store.
         beat: changes with each state that it publishes.
         heard: when it last did, on the clock of exchanges.
-        is_notified: whether it knows of a verdict.
+        is_notified: whether it has received a verdict.
         asked: requests for stacks by rank: the count of requests in the rank's buffer, and the host's number of the request.
     """
 

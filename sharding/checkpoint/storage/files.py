@@ -127,11 +127,11 @@ class _Descriptor(io.RawIOBase):
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file atomically: under a temporary name, synced, then renamed."""
-    beside = path.with_name(path.name + ".unfinished")
-    with Sink(beside) as sink:
+    unfinished = path.with_name(path.name + ".unfinished")
+    with Sink(unfinished) as sink:
         sink.write(data)
         sink.sync()
-    os.rename(beside, path)
+    os.rename(unfinished, path)
 
 
 def sync_folder(path: Path) -> None:

@@ -171,7 +171,7 @@ def _uses_of(
     paths = [path for path in (tensors if of_tensors else named) if matches(path, pattern)]
     if not paths:
         kinds = ("parameters", "modules") if of_tensors else ("modules", "parameters")
-        instead = "name its parameters, as in shard_params({'weight': P('tp')})" if of_tensors else "write P(...) for where each lies"
+        instead = "name its parameters, as in shard_params({'weight': P('tp')})" if of_tensors else "write P(...) for the layout of each"
         raise ValueError(f"plan[{pattern!r}]: {style!r} is for {kinds[0]}, but the pattern matches only {kinds[1]}; {instead}")
     for path in paths:
         yield _StyleUse(pattern, style, HookSite(path, text, mesh, axis), None if of_tensors else named[path])

@@ -1,4 +1,4 @@
-"""Collectives with async_op, and point-to-point permute, against their blocking and one-line forms."""
+"""Collectives with async_op and point-to-point permute, compared with their blocking and one-line forms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def everyone() -> Group:
 
 
 def results(async_op: bool) -> list[tuple[str, list[int]]]:
-    """Every data collective on every dtype; async ones all started before the first is waited for, in another order."""
+    """Return the result of every data collective on every dtype; async ones all start before the first wait, in another order."""
     group, started, found = everyone(), [], []
     n = group.size
 
@@ -64,7 +64,7 @@ def results(async_op: bool) -> list[tuple[str, list[int]]]:
     return found
 
 
-def test_async_gives_what_blocking_gives() -> None:
+def test_async_equals_blocking() -> None:
     for n in (1, 3):
         assert simulate(n)(results)(True) == simulate(n)(results)(False)
 
@@ -73,7 +73,7 @@ def test_async_on_gloo(world4: Pool) -> None:
     assert world4(results, True) == simulate(4)(results)(False)
 
 
-def test_observers_hear_at_the_call() -> None:
+def test_observers_are_notified_at_the_call() -> None:
     def fn() -> tuple[int, int]:
         with comm_budget() as used:
             work = everyone().all_reduce(torch.ones(8), async_op=True)
@@ -87,7 +87,7 @@ def test_observers_hear_at_the_call() -> None:
 
 
 def wrong_size() -> str:
-    """A receiver that expects less than is sent: what surfaces, and where."""
+    """Return the error of a receiver that expects less than is sent, and where it is raised."""
     group = everyone()
     try:
         work = group.all_gather(torch.empty(1), torch.empty(1), async_op=True)
@@ -104,7 +104,7 @@ def test_errors_are_not_lost(world4: Pool) -> None:
 
 @st.composite
 def routes(draw: st.DrawFn) -> tuple[list[int | None], list[int]]:
-    """Where each rank sends (or not), and how much: a partial permutation."""
+    """Draw a partial permutation: the destination of each rank, if any, and the size sent."""
     n = draw(st.integers(1, 5))
     order = draw(st.permutations(range(n)))
     dst = [d if draw(st.booleans()) else None for d in order]
@@ -113,7 +113,7 @@ def routes(draw: st.DrawFn) -> tuple[list[int | None], list[int]]:
 
 @settings(max_examples=examples(60))
 @given(route=routes(), dtype=st.sampled_from(DTYPES), async_op=st.booleans())
-def test_permute_moves_along_the_route(
+def test_permute_follows_the_pairs(
     route: tuple[list[int | None], list[int]], dtype: torch.dtype, async_op: bool
 ) -> None:
     dst, sizes = route
@@ -122,7 +122,7 @@ def test_permute_moves_along_the_route(
 
 
 def sent_along(dst: list[int | None], sizes: list[int], dtype: torch.dtype, async_op: bool) -> tuple[list, list]:
-    """(what arrived and was counted, what should have) on this rank."""
+    """Return (received and counted, expected) on this rank."""
     group = everyone()
     src = dst.index(group.rank) if group.rank in dst else None
     x = rank_values(group.rank, (sizes[group.rank],), dtype)
@@ -156,7 +156,7 @@ def all_routes() -> list[tuple[list, list]]:
 
 
 def all_routes_through_host_memory() -> list[tuple[list, list]]:
-    """As gloo moves what lies on a GPU."""
+    """As gloo moves GPU tensors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "_needs_host_memory", lambda handle, device: True)
         return all_routes()
@@ -178,7 +178,7 @@ def test_permute_on_gloo(world4: Pool, routes: Callable[[], list[tuple[list, lis
         ([1, None], [None, 0], (2, 3), "rank 0 sends 2 elements to rank 1, which expects 3"),
     ],
 )
-def test_a_mismatch_says_who(
+def test_mismatch_names_the_rank(
     dst: list[int | None], src: list[int | None], sizes: tuple[int, int], message: str
 ) -> None:
     def fn() -> None:
@@ -198,7 +198,7 @@ def test_a_mismatch_says_who(
         ({"dst": None, "src": 0}, "if one of them is this rank, both must be"),
     ],
 )
-def test_bad_places(places: dict[str, int | None], message: str) -> None:
+def test_invalid_pairs_raise(places: dict[str, int | None], message: str) -> None:
     with pytest.raises(CollectiveError, match=message), null_world(2):
         everyone().permute(torch.zeros(2), torch.zeros(2), **places)
 

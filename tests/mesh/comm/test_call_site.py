@@ -1,4 +1,4 @@
-"""Frames of other threads, read while finalizers run."""
+"""Reading frames of other threads while finalizers run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardmesh.mesh.comm.call_site import frame_of_thread
 
 
 class _Cycle:
-    """Garbage that only the collector finds, and whose finalizer does what deadlocks while thread states are locked."""
+    """Cyclic garbage whose finalizer deadlocks if it runs while thread states are locked."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -55,15 +55,15 @@ def test_no_collection_runs_while_frames_are_read(monkeypatch):
         gc.enable()
 
 
-def test_finalizers_that_start_threads(eager_collector):
+def test_finalizers_may_start_threads(eager_collector):
     for _ in range(300):
         _Cycle()
         assert frame_of_thread(threading.get_ident()) is not None
 
 
 @pytest.mark.slow
-def test_finalizers_that_take_locks_never_stop_the_interpreter():
-    """In a process of its own, since what is tested for cannot be interrupted."""
+def test_finalizers_that_take_locks_do_not_deadlock_the_interpreter():
+    """Run in a separate process, since the deadlock could not be interrupted."""
     program = """
 import gc, threading
 from shardmesh.mesh.comm.call_site import frame_of_thread
@@ -107,7 +107,7 @@ def test_a_thread_that_ended_has_no_frame():
     assert frame_of_thread(None) is None
 
 
-def test_frames_are_read_in_one_place():
+def test_frames_are_read_in_one_function():
     root = Path(shardmesh.__file__).parent
     users = set()
     for folder in ("mesh", "sharding", "kernels"):

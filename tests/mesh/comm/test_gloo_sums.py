@@ -1,4 +1,4 @@
-"""Sums over gloo ranks: parts go to those who need them, and are added there in the order of ranks."""
+"""Sums over gloo ranks: parts are sent to the ranks that need them and added there in rank order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROWS = 37  # torch.sum adds the first 32 in another order than the rest
 
 
 class Called(TorchDispatchMode):
-    """The collectives that torch is asked for."""
+    """Records the torch collectives that are called."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class Called(TorchDispatchMode):
 
 
 def contribution(rank, size, dtype):
-    """Of sizes so different that the order of adding shows."""
+    """Return values of such different magnitudes that the order of addition matters."""
     values = torch.rand(size, ROWS, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 10.0 ** (3 * (rank % 3))
     return values.to(dtype)
 
@@ -42,7 +42,7 @@ def summed(size, dtype, async_op):
 
 
 def expected(rank, size, dtype):
-    """In the order of ranks; torch adds numbers of 16 bits in 32."""
+    """Sum in rank order; torch accumulates 16-bit numbers in 32 bits."""
     wide = torch.float32 if dtype.itemsize < 4 and dtype.is_floating_point else dtype
     total = torch.zeros(ROWS, dtype=wide)
     for other in range(size):
@@ -59,7 +59,7 @@ def check_sums(world, size):
                 assert names == ["alltoall_base_"]
 
 
-def test_sums_bit_for_bit_and_without_gloos_reduce_scatter(world4):
+def test_sums_are_bitwise_equal_without_gloo_reduce_scatter(world4):
     check_sums(world4, 4)
 
 
@@ -80,7 +80,7 @@ def of_nothing_and_in_inference_mode():
     return out.tolist(), leaf.tolist()
 
 
-def test_of_nothing_in_inference_mode_and_into_a_leaf(world4):
+def test_empty_inference_mode_and_leaf_outputs(world4):
     assert world4(of_nothing_and_in_inference_mode) == [([4.0, 4.0], [4.0, 4.0])] * 4
 
 
@@ -92,7 +92,7 @@ def largest():
     return out.item(), called.names
 
 
-def test_other_reductions_are_gloos_own(world4):
+def test_other_reductions_use_gloo(world4):
     for rank, (value, names) in enumerate(world4(largest)):
         assert value == 4 * rank
         assert "alltoall_base_" not in names

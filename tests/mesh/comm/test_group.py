@@ -1,4 +1,4 @@
-"""Every collective against its one-line meaning, in the simulated world, over ranks, dtypes and sizes."""
+"""Every collective compared with its one-line definition, in the simulated world, over ranks, dtypes and sizes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_reductions(n: int, numel: int, dtype: torch.dtype, op: str) -> None:
 
 @settings(max_examples=examples(60))
 @given(data=st.data(), n=SIZES, dtype=st.sampled_from(DTYPES))
-def test_all_to_all_is_a_transposition_of_parts(data: st.DataObject, n: int, dtype: torch.dtype) -> None:
+def test_all_to_all_transposes_parts(data: st.DataObject, n: int, dtype: torch.dtype) -> None:
     row = st.lists(st.integers(0, 3), min_size=n, max_size=n)
     splits = data.draw(st.lists(row, min_size=n, max_size=n))
 
@@ -93,7 +93,7 @@ def test_broadcast(data: st.DataObject, n: int, shape: tuple[int, ...], dtype: t
         assert torch.equal(as_bytes(x), as_bytes(rank_values(src, shape, dtype)))
 
 
-def test_gather_objects_makes_copies() -> None:
+def test_gather_objects_copies() -> None:
     def fn() -> list[dict[str, int]]:
         mine = {"rank": current_world().rank}
         found = everyone().all_gather_object(mine)
@@ -114,7 +114,7 @@ def test_out_may_overlap_x() -> None:
         assert out.tolist() == [0, 1, 2, 3, 8, 10, 12, 14]
 
 
-def test_256_true_values_are_true() -> None:
+def test_sum_of_256_true_values_is_true() -> None:
     def fn() -> bool:
         x = torch.tensor(True)
         everyone().all_reduce(x)
@@ -123,7 +123,7 @@ def test_256_true_values_are_true() -> None:
     assert all(simulate(256)(fn)())
 
 
-def test_lazily_conjugated_values_travel_conjugated() -> None:
+def test_lazily_conjugated_tensors_are_sent_conjugated() -> None:
     def fn() -> Tensor:
         x = torch.tensor([1 + 2j]).conj()
         out = torch.empty(2, dtype=torch.complex64)
@@ -134,7 +134,7 @@ def test_lazily_conjugated_values_travel_conjugated() -> None:
     assert simulate(2)(fn)()[1].tolist() == [1 - 2j, 1 - 2j, 2 - 4j]
 
 
-def test_same_ranks_same_group_in_any_order() -> None:
+def test_same_ranks_in_any_order_give_the_same_group() -> None:
     def fn() -> bool:
         world = current_world()
         return world.group([2, 0, 1]) is world.group((0, 1, 2)) and world.group([1, 2, 0]).ranks == (0, 1, 2)
@@ -178,7 +178,7 @@ def test_records_count_bytes_per_rank(call: str, sent: int, received: int) -> No
     assert found.op == call.split("g.")[1].split("(")[0]
 
 
-def test_a_group_of_one_copies_and_records_nothing() -> None:
+def test_group_of_one_copies_and_records_nothing() -> None:
     def fn() -> tuple[list[CollectiveRecord], Tensor]:
         seen: list[CollectiveRecord] = []
         current_world().observers.append(seen.append)
@@ -214,7 +214,7 @@ def test_a_group_of_one_copies_and_records_nothing() -> None:
         (lambda g: g.broadcast(torch.zeros(2), 2), "src=2.*from 0 to 1"),
     ],
 )  # fmt: skip
-def test_bad_arguments(call: object, message: str) -> None:
+def test_invalid_arguments_raise(call: object, message: str) -> None:
     with pytest.raises(CollectiveError, match=message):
         simulate(2)(lambda: call(everyone()))()  # type: ignore[operator]
 
@@ -223,6 +223,6 @@ def test_bad_arguments(call: object, message: str) -> None:
     ("ranks", "message"),
     [([0, 0], r"\[0\] appear more than once"), ([0, 7], r"\[7\] do not exist: the world has 2"), ([1], "0 is not in")],
 )
-def test_bad_groups(ranks: list[int], message: str) -> None:
+def test_invalid_groups_raise(ranks: list[int], message: str) -> None:
     with pytest.raises(MeshError, match=message):
         simulate(2)(lambda: current_world().group(ranks) if current_world().rank == 0 else None)()

@@ -1,4 +1,4 @@
-"""The world of processes over gloo, in the shared pools of workers."""
+"""The world of gloo processes, run in the shared worker pools."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def all_collectives(numel: int) -> Found:
 
 
 @pytest.mark.parametrize("numel", [0, 1, 3])
-def test_gloo_gives_what_the_simulated_world_gives(world4: Pool, numel: int) -> None:
+def test_gloo_equals_the_simulated_world(world4: Pool, numel: int) -> None:
     assert world4(all_collectives, numel) == simulate(4)(all_collectives)(numel)
 
 
@@ -95,7 +95,7 @@ def reduced(mesh: DeviceMesh, axes: Any, x: torch.Tensor) -> float:
 
 
 @pytest.mark.slow
-def test_each_rank_makes_only_the_groups_it_belongs_to(world8: Pool) -> None:
+def test_each_rank_creates_only_its_own_groups(world8: Pool) -> None:
     for rank, (per_axis, in_all, seen) in enumerate(world8(counted_groups)):
         assert (per_axis, in_all) == (4, 5)
         a, b, c = rank // 4, rank // 2 % 2, rank % 2
@@ -106,12 +106,12 @@ def test_each_rank_makes_only_the_groups_it_belongs_to(world8: Pool) -> None:
 
 
 def asking_is_free() -> bool:
-    """Only rank 0 asks for the group; nobody waits for anybody."""
+    """Only rank 0 requests the group; no rank waits for another."""
     mesh = init_device_mesh("cpu", (2, 2), axis_names=("x", "y"))
     return mesh.get_rank() != 0 or mesh.group("y").ranks == (0, 1)
 
 
-def test_asking_for_a_group_communicates_nothing(world4: Pool) -> None:
+def test_requesting_a_group_does_not_communicate(world4: Pool) -> None:
     assert all(world4(asking_is_free))
 
 
@@ -125,7 +125,7 @@ def sub_world() -> tuple[Any, Any, Any]:
     return mesh.coordinate, mesh["b"].coordinate, gathered
 
 
-def test_a_mesh_over_some_ranks(world4: Pool) -> None:
+def test_mesh_over_a_subset_of_ranks(world4: Pool) -> None:
     outside = (None, None, None)
     assert world4(sub_world) == [outside, ((0, 1), (1,), [1.0, 3.0]), outside, ((0, 0), (0,), [1.0, 3.0])]
 
@@ -147,7 +147,7 @@ def identities() -> list[bool]:
     ]
 
 
-def test_the_same_mesh_is_the_same_object(world4: Pool) -> None:
+def test_equal_meshes_are_the_same_object(world4: Pool) -> None:
     for found in world4(identities):
         assert all(found), found
 
@@ -195,7 +195,7 @@ def functional_collectives() -> list[Any]:
     ]
 
 
-def test_functional_collectives_take_a_mesh_and_an_axis(world4: Pool) -> None:
+def test_functional_collectives_accept_a_mesh_and_an_axis(world4: Pool) -> None:
     for rank, found in enumerate(world4(functional_collectives)):
         pair, place = [rank // 2 * 2, rank // 2 * 2 + 1], rank % 2
         summed = [2.0 * i + 10 * (place + place + 2) for i in range(4)]
@@ -229,7 +229,7 @@ def message(call: Any, kind: type[Exception]) -> str:
     return str(caught.value)
 
 
-def test_errors_say_the_same_on_every_rank(world4: Pool) -> None:
+def test_errors_are_the_same_on_every_rank(world4: Pool) -> None:
     found = world4(bad_groups)
     expected = [
         "give mesh=, the array of ranks",
@@ -260,7 +260,7 @@ def test_collectives_are_counted(world4: Pool) -> None:
 
 
 def many_groups(seed: int) -> bool:
-    """Random subsets, in an order that all ranks share: groups are made lazily and never wait for outsiders."""
+    """Use random subsets in an order shared by all ranks: groups are created lazily and never wait for non-members."""
     rng, world, right = random.Random(seed), current_world(), True
     for _ in range(20):
         ranks = rng.sample(range(world.size), rng.randint(1, world.size))

@@ -1,4 +1,4 @@
-"""comm_budget and the null world: what is counted, and what is refused before it moves."""
+"""comm_budget and the null world: what is counted, and what raises before it communicates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_same_program_counts_the_same_in_both_worlds() -> None:
         assert (used.launches, used.bytes_received, used.bytes_sent) == (3, 140, 140)
 
 
-def test_around_a_world_it_counts_all_of_it() -> None:
+def test_budget_around_a_world_counts_all_ranks() -> None:
     with comm_budget() as used:
         simulate(4)(work)()
         with null_world(4):
@@ -50,7 +50,7 @@ def test_around_a_world_it_counts_all_of_it() -> None:
     assert current_world().observers == []
 
 
-def test_the_report_names_lines() -> None:
+def test_report_names_lines() -> None:
     with null_world(4), comm_budget() as used:
         work()
     lines = used.report().splitlines()
@@ -68,7 +68,7 @@ def test_the_report_names_lines() -> None:
         ({"launches": 1}, r"launches=1\), of which 1 are used"),
     ],
 )
-def test_a_limit_stops_the_collective_before_it_moves(limits: dict[str, int], message: str) -> None:
+def test_exceeding_the_limit_raises_before_communication(limits: dict[str, int], message: str) -> None:
     def fn() -> None:
         group = current_world().group([0, 1])
         x = torch.ones(10)
@@ -82,7 +82,7 @@ def test_a_limit_stops_the_collective_before_it_moves(limits: dict[str, int], me
     simulate(2)(fn)()
 
 
-def test_nothing_may_move_but_barriers_may_happen() -> None:
+def test_zero_budget_allows_barriers() -> None:
     with null_world(2), comm_budget(bytes=0) as used:
         current_world().group([0, 1]).barrier()
         current_world().group([0]).all_reduce(torch.ones(2))
@@ -90,7 +90,7 @@ def test_nothing_may_move_but_barriers_may_happen() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_null_collectives_leave_defined_values(device: str) -> None:
+def test_null_collectives_return_defined_values(device: str) -> None:
     with null_world(3, rank=1):
         group = current_world().group([0, 1, 2])
         x, big = torch.ones(2, device=device), torch.full((6,), 5.0, device=device)
@@ -119,6 +119,6 @@ def test_worlds_nest_and_end() -> None:
 
 
 @pytest.mark.parametrize(("size", "rank"), [(0, 0), (2, 2), (2, -1)])
-def test_bad_null_worlds(size: int, rank: int) -> None:
+def test_invalid_null_worlds_raise(size: int, rank: int) -> None:
     with pytest.raises(MeshError, match="from 0 to size - 1"), null_world(size, rank):
         pass

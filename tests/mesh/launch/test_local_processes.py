@@ -1,4 +1,4 @@
-"""launch(): results, failures with their rank, and nothing left running whatever ends it."""
+"""launch(): results, errors that name their rank, and no process left running."""
 
 import atexit
 import contextlib
@@ -38,7 +38,7 @@ def all_reduced(x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
 
 
 def leave_notes(folder: Path) -> None:
-    """What a program may still have to do when its function has returned."""
+    """Leave a thread and exit functions that run after the function has returned."""
     path = folder / os.environ["RANK"]
     atexit.register(lambda: path.with_suffix(".exit").write_text(path.with_suffix(".thread").read_text() + ", then exit functions"))
 
@@ -81,7 +81,7 @@ def die_on(rank: int, number: int) -> None:
 
 
 def die_before_my_own_child(folder: str) -> None:
-    """The forked child inherits this process's pipes and keeps them open."""
+    """Die before a forked child, which inherits this process's pipes and keeps them open."""
     if child := os.fork():
         Path(folder, "child").write_text(str(child))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -105,7 +105,7 @@ def launch_again() -> None:
 
 
 def wait_and_tell(folder: str, ignore_term: bool = False) -> None:
-    """Writes this process's id to a file named after its rank, then waits for ever."""
+    """Write this process's id to a file named after its rank, then wait forever."""
     if ignore_term:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     path = Path(folder) / os.environ["RANK"]
@@ -118,7 +118,7 @@ def wait_and_tell(folder: str, ignore_term: bool = False) -> None:
 # ------------------------------------------------------------------------------------------------------------ results
 
 
-def test_ranks_see_what_torchrun_would_set():
+def test_ranks_have_torchrun_environment():
     seen = launch(environment, 3, env={"SOME_SETTING": "on"})
     assert [e["RANK"] for e in seen] == [e["LOCAL_RANK"] for e in seen] == ["0", "1", "2"]
     assert {e["WORLD_SIZE"] for e in seen} == {e["LOCAL_WORLD_SIZE"] for e in seen} == {"3"}
@@ -145,7 +145,7 @@ def test_env_init_and_tensors_by_value():
 
 
 @pytest.mark.slow
-def test_a_partial_and_two_launches_at_once():
+def test_partial_and_two_concurrent_launches():
     results: dict[int, list[int]] = {}
     threads = [
         threading.Thread(target=lambda n=n: results.update({n: launch(functools.partial(operator.add, n), 2, (1,))}))
@@ -159,12 +159,12 @@ def test_a_partial_and_two_launches_at_once():
 
 
 @pytest.mark.slow
-def test_sys_exit_zero_is_an_ordinary_end():
+def test_sys_exit_zero_is_success():
     assert launch(exit_with, 2, (None,)) == [None, None]
 
 
 @pytest.mark.slow
-def test_threads_and_exit_functions_come_to_their_end(tmp_path, capfd):
+def test_threads_and_exit_functions_finish(tmp_path, capfd):
     assert launch(leave_notes, 2, (tmp_path,)) == [None, None]
     assert [(tmp_path / f"{rank}.exit").read_text() for rank in range(2)] == ["thread, then exit functions"] * 2
     assert capfd.readouterr().out == "not flushed" * 2
@@ -173,7 +173,7 @@ def test_threads_and_exit_functions_come_to_their_end(tmp_path, capfd):
 # ----------------------------------------------------------------------------------------------------------- failures
 
 
-def test_a_raising_rank():
+def test_exception_of_a_rank_is_raised():
     with pytest.raises(LaunchError, match=r"^rank 1 of 3 raised ValueError: the reason\n") as caught:
         launch(raise_on, 3, (1,))
     error = caught.value
@@ -195,7 +195,7 @@ def test_an_exception_that_cannot_be_pickled():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_killed_rank_comes_before_the_errors_that_follow_from_it(number):
+def test_killed_rank_is_reported_before_consequent_errors(number):
     with pytest.raises(LaunchError, match=f"^rank 1 of 2 was killed by {number.name}") as caught:
         launch(die_on, 2, (1, number))
     assert (caught.value.rank, caught.value.signal) == (1, number)
@@ -205,13 +205,13 @@ def test_a_killed_rank_comes_before_the_errors_that_follow_from_it(number):
 @pytest.mark.parametrize(
     ("fn", "args", "text"), [(exit_with, (3,), "SystemExit: 3"), (vanish, (), "exited with code 7")]
 )
-def test_an_exit_is_a_failure(fn, args, text):
+def test_nonzero_exit_is_a_failure(fn, args, text):
     with pytest.raises(LaunchError, match=text):
         launch(fn, 1, args)
 
 
 @pytest.mark.slow
-def test_a_killed_rank_whose_own_child_lives_on(tmp_path):
+def test_killed_rank_with_a_surviving_child(tmp_path):
     with pytest.raises(LaunchError, match="was killed by SIGKILL"):
         launch(die_before_my_own_child, 1, (str(tmp_path),))
     child = int((tmp_path / "child").read_text())
@@ -219,12 +219,12 @@ def test_a_killed_rank_whose_own_child_lives_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_result_that_cannot_travel():
+def test_unpicklable_result_raises():
     with pytest.raises(LaunchError, match="returned a lock that cannot be sent back"):
         launch(return_lock, 1)
 
 
-def test_a_timeout_names_who_is_late(tmp_path):
+def test_timeout_names_the_late_ranks(tmp_path):
     with pytest.raises(LaunchTimeoutError, match="of 2 ranks, not finished: 0, 1") as caught:
         launch(wait_and_tell, 2, (str(tmp_path),), timeout=0.5)
     assert isinstance(caught.value, TimeoutError)
@@ -241,12 +241,12 @@ def test_launch_inside_a_rank():
 
 
 @pytest.mark.parametrize("nprocs", [0, -1, 2.0, True, "4"])
-def test_bad_nprocs(nprocs):
+def test_invalid_nprocs_raises(nprocs):
     with pytest.raises(ValueError, match="nprocs >= 1, got"):
         launch(environment, nprocs)
 
 
-def test_bad_functions_and_arguments():
+def test_unpicklable_functions_and_arguments_raise():
     with pytest.raises(TypeError, match="needs a function"):
         launch(None, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"cannot send the function .*lambda.*top level of a module"):
@@ -272,7 +272,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_function_of_the_script_itself(tmp_path):
+def test_function_defined_in_the_script(tmp_path):
     path = script(
         tmp_path,
         """
@@ -291,7 +291,7 @@ def test_a_function_of_the_script_itself(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_script_without_guard_says_what_is_missing(tmp_path):
+def test_script_without_main_guard_raises_helpful_error(tmp_path):
     done = run(str(script(tmp_path, "launch(os.getpid, 2)\n")))
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1, "of the parent; the ranks say nothing"
@@ -301,7 +301,7 @@ def test_a_script_without_guard_says_what_is_missing(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_function_typed_into_a_repl():
+def test_function_defined_in_a_repl():
     done = run("-c", "from shardmesh.mesh.launch.local_processes import launch\ndef f(): pass\nlaunch(f, 2)")
     assert "ValueError: launch() cannot send __main__.f to another process" in done.stderr.splitlines()[-1]
     assert "simulate" in done.stderr.splitlines()[-1]
@@ -333,7 +333,7 @@ def await_end(pids: list[int]) -> None:
 
 @pytest.fixture
 def waiting(tmp_path):
-    """A program whose two ranks wait for ever: (the Popen of the program, the pids of its ranks)."""
+    """Start a program whose two ranks wait forever; yield (the program's Popen, the pids of its ranks)."""
     (tmp_path / "pids").mkdir()
     path = tmp_path / "program.py"
     path.write_text(

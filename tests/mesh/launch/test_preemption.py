@@ -1,4 +1,4 @@
-"""reached_preemption: all ranks stop in the same step, whoever gets the notice, and none waits for ever."""
+"""reached_preemption: all ranks stop in the same step, whichever gets the notice, and none waits forever."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_S = 60.0
 
 
 def forget_everything() -> None:
-    """The process is as it was before anybody asked."""
+    """Reset the process to its state before the first call."""
     preemption.forget(current_world())
     preemption._notice, preemption._is_listening = "", False
     preemption._reset()
@@ -40,7 +40,7 @@ def _clean():
 
 
 class Job:
-    """Ranks that step, meet now and then as in collectives, and are given notice at some moment."""
+    """Ranks that step, synchronize now and then as in collectives, and receive the notice at some moment."""
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)
@@ -89,7 +89,7 @@ def test_all_ranks_stop_in_the_same_step(seed: int, monkeypatch: pytest.MonkeyPa
     assert job.steps == [job.steps[0]] * job.size
 
 
-def test_a_rank_that_never_asks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_never_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "_STEP_TIMEOUT_S", 0.1)
     part = _StoreAgreement(HashStore(), 0, 3, lambda: True, lambda: None)
     part.reached(0, 1)
@@ -100,7 +100,7 @@ def test_a_rank_that_never_asks_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     part.stop()
 
 
-def test_ranks_that_wait_hear_of_a_failed_job() -> None:
+def test_waiting_ranks_raise_when_the_job_fails() -> None:
     def check() -> None:
         raise ConnectionError("rank 1 died")
 
@@ -112,7 +112,7 @@ def test_ranks_that_wait_hear_of_a_failed_job() -> None:
     part.stop()
 
 
-def test_without_a_notice_a_call_asks_nobody() -> None:
+def test_without_a_notice_calls_do_not_communicate() -> None:
     class Counting:
         asked = 0
 
@@ -130,7 +130,7 @@ def test_without_a_notice_a_call_asks_nobody() -> None:
 # --------------------------------------------------------------------------------------------- one process, and signals
 
 
-def test_sigterm_is_a_notice_once_it_was_asked_for() -> None:
+def test_sigterm_is_a_notice_after_the_first_call() -> None:
     assert [reached_preemption(step) for step in (0, 10)] == [False, False]
     os.kill(os.getpid(), signal.SIGTERM)
     assert [reached_preemption(step) for step in (20, 30)] == [True, True]
@@ -152,14 +152,14 @@ def test_a_file_is_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert reached_preemption(1)
 
 
-def test_steps_must_grow() -> None:
+def test_steps_must_increase() -> None:
     reached_preemption(99)
     with pytest.raises(ValueError, match=r"reached_preemption\(0\) after reached_preemption\(99\): step must not decrease"):
         reached_preemption(0)
 
 
 def stop_where() -> int:
-    """The step in which a simulated rank stops; the notice comes while ranks are in different steps."""
+    """Return the step in which a simulated rank stops; the notice comes while ranks are in different steps."""
     world = current_world()
     for step in range(100):
         if reached_preemption(step):
@@ -175,7 +175,7 @@ def test_simulated_ranks_stop_in_the_same_step() -> None:
     assert len(set(simulate(4)(stop_where)())) == 1
 
 
-def test_sigterm_ends_a_program_that_asked_for_order(capfd: pytest.CaptureFixture[str]) -> None:
+def test_sigterm_raises_system_exit(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as caught, ending_in_order():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -206,7 +206,7 @@ def test_forked_children_can_be_terminated() -> None:
 
 
 def train(noticed: int, steps: int) -> tuple[int, float]:
-    """One rank gets SIGTERM in the middle of a step. The step in which this rank stops, and what it had reduced by then."""
+    """Send SIGTERM to one rank in the middle of a step; return the step in which this rank stops, and its last reduction."""
     world = current_world()
     group, total = world.group(range(world.size)), torch.zeros(1)
     try:
@@ -224,7 +224,7 @@ def train(noticed: int, steps: int) -> tuple[int, float]:
         forget_everything()
 
 
-def test_one_rank_is_told_and_all_processes_stop(world4: Pool) -> None:
+def test_notice_on_one_rank_stops_all_processes(world4: Pool) -> None:
     found = world4(train, 2, 5000)
     step = found[0][0]
     assert step > 5

@@ -1,4 +1,4 @@
-"""Starting the world: the launch environment, the default group, devices. In this process, without workers."""
+"""Starting the world: the launch environment, the default group and devices, in this process, without workers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_environment_starts_the_default_group(monkeypatch: pytest.MonkeyPatc
     assert dist.is_initialized()
 
 
-def test_no_environment_or_all_of_it() -> None:
+def test_partial_environment_raises() -> None:
     assert launch_environment({}) is None
     assert launch_environment(WHOLE) == (1, 2)
 
@@ -93,7 +93,7 @@ def test_a_missing_variable_is_named(name: str, monkeypatch: pytest.MonkeyPatch)
         ({"MASTER_PORT": "123456"}, "MASTER_PORT=123456"),
     ],
 )
-def test_wrong_variables(values: dict[str, str], message: str) -> None:
+def test_invalid_variables_raise(values: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchEnvironmentError, match=message):
         launch_environment(WHOLE | values)
 
@@ -118,7 +118,7 @@ def test_the_fake_backend_counts_groups() -> None:
     assert mesh.to_torch().shape == (2, 2, 2)
 
 
-def test_a_backend_that_does_not_fit_the_running_group() -> None:
+def test_backend_that_differs_from_the_running_group_raises() -> None:
     init_device_mesh("cpu", (1,), backend="gloo")
     init_device_mesh("cpu", (1,), backend="cpu:gloo")
     with pytest.raises(MeshError, match=r"backend='nccl', but the default process group exists already.*gloo"):
@@ -158,7 +158,7 @@ def test_the_device_is_bound_by_local_rank(accelerator: Accelerator, monkeypatch
     ("local_rank", "message"),
     [("4", "LOCAL_RANK=4 but this process sees 4 cuda devices"), ("", "LOCAL_RANK is not set")],
 )
-def test_devices_that_cannot_be_bound(
+def test_devices_that_cannot_be_bound_raise(
     local_rank: str, message: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_environment(monkeypatch, **WHOLE)
@@ -169,12 +169,12 @@ def test_devices_that_cannot_be_bound(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there() -> None:
+def test_missing_device_raises() -> None:
     with pytest.raises(LaunchEnvironmentError, match=r'"cuda": torch .* finds no such device'):
         init_device_mesh("cuda", (1,))
 
 
-def test_a_device_type_that_the_group_does_not_serve(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_type_without_a_backend_raises(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(MeshError, match=r'device type "cuda" does not fit the default process group'):
         init_device_mesh("cuda", (1,))

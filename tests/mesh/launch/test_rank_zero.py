@@ -1,4 +1,4 @@
-"""rank_zero and main_process_first: who runs, in which order, what the others hear, and warnings of collectives that cannot end."""
+"""rank_zero and main_process_first: order of ranks, propagation of errors, and warnings for collectives that cannot finish."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def set_hosts(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: str | None
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_before_the_processes_have_met_the_launcher_tells_the_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_before_init_the_rank_comes_from_the_launcher(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     set_hosts(monkeypatch, rank, str(rank % 2))
     assert greet("ann") == ("ann" if rank == 0 else None)
     assert (on_each_host() is None) == (rank % 2 == 1)
@@ -55,7 +55,7 @@ def test_before_the_processes_have_met_the_launcher_tells_the_rank(monkeypatch: 
         pytest.fail("the block must not run")
 
 
-def test_hosts_that_nobody_has_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_local_rank_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     set_hosts(monkeypatch, 1, None)
     with pytest.raises(LaunchEnvironmentError, match=r"LOCAL_RANK=''.*are not both set"):
         on_each_host()
@@ -84,7 +84,7 @@ def test_rank_0_runs_the_block_before_the_others(local: bool) -> None:
 
 
 def download(folder: str, local: bool) -> bool:
-    """Rank 0 takes its time; whether this rank found it done."""
+    """Let rank 0 take a while; return whether this rank found its result."""
     path = Path(folder) / "file"
     with main_process_first(local=local):
         found = path.exists()
@@ -96,7 +96,7 @@ def download(folder: str, local: bool) -> bool:
 
 
 def fail_first() -> tuple[str, float]:
-    """Rank 0 raises inside; what this rank hears, and a sum that all ranks make afterwards."""
+    """Raise on rank 0 inside; return this rank's error, and a sum over all ranks afterwards."""
     try:
         with main_process_first():
             if current_world().rank != 0:
@@ -110,11 +110,11 @@ def fail_first() -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_processes_find_what_rank_0_has_made(world4: Pool, tmp_path: Path, local: bool) -> None:
+def test_processes_see_the_results_of_rank_0(world4: Pool, tmp_path: Path, local: bool) -> None:
     assert world4(download, str(tmp_path), local) == [False, True, True, True]
 
 
-def test_what_rank_0_raises_the_others_raise(world4: Pool) -> None:
+def test_errors_of_rank_0_are_raised_on_all_ranks(world4: Pool) -> None:
     first, *others = world4(fail_first)
     assert first == ("ValueError: disk full", 4.0)  # and the job can go on
     for said, total in others:
@@ -124,7 +124,7 @@ def test_what_rank_0_raises_the_others_raise(world4: Pool) -> None:
         assert total == 4.0
 
 
-def test_in_the_simulated_world_the_error_comes_out_itself() -> None:
+def test_simulated_world_raises_the_original_error() -> None:
     with pytest.raises(ValueError, match="disk full") as caught:
         simulate(3)(fail_uncaught)()
     assert any("rank 0" in note for note in caught.value.__notes__)
@@ -160,7 +160,7 @@ def line_of(text: str) -> int:
         (reduce_first, f"main_process_first() at {__file__}:", line_of("def reduce_first") + 2),
     ],
 )
-def test_a_collective_that_cannot_end_is_warned_of_once(
+def test_collective_that_cannot_finish_warns_once(
     program, name: str, line: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardmesh.mesh.launch.rank_zero._warned", set())
@@ -176,7 +176,7 @@ def test_a_collective_that_cannot_end_is_warned_of_once(
 
 
 def harmless() -> float:
-    """Collectives inside regions that do end."""
+    """Run collectives inside regions in which they can finish."""
     rank = current_world().rank
     inner = rank_zero(lambda: simulate(2)(sum_of_ranks)())()
     rank_zero(lambda: current_world().group([0]).all_reduce(torch.ones(1)))()
@@ -192,13 +192,13 @@ def sum_of_ranks() -> float:
     return x.item()
 
 
-def test_collectives_that_can_end_are_not_warned_of() -> None:
+def test_collectives_that_can_finish_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert simulate(3)(harmless)() == [1.0, 0.0, 0.0]
 
 
-def test_regions_leave_nothing_behind() -> None:
+def test_regions_restore_all_state() -> None:
     def observers() -> list[int]:
         before = len(current_world().observers)
         rank_zero(lambda: None)()

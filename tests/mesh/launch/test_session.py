@@ -1,4 +1,4 @@
-"""sm.session: what is closed, in which order, what the others hear of an error, and that one can start again."""
+"""sm.session: what is closed and in which order, how errors propagate, and that a session can be started again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_mesh() -> DeviceMesh:
 
 
 def total(mesh: DeviceMesh) -> float:
-    """Uses the group of all ranks and one of each axis."""
+    """Use the group of all ranks and one of each axis."""
     x = torch.tensor([1.0 + mesh.get_rank()])
     for axes in (None, "a", "b"):
         mesh.group(axes).all_reduce(x)
@@ -48,7 +48,7 @@ def error_of(fn: Any) -> str:
 
 
 def without_job(fn: Any) -> Any:
-    """Runs a function as in a process that has not started its default group; leaves none behind."""
+    """Run a function as in a process without a default group, and leave none behind."""
     dist.destroy_process_group()
     try:
         return fn()
@@ -61,7 +61,7 @@ def without_job(fn: Any) -> Any:
 
 
 def reopened() -> list[tuple[float, str, str, bool]]:
-    """Two sessions, each with the same mesh and a tensor; what those say that outlived one."""
+    """Run two sessions with the same mesh and a tensor; return the errors of objects that outlived one."""
 
     def run() -> list[Any]:
         found = []
@@ -77,7 +77,7 @@ def reopened() -> list[tuple[float, str, str, bool]]:
     return without_job(run)
 
 
-def test_a_session_starts_the_job_and_ends_it_and_so_does_the_next(world4: Pool) -> None:
+def test_session_starts_and_ends_the_job_repeatedly(world4: Pool) -> None:
     for rank, found in enumerate(world4(reopened)):
         assert len(found) == 2
         for value, of_tensor, of_group, is_left in found:
@@ -108,13 +108,13 @@ def closing_order() -> list[Any]:
     return without_job(run)
 
 
-def test_groups_are_closed_in_one_order(world4: Pool) -> None:
+def test_groups_are_closed_in_the_same_order(world4: Pool) -> None:
     ab, cd = [(0, 1), (2, 3)], [(0, 2), (1, 3)]
     assert world4(closing_order) == [[*sorted([ab[r // 2], cd[r % 2]]), (0, 1, 2, 3), None] for r in range(4)]
 
 
 def one_raises(in_collective: bool) -> tuple[str, float]:
-    """Rank 2 raises, at once or while the others wait for it. What each hears, and the result of another session."""
+    """Raise on rank 2, at once or while the others wait for it; return each rank's error, and the result of another session."""
 
     def run() -> tuple[str, float]:
         try:
@@ -135,7 +135,7 @@ def one_raises(in_collective: bool) -> tuple[str, float]:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("in_collective", [False, True])
-def test_an_error_reaches_all_ranks_and_they_can_start_again(world4: Pool, in_collective: bool) -> None:
+def test_error_is_raised_on_all_ranks_and_a_new_session_works(world4: Pool, in_collective: bool) -> None:
     found = world4(one_raises, in_collective)
     assert [heard.split(":")[0] for heard, _ in found] == ["PeerError", "PeerError", "ValueError", "PeerError"]
     for heard, value in found:
@@ -145,7 +145,7 @@ def test_an_error_reaches_all_ranks_and_they_can_start_again(world4: Pool, in_co
 
 
 def terminated() -> str:
-    """SIGTERM comes to rank 1 while it waits for rank 0 in a collective."""
+    """Send SIGTERM to rank 1 while it waits for rank 0 in a collective."""
 
     def run() -> str:
         try:
@@ -193,14 +193,14 @@ def adopted() -> dict[str, Any]:
     found["left"] = dist.is_initialized()
     again = DeviceMesh("cpu", [1, 2, 3], axis_names=("some",))
     found["new"] = again is not some
-    for _ in range(100):  # as many as a row of the watch holds, and more
+    for _ in range(100):  # more than a row of the trace buffer holds
         if again.coordinate is not None:
             again.group().barrier()
     found["after"] = total(outer)
     return found
 
 
-def test_a_running_job_goes_on_without_what_was_made_inside(world4: Pool) -> None:
+def test_running_job_continues_after_the_session(world4: Pool) -> None:
     for rank, found in enumerate(world4(adopted)):
         assert (found["before"], found["after"], found["left"], found["new"]) == (40.0, 40.0, True, True)
         assert found["inside"] == (5.0, 7.0)
@@ -225,7 +225,7 @@ def test_in_the_simulated_world() -> None:
 
 @pytest.fixture
 def alone():
-    """A process whose default group nobody has started."""
+    """Run in a process without a default group."""
     assert not dist.is_initialized()
     yield
     if dist.is_initialized():
@@ -248,7 +248,7 @@ def test_one_process(alone: None) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(0), SystemExit(3)])
-def test_errors_pass_through(alone: None, error: BaseException) -> None:
+def test_errors_propagate(alone: None, error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, session() as here:
         sm.init_device_mesh("cpu", (1,))
         raise error
@@ -257,14 +257,14 @@ def test_errors_pass_through(alone: None, error: BaseException) -> None:
     assert not dist.is_initialized()
 
 
-def test_times_that_are_not_positive() -> None:
+def test_nonpositive_times_raise() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ValueError, match="timeout"), session(timeout=0):
         pytest.fail("the block must not run")
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
-def test_a_session_gives_its_world_up(alone: None) -> None:
+def test_session_releases_its_world(alone: None) -> None:
     with session():
         world = sm.init_device_mesh("cpu", (1,)).world
     assert process_world() is not world

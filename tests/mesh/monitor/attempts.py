@@ -1,4 +1,4 @@
-"""A program of four ranks that goes wrong in another way in each of torchrun's attempts, and comes to its end in the last one."""
+"""A program of four ranks that fails in a different way in each of torchrun's attempts, and finishes in the last one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main() -> None:
             train(mesh)
         except WatchError:
             time.sleep(0.1)
-    print(f"result {train(mesh)} watch {'off' if mesh.world.monitor is None else 'on'}", flush=True)
+    print(f"result {train(mesh)} monitor {'off' if mesh.world.monitor is None else 'on'}", flush=True)
 
 
 def go_wrong(attempt: int) -> None:

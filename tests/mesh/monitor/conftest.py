@@ -1,4 +1,4 @@
-"""Fixtures for jobs of the watch's tests."""
+"""Fixtures for jobs of the monitor's tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.mesh.monitor.forked import Forked
 
 @pytest.fixture(scope="session")
 def forked() -> Iterator[Forked]:
-    """Jobs of ranks that end as programs do; started by the first test that uses it."""
+    """Run jobs whose ranks end as programs do; started by the first test that uses it."""
     found = Forked()
     yield found
     found.close()

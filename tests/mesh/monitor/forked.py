@@ -1,4 +1,4 @@
-"""Jobs of ranks that begin and end as programs of their own do: `Forked()(program, 4) -> [what came of each rank]`.
+"""Jobs of ranks that start and end as separate programs do: `Forked()(program, 4) -> [outcome of each rank]`.
 
 Importing torch takes seconds, so one process imports it and forks the ranks. A rank runs a function of `forked_ranks.py`, and
 then its interpreter ends as that of any program: uncaught error, threads, exit functions, modules. Where the system allows it, that process
@@ -33,7 +33,7 @@ _WAYS = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])  # t
 
 
 def unshared() -> list[str]:
-    """What a command begins with so that its process has mounts of its own; nothing where the system does not allow that."""
+    """Return the command prefix that gives a process its own mounts; empty if the system does not allow it."""
     if shutil.which("unshare") is None:
         return []
     test = "mount -t tmpfs none /mnt"
@@ -45,8 +45,8 @@ class Ended:
     """How a rank ended.
 
     Attributes:
-        status: its exit status, or minus a signal; None where it had to be killed after the job's time.
-        output: all it printed.
+        status: its exit status, or minus a signal; None if it had to be killed at the time limit.
+        output: everything it printed.
     """
 
     status: int | None
@@ -81,11 +81,11 @@ class Forked:
         mounts: dict[str, str] | None = None,
         **env: str,
     ) -> list[Ended]:
-        """Run `program(*args)` on so many ranks that no launcher looks after.
+        """Run `program(*args)` on this many ranks, without a launcher.
 
         Args:
             limit_s: seconds after which ranks that have not ended are killed.
-            own: have the files of the watch in a folder of this job.
+            own: put the monitor's files into a folder of this job.
             mounts: options of file systems in memory that the job has there, by folder: {"/dev/shm": "size=1m"}; "watch" is the job's.
                 Where that is not allowed the test is skipped.
         """
@@ -152,7 +152,7 @@ def mounted(mounts: dict[str, str]) -> Iterator[None]:
 
 
 def _run(job: dict[str, Any], rank: int) -> None:
-    """The life of a rank; it returns from the main module."""
+    """Run a rank, which returns from the main module."""
     output = os.open(Path(job["folder"], f"{rank}.output"), os.O_CREAT | os.O_WRONLY)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for old, new in ((nothing, 0), (output, 1), (output, 2)):
@@ -166,7 +166,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
 
 
 def _follow(ranks: dict[int, int], limit_s: float) -> dict[int, int | None]:
-    """The exit status of each rank."""
+    """Wait for the ranks and return their exit statuses."""
     began = time.monotonic()
     found: dict[int, int | None] = {}
     while len(found) < len(ranks) and time.monotonic() - began < limit_s:

@@ -36,7 +36,7 @@ def make_mesh() -> sm.DeviceMesh:
 
 
 def train(mesh: sm.DeviceMesh, steps: int = 3) -> float:
-    """Collectives over each axis and over all ranks."""
+    """Run collectives over each axis and over all ranks."""
     x = torch.tensor([1.0 + mesh.get_rank()])
     for _ in range(steps):
         x = torch.tensor([1.0 + mesh.get_rank()])
@@ -46,7 +46,7 @@ def train(mesh: sm.DeviceMesh, steps: int = 3) -> float:
 
 
 def trained(mesh: sm.DeviceMesh) -> None:
-    print("result", train(mesh), "watch", "off" if mesh.world.monitor is None else "on", flush=True)
+    print("result", train(mesh), "monitor", "off" if mesh.world.monitor is None else "on", flush=True)
 
 
 # -- files that cannot be made, or vanish ------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def no_room(ranks: list[int]) -> None:
 
 
 def other_folders(ranks: list[int]) -> None:
-    """These ranks see another file system where the folder is, as in a container of their own."""
+    """These ranks see another file system at the folder's path, as in separate containers."""
     before = agreement.Agreement.folder
 
     def folder(self: Any, needed: int) -> Any:
@@ -80,7 +80,7 @@ def simply_trains() -> None:
 
 
 def fills_up() -> None:
-    """The folder is full once the job has begun."""
+    """The folder fills up after the job has started."""
     mesh = make_mesh()
     mesh.group().barrier()  # by now all have their files
     monitor = mesh.world.monitor
@@ -105,7 +105,7 @@ def in_containers() -> None:
 
 
 def raises_without_a_watch() -> None:
-    """Rank 1 raises while the others do something else for longer than they would have after a verdict."""
+    """Rank 1 raises while the others compute for longer than a verdict would allow."""
     no_room([2])
     if rank() == 1:
         raise ValueError("no more data")
@@ -114,7 +114,7 @@ def raises_without_a_watch() -> None:
 
 
 def vanishes(when: str) -> None:
-    """Rank 1 deletes the folder: before all have seen each other's pages, later, or again and again."""
+    """Rank 1 deletes the folder: before all have seen each other's trace buffers, later, or repeatedly."""
     if when == "always":
         if rank() == 1:
             threading.Thread(target=_delete_always, args=(os.environ["SHARDMESH_WATCH_DIR"],), daemon=True).start()
@@ -140,7 +140,7 @@ def vanishes(when: str) -> None:
 
 
 def _tell(what: str) -> None:
-    """By a file beside the watch's, so that ranks can wait for each other without a collective."""
+    """Signal through a file next to the monitor's, so that ranks can wait for each other without a collective."""
     Path(os.environ["SHARDMESH_WATCH_DIR"]).with_name(what).touch()
 
 
@@ -156,7 +156,7 @@ def _delete_always(parent: str) -> None:
 
 
 def forks(how: str) -> None:
-    """A rank forks once the job has begun, as loaders of data do; what becomes of the child is none of the job's business."""
+    """A rank forks after the job has started, as data loaders do; the child's end does not affect the job."""
     mesh = make_mesh()
     train(mesh)
     child = os.fork() if how != "loader" else -1
@@ -176,7 +176,7 @@ def forks(how: str) -> None:
 
 
 def two_jobs(ports: list[str]) -> None:
-    """Eight processes are two jobs of four; rank 2 of the second one raises."""
+    """Eight processes form two jobs of four; rank 2 of the second job raises."""
     job = rank() // 4
     os.environ.update(RANK=str(rank() % 4), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_PORT=ports[job])
     mesh = make_mesh()
@@ -199,7 +199,7 @@ def changes_folder() -> None:
 
 
 def swallows(how: str) -> None:
-    """Rank 2 raises; the others catch what they hear, again and again, in collectives or elsewhere."""
+    """Rank 2 raises; the others catch the error again and again, in collectives or elsewhere."""
     mesh = make_mesh()
     train(mesh)
     if rank() == 2:
@@ -213,7 +213,7 @@ def swallows(how: str) -> None:
 
 
 def goes_on_alone() -> None:
-    """The others leave the job and go on with something else, for longer than they would have in it."""
+    """The other ranks leave the job and continue with other work, for longer than the job would allow."""
     mesh = make_mesh()
     train(mesh)
     if rank() == 2:
@@ -227,7 +227,7 @@ def goes_on_alone() -> None:
 
 
 def waits_at_exit(how: str) -> None:
-    """Ranks leave while a collective is under way that rank 2 never comes to."""
+    """Ranks exit while a collective is pending that rank 2 never calls."""
     mesh = make_mesh()
     train(mesh)
     sm.monitor.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
@@ -251,7 +251,7 @@ def waits_at_exit(how: str) -> None:
 
 
 def hangs_at_exit() -> None:
-    """Rank 2's program is over, and a thread of it is not."""
+    """Rank 2's program has ended, but one of its threads has not."""
     mesh = make_mesh()
     train(mesh)
     sm.monitor.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
@@ -262,7 +262,7 @@ def hangs_at_exit() -> None:
 
 
 def cannot_end(how: str) -> None:
-    """Rank 2 is stopped, or computes without letting go of the interpreter's lock; the others have to be ended if they have threads."""
+    """Rank 2 is stopped, or computes without releasing the GIL; the others must be ended if they have threads."""
     mesh = make_mesh()
     train(mesh)
     sm.monitor.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
@@ -276,7 +276,7 @@ def cannot_end(how: str) -> None:
 
 
 def dies_in_a_raw_collective() -> None:
-    """Rank 2 is killed while the others are in a collective that is not the library's."""
+    """Rank 2 is killed while the others are in a collective of torch, not of the library."""
     mesh = make_mesh()
     train(mesh)
     if rank() == 2:
@@ -285,9 +285,9 @@ def dies_in_a_raw_collective() -> None:
     dist.all_reduce(torch.ones(4))
 
 
-def raises_before_its_mesh(odd: int) -> None:
+def raises_before_its_mesh(outlier: int) -> None:
     rendezvous.notify_of_early_errors()  # as the import does, in a process that has its RANK by then
-    if rank() == odd:
+    if rank() == outlier:
         if os.fork() == 0:
             raise ValueError("of the child")
         os.wait()
@@ -296,7 +296,7 @@ def raises_before_its_mesh(odd: int) -> None:
 
 
 def never_comes(how: str) -> None:
-    """Rank 2 dies before it makes a mesh, or does something else."""
+    """Rank 2 dies before it creates a mesh, or never creates one."""
     rendezvous.rendezvous.__defaults__ = (5.0,)
     progress.FIRST_SAID_S = 0.5
     if rank() == 2 and how == "dies":
@@ -310,7 +310,7 @@ def never_comes(how: str) -> None:
 
 
 def calls_the_default_group_alone() -> None:
-    """Rank 0 reduces something over torch's default group, and nobody else does."""
+    """Only rank 0 calls an all_reduce over torch's default group."""
     mesh = make_mesh()
     x = sm.device_put(torch.arange(8.0), mesh, sm.P(("dp", "tp")))
     if rank() == 0:

@@ -1,4 +1,4 @@
-"""Ledgers without processes: four ranks, one after the other, each alone in a null world."""
+"""Ledgers without processes: four ranks run one after the other, each in its own null world."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE = 4
 
 
 def run(program: Callable[[int], None]) -> dict[int, TraceBuffer]:
-    """The page of each rank after `program(rank)`."""
+    """Return the trace buffer of each rank after `program(rank)`."""
     buffers = {}
     for rank in range(SIZE):
         with null_world(SIZE, rank) as world:
@@ -28,7 +28,7 @@ def ledger_of(program: Callable[[int], None]) -> Ledger:
 
 
 def every_collective(_: int) -> None:
-    """One of each, over (2, 2) ranks."""
+    """Run one of each collective, over (2, 2) ranks."""
     mesh = init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
     dp, tp, world = mesh.group("dp"), mesh.group("tp"), mesh.group()
     x = torch.ones(8)
@@ -43,7 +43,7 @@ def every_collective(_: int) -> None:
 
 
 def set_times(buffer: TraceBuffer, number: int, start: int, end: int) -> None:
-    """Makes a record say that it was from start to end, in ns since 1970."""
+    """Set the start and end of a record, in ns since 1970."""
     buffer.words[Header.CLOCK] = 1
     at = RING + number * RECORD_WORDS
     buffer.words[at + 3], buffer.words[at + 4] = start - 1, end - 1 if end else 0

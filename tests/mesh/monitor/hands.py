@@ -1,8 +1,8 @@
-"""The ranks of a job, all played by hand in one process: each has a page that the others see, and does what a test says.
+"""The ranks of a job, all driven by a test in one process: each has a trace buffer that the others read.
 
     ranks = played(tmp_path, 4)
-    ranks[0].call("all_reduce")          rank 0 has come to its collective number 0 of the group of all
-    ranks[0].judged()                    what its watch makes of that, from what the pages show
+    ranks[0].call("all_reduce")          rank 0 calls its collective number 0 of the group of all ranks
+    ranks[0].judged()                    the verdict of its monitor, from the trace buffers
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Hand:
         self._seats: dict[tuple[int, ...], Recorder] = {}
 
     def recorder(self, ranks: tuple[int, ...] | None = None) -> Recorder:
-        """Where it writes down its collectives, without waiting for anybody."""
+        """Return the recorder of its collectives, which waits for no other rank."""
         ranks = self.everyone if ranks is None else ranks
         if ranks not in self._seats:
             self._seats[ranks] = Recorder(self.world.group(ranks), self.buffer, None)
@@ -53,24 +53,24 @@ class Hand:
         route: int = 0,
         moved: int = 16,
     ) -> int:
-        """Comes to a collective; the number of its record."""
+        """Call a collective; return the number of its record."""
         self.world.comm_context.lineage = lineage
         return self.recorder(ranks).enter(op, how, dtype, size, moved, moved, CommTag.of(tag) if tag else None, route)
 
     def block(self, record: int, seconds: float = 10.0) -> None:
-        """Its main thread has been waiting in the collective of this record for so long."""
+        """Mark its main thread as waiting in the collective of this record for this long."""
         words = self.buffer.words
         words[Header.BLOCKED_SINCE], words[Header.BLOCKED] = monotonic_ns() - int(seconds * 1e9), record + 1
 
     def die(self) -> None:
-        """Its process is another one than the one that began the page."""
+        """Replace its process number by another than that of the trace buffer."""
         self.buffer.words[Header.BORN] += 1
 
     def end(self, state: int = RankState.ENDED) -> None:
         self.buffer.words[Header.STATE] = state
 
     def diagnosed(self, sequence: int = 0, ranks: tuple[int, ...] | None = None, waited: float = 0.0) -> Verdict | None:
-        """The verdict on a collective in which this rank has waited for so many seconds."""
+        """Return the verdict on a collective in which this rank has waited for this many seconds."""
         return diagnose.diagnose(self.monitor, self.recorder(ranks), sequence, monotonic_ns() - int(waited * 1e9))
 
 

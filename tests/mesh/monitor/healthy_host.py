@@ -1,4 +1,4 @@
-"""A host and job with which all is well, as the doctor's facts, for tests to break."""
+"""Facts of a healthy host and job, as the doctor collects them, for tests to change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "2"}
 
 
 def facts(env: Mapping[str, str] | None = None, **changes) -> Facts:
-    """The healthy host, with this environment and with these fields, of whatever part, changed."""
+    """Return the facts of the healthy host with this environment, and with these fields of any part changed."""
     found = replace(ALONE, env=env or {})
     if found.place.agent_store:
         port = Port(29500, True, "torchrun (process 7)", True)

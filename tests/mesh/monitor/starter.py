@@ -1,4 +1,4 @@
-"""Starts ranks by hand, many times: `Starter()([rank 0's environment, ...]) -> [what came of each]`.
+"""Starts ranks by hand, many times: `Starter()([rank 0's environment, ...]) -> [outcome of each]`.
 
 Importing torch takes seconds, so one process imports it and forks a child for each rank of each start. Nothing but the imports has
 been done in it by then: no threads, no tensors.
@@ -27,7 +27,7 @@ TO_VOTE_S = 3.0  # how long ranks that differ wait for the rest: on a busy machi
 
 
 def is_readable(file: Any, seconds: float) -> bool:
-    """Whether there is something to read, or the end, within so many seconds. (`select` knows only file descriptors below 1024.)"""
+    """Return whether there is data or the end within this many seconds. (`select` is limited to file descriptors below 1024.)"""
     waiting = select.poll()
     waiting.register(file, select.POLLIN)
     return bool(waiting.poll(1000 * seconds))
@@ -40,7 +40,7 @@ class Rank:
     Attributes:
         env: its variables; RANK, WORLD_SIZE and so on.
         delay: seconds before it starts.
-        torch: the version of torch that it says it has.
+        torch: the version of torch that it reports.
         shapes: of the meshes that it makes, in turn.
         timeout: seconds that it waits for others.
         again: whether it destroys its first default group and makes another.
@@ -58,7 +58,7 @@ class Rank:
 
 @dataclass
 class Outcome:
-    """What came of a rank: the text of its error, or "", its standard error, and its pid."""
+    """The outcome of a rank: the text of its error, or "", its standard error, and its pid."""
 
     text: str
     said: str
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def by_hand(size: int, port: int = 0, **common: str) -> list[dict[str, str]]:
-    """The environment of each rank, as somebody sets it by hand."""
+    """Return the environment of each rank, as a user sets it by hand."""
     port = port or free_port()
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **common}
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(size)]
@@ -86,7 +86,7 @@ class Starter:
         )
 
     def __call__(self, ranks: Sequence[Rank | dict[str, str]]) -> list[Outcome]:
-        """Starts these processes at once; returns when all have an outcome."""
+        """Start these processes at once; return when all have an outcome."""
         assert self.process.stdin
         assert self.process.stdout
         given = [rank if isinstance(rank, Rank) else Rank(rank) for rank in ranks]

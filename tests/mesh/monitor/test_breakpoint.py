@@ -44,14 +44,14 @@ def line_of(text: str) -> int:
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], commands: str, rank: int = 1) -> list[str]:
-    """What the debugger on that rank of three answers to these commands, by line."""
+    """Return the debugger's output for these commands on that rank of three, by line."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(commands.replace(";", "\n")))
     values = [2 * (110 + r) + 0.003 for r in range(3)]
     assert [value for value, _ in simulate(3)(program)(rank)] == values
     return [line.removeprefix(f"(Pdb, rank {rank} of 3) ") for line in capsys.readouterr().out.splitlines()]
 
 
-def test_it_stops_at_the_line_of_the_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_breakpoint_stops_at_the_line_of_the_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     said = answers(monkeypatch, capsys, "p value;c;")
     assert said[0] == f"> {__file__}({line_of('breakpoint(rank)')})program()"
     assert said[1] == "-> breakpoint(rank)"
@@ -67,19 +67,19 @@ def test_it_stops_at_the_line_of_the_call(monkeypatch: pytest.MonkeyPatch, capsy
         ("value = 11;c;", []),
     ],
 )
-def test_it_goes_on_as_it_is_told(commands, values, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debugger_steps_and_continues(commands, values, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     said = answers(monkeypatch, capsys, commands.format(line=line_of("value *= 2")))
     bdb.Breakpoint.clearBreakpoints()
     assert [line for line in said if line.isdigit()] == values
 
 
-def test_after_c_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continue_stops_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("c\n"))
     assert all(untraced for _, untraced in simulate(2)(program)(0))
 
 
-def test_a_debugger_does_not_trace_the_next_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Threads of simulated ranks are used again."""
+def test_next_run_is_not_traced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Threads of simulated ranks are reused."""
     answers(monkeypatch, capsys, f"b {line_of('value *= 2')};c;c;")
     bdb.Breakpoint.clearBreakpoints()
     assert simulate(3)(sys.gettrace)() == [sys.gettrace()] * 3
@@ -93,7 +93,7 @@ def test_quitting_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rank", [3, -1, "0", True])
-def test_a_rank_that_does_not_exist(rank) -> None:
+def test_nonexistent_rank_raises(rank) -> None:
     def fn() -> str:
         with pytest.raises(MeshError) as caught:
             breakpoint(rank)
@@ -103,7 +103,7 @@ def test_a_rank_that_does_not_exist(rank) -> None:
     assert texts == [f"breakpoint(rank={rank!r}): the world has 3 ranks, numbered 0 to 2."] * 3
 
 
-def test_nothing_to_read_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdin_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardmesh.mesh.monitor.breakpoint._TERMINAL", "/no/such/terminal")
     with open(os.devnull) as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
@@ -120,7 +120,7 @@ def test_nothing_to_read_from(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_processes(commands: str) -> tuple[str, float]:
-    """What becomes of this rank, and a sum that all make afterwards."""
+    """Return the outcome of this rank, and a sum over all ranks afterwards."""
     here, before = settings(), sys.stdin
     times = here.warn, here.timeout
     watchdog(warn=0.2, timeout=0.5)
@@ -134,12 +134,12 @@ def on_processes(commands: str) -> tuple[str, float]:
         sys.stdin, here.warn, here.timeout = before, *times
 
 
-def test_the_others_wait_however_long_it_takes(world4: Pool) -> None:
+def test_other_ranks_wait_indefinitely(world4: Pool) -> None:
     found = world4(on_processes, "import time\ntime.sleep(1.5)\nn\ntime.sleep(1.0)\nc\n")
     assert found == [(str(2 * (110 + r) + 0.006), 6.0) for r in range(4)]
 
 
-def test_the_others_hear_that_it_quit(world4: Pool) -> None:
+def test_quitting_raises_on_other_ranks(world4: Pool) -> None:
     place = f"{__file__}:{line_of('breakpoint(rank)')}"
     cause = f"rank 2 quit the debugger at {place}"
     for rank, (said, total) in enumerate(world4(on_processes, "q\n")):
@@ -148,7 +148,7 @@ def test_the_others_hear_that_it_quit(world4: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_processes_of_launch_ask_at_the_terminal(tmp_path: Path) -> None:
+def test_launched_processes_read_from_the_terminal(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(
         textwrap.dedent("""
@@ -178,7 +178,7 @@ def test_processes_of_launch_ask_at_the_terminal(tmp_path: Path) -> None:
 
 
 def converse(terminal: int, turns: list[tuple[str, str]]) -> None:
-    """Waits for each text, then types the answer to it."""
+    """Wait for each text, then type its answer."""
     said, deadline = "", time.monotonic() + PATIENCE_S
     for expected, answer in turns:
         while expected not in said:

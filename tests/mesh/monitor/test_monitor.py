@@ -1,4 +1,4 @@
-"""The watch of one rank among others whose pages are written by hand: what it raises, tells, waits for and leaves behind."""
+"""The monitor of one rank; the tests write the trace buffers of the others: what it raises, publishes, waits for and leaves behind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _as_it_was() -> Iterator[None]:
 
 
 def watched(hand: Hand, op: str = "all_reduce", how: str = "sum", size: int = 4, lineage: int = 0) -> None:
-    """The rank calls a collective of all with its watch, which compares and waits as it would."""
+    """Call a collective of all ranks with this rank's monitor, which compares and waits as in a job."""
     recorder = next((s for s in hand.monitor.recorders), None) or hand.monitor.add_recorder(hand.world.group(hand.everyone))
     hand.world.comm_context.lineage = lineage
     recorder.enter(op, how, torch.float32, size, 16, 16)
@@ -56,7 +56,7 @@ def watched(hand: Hand, op: str = "all_reduce", how: str = "sum", size: int = 4,
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_agree_go_on(two: list[Hand]) -> None:
+def test_ranks_that_agree_continue(two: list[Hand]) -> None:
     for n in range(300):
         two[1].call(size=n)
         watched(two[0], size=n)
@@ -89,7 +89,7 @@ def test_every_later_collective_raises_the_verdict_again(two: list[Hand]) -> Non
     assert str(caught.value) == texts[0]
 
 
-def test_lineage_alone_makes_a_difference(four: list[Hand]) -> None:
+def test_lineage_difference_raises(four: list[Hand]) -> None:
     one, other = 1 << 48 | 2 << 32 | 3 << 16, 4 << 48 | 5 << 32 | 6 << 16
     for rank in (1, 2):
         four[rank].call(lineage=one)
@@ -100,7 +100,7 @@ def test_lineage_alone_makes_a_difference(four: list[Hand]) -> None:
     assert caught.value.verdict.field == "lineage"
 
 
-def test_a_line_of_its_own_does_not(four: list[Hand]) -> None:
+def test_line_difference_does_not_raise(four: list[Hand]) -> None:
     for rank in (1, 2, 3):
         four[rank].call(lineage=1 << 48 | 2 << 32 | 3 << 16)
     watched(four[0], lineage=1 << 48 | 9 << 32 | 9 << 16)
@@ -111,7 +111,7 @@ def test_a_line_of_its_own_does_not(four: list[Hand]) -> None:
 
 
 def later(call: Callable[[], object], seconds: float = 0.3) -> threading.Timer:
-    """Calls it in another thread; the timer is `finished` from the moment before."""
+    """Call the function later in another thread; the timer is `finished` just before the call."""
 
     def begun() -> None:
         timer.finished.set()
@@ -122,7 +122,7 @@ def later(call: Callable[[], object], seconds: float = 0.3) -> threading.Timer:
     return timer
 
 
-def test_the_first_collective_of_a_group_waits_for_everybody(two: list[Hand]) -> None:
+def test_first_collective_of_a_group_waits_for_all_ranks(two: list[Hand]) -> None:
     timer = later(two[1].call)
     watched(two[0])
     assert timer.finished.is_set()
@@ -141,7 +141,7 @@ def test_strict_waits_each_time(two: list[Hand]) -> None:
         timer.join()
 
 
-def test_who_waits_shows_what_it_waits_in(two: list[Hand]) -> None:
+def test_waiting_rank_shows_its_collective(two: list[Hand]) -> None:
     found: list[str] = []
 
     def look() -> None:
@@ -156,7 +156,7 @@ def test_who_waits_shows_what_it_waits_in(two: list[Hand]) -> None:
     assert two[0].buffer.blocked is None
 
 
-def test_who_waits_hears_of_a_verdict(two: list[Hand]) -> None:
+def test_waiting_rank_raises_a_verdict(two: list[Hand]) -> None:
     timer = later(lambda: two[1].monitor.raised(ValueError("no such file")))
     with pytest.raises(errors.PeerError, match="rank 1 raised ValueError: no such file") as caught:
         watched(two[0])
@@ -164,7 +164,7 @@ def test_who_waits_hears_of_a_verdict(two: list[Hand]) -> None:
     assert caught.value.ranks == (1,)
 
 
-def test_who_waits_long_looks_at_the_pages_of_others_ever_less_often(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_rank_polls_at_growing_intervals(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
     """In 200 ms of waiting: at 10, 20 and 30 ms, then every 25 ms; the first times only for a verdict."""
     monitor, now, looked, diagnosed = two[0].monitor, [0], [], []
 
@@ -186,7 +186,7 @@ def test_who_waits_long_looks_at_the_pages_of_others_ever_less_often(two: list[H
     assert [at // 1_000_000 for at in diagnosed] == [30, 55, 80, 105, 130, 155, 180]
 
 
-def test_who_waits_hears_of_a_death(two: list[Hand]) -> None:
+def test_waiting_rank_raises_when_a_rank_dies(two: list[Hand]) -> None:
     timer = later(two[1].die)
     with pytest.raises(errors.RankLostError, match="rank 1 died") as caught:
         watched(two[0])
@@ -196,21 +196,21 @@ def test_who_waits_hears_of_a_death(two: list[Hand]) -> None:
 
 @pytest.fixture
 def beyond(four: list[Hand]) -> list[Hand]:
-    """Ranks in a group that has no place in their tables: it is recorded, but not compared, and nobody knows who has come."""
+    """Ranks in a group that does not fit into their tables: it is recorded, but not compared, and arrivals are unknown."""
     for rank in four:
         rank.buffer.words[Header.GROUPS] = GROUPS
         rank.block(rank.call("permute", "", size=-1, route=route_of((rank.rank + 1) % 4, (rank.rank - 1) % 4)))
     return four
 
 
-def test_groups_beyond_the_table_wait_for_nobody(beyond: list[Hand]) -> None:
+def test_groups_beyond_the_table_do_not_wait(beyond: list[Hand]) -> None:
     monitor, recorder = beyond[0].monitor, beyond[0].recorder()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(monitor.wait_for_peers, recorder, 0, [1, 3]).result(SOON_S)
     assert monitor.standing() is None
 
 
-def test_groups_beyond_the_table_are_not_judged(beyond: list[Hand]) -> None:
+def test_groups_beyond_the_table_are_not_diagnosed(beyond: list[Hand]) -> None:
     settings().timeout = 0.5
     assert beyond[0].diagnosed(waited=60.0) is None
 
@@ -218,7 +218,7 @@ def test_groups_beyond_the_table_are_not_judged(beyond: list[Hand]) -> None:
 # -- telling -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_raises_tells_the_others_once(two: list[Hand]) -> None:
+def test_exception_is_published_once(two: list[Hand]) -> None:
     two[1].call("all_gather", "")
     try:
         raise KeyError("loss")
@@ -228,18 +228,18 @@ def test_a_rank_that_raises_tells_the_others_once(two: list[Hand]) -> None:
     found = two[0].monitor.standing()
     assert found is not None
     assert (found.kind, found.ranks, found.field) == ("raised", (1,), "KeyError")
-    assert "test_a_rank_that_raises_tells_the_others_once" in found.text  # the traceback
+    assert "test_exception_is_published_once" in found.text  # the traceback
     assert "all_gather" in found.seen[0].call
     assert two[1].buffer.words[Header.STATE] == RankState.RAISED
 
 
-def test_a_verdict_is_not_told_as_an_error_of_the_ranks_own(two: list[Hand]) -> None:
+def test_verdict_is_not_published_as_an_exception(two: list[Hand]) -> None:
     verdict = Verdict("stall", (1,), "", (), "rank 1 is late")
     two[0].monitor.raised(verdict.error())
     assert two[1].monitor.standing() is None
 
 
-def test_tell_of_reaches_every_watch_of_the_process(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tell_of_reaches_every_monitor_of_the_process(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(termination, "monitors", {two[0].monitor})
     notify_peers(RuntimeError("out of memory"))
     found = two[1].monitor.standing()
@@ -247,7 +247,7 @@ def test_tell_of_reaches_every_watch_of_the_process(two: list[Hand], monkeypatch
     assert "rank 0 raised RuntimeError: out of memory" in found.text
 
 
-def test_the_state_that_it_shows(two: list[Hand]) -> None:
+def test_published_state(two: list[Hand]) -> None:
     two[0].monitor.set_state("downloads the data")
     buffer = two[1].monitor.directory.buffer_of(0)
     assert buffer is not None
@@ -256,7 +256,7 @@ def test_the_state_that_it_shows(two: list[Hand]) -> None:
     assert buffer.words[Header.DOING] == 0
 
 
-def test_pauses_may_be_nested(two: list[Hand]) -> None:
+def test_nested_pauses(two: list[Hand]) -> None:
     monitor = two[0].monitor
     with monitor.paused():
         with monitor.paused():
@@ -301,7 +301,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_the_heart_beats(running: list[Hand]) -> None:
+def test_heartbeat(running: list[Hand]) -> None:
     before = running[0].buffer.words[Header.HEARTBEAT]
     until(lambda: running[0].buffer.words[Header.HEARTBEAT] > before)
 
@@ -313,7 +313,7 @@ def test_the_stack_of_another_rank(running: list[Hand]) -> None:
 
 
 def test_the_watchdog_finds_a_stall_by_itself(running: list[Hand], capfd: pytest.CaptureFixture[str]) -> None:
-    """Where the main thread waits without looking up, as for a GPU."""
+    """If the main thread waits without polling, as for a GPU."""
     running[0].call()
     running[1].call()
     running[0].monitor.recorders.append(running[0].recorder())
@@ -328,7 +328,7 @@ def test_the_watchdog_finds_a_stall_by_itself(running: list[Hand], capfd: pytest
     assert "for rank 1 in number 1" in printed
 
 
-def test_the_watchdog_settles_what_all_have_come_to(running: list[Hand]) -> None:
+def test_watchdog_checks_completed_collectives(running: list[Hand]) -> None:
     for hand in running:
         for _ in range(3):
             hand.call()
@@ -348,7 +348,7 @@ def test_closing(two: list[Hand]) -> None:
     assert not folder.exists()
 
 
-def test_a_forked_child_says_nothing(two: list[Hand]) -> None:
+def test_forked_child_publishes_nothing(two: list[Hand]) -> None:
     two[0].monitor.pid += 1
     two[0].monitor.raised(ValueError("in a child"))
     two[0].monitor.close()
@@ -356,7 +356,7 @@ def test_a_forked_child_says_nothing(two: list[Hand]) -> None:
     assert two[0].buffer.words[Header.STATE] == RankState.RUNNING
 
 
-def test_settling_waits_for_those_who_come_and_prints_what_went_wrong(two: list[Hand], capsys: pytest.CaptureFixture[str]) -> None:
+def test_final_check_waits_for_arriving_ranks_and_prints_the_error(two: list[Hand], capsys: pytest.CaptureFixture[str]) -> None:
     """A broadcast's source has all it needs at once, and may be at its end before the others see that they differ."""
     two[1].call()
     watched(two[0])
@@ -368,8 +368,8 @@ def test_settling_waits_for_those_who_come_and_prints_what_went_wrong(two: list[
     assert two[0].monitor.abandoned  # so that the process ends with an error
 
 
-def test_settling_comes_to_an_end(two: list[Hand]) -> None:
-    """Whether the others come or not."""
+def test_final_check_terminates(two: list[Hand]) -> None:
+    """Whether or not the other ranks arrive."""
     two[1].call()
     watched(two[0])
     two[0].monitor.settle()
@@ -379,7 +379,7 @@ def test_settling_comes_to_an_end(two: list[Hand]) -> None:
     assert not two[0].monitor.is_settled(two[0].monitor.recorders[0])
 
 
-def test_where_no_files_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_cannot_be_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(file))
@@ -387,7 +387,7 @@ def test_where_no_files_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "this job is not monitored" in capsys.readouterr().err
 
 
-def test_a_process_alone_has_no_watch() -> None:
+def test_single_process_has_no_monitor() -> None:
     assert NullWorld(0, 4).monitor is None
 
 
@@ -407,7 +407,7 @@ def test_settings_of_the_environment() -> None:
         ("SHARDMESH_STALL_TIMEOUT_S", "-1"), ("SHARDMESH_STALL_WARN_S", "nan"), ("SHARDMESH_STALL_WARN_S", ""),
     ],
 )  # fmt: skip
-def test_settings_that_make_no_sense(name: str, value: str) -> None:
+def test_invalid_settings_raise(name: str, value: str) -> None:
     with pytest.raises(errors.LaunchEnvironmentError, match=name) as caught:
         from_environment({name: value})
     assert repr(value) in str(caught.value)
@@ -420,7 +420,7 @@ def test_collective_check_sets_the_mode(mode: str) -> None:
     assert settings().mode == mode
 
 
-def test_collective_check_and_watchdog_refuse_what_makes_no_sense() -> None:
+def test_invalid_arguments_of_collective_check_and_watchdog_raise() -> None:
     before = settings().mode, settings().warn, settings().timeout
     with pytest.raises(ValueError, match=r"collective_check\('yes'\): write one of 'on', 'strict', 'full', 'off'"):
         collective_check("yes")
@@ -432,14 +432,14 @@ def test_collective_check_and_watchdog_refuse_what_makes_no_sense() -> None:
     assert (settings().mode, settings().warn, settings().timeout) == before
 
 
-def test_watchdog_sets_what_is_given() -> None:
+def test_watchdog_sets_given_values() -> None:
     watchdog(warn=7)
     assert (settings().warn, settings().timeout) == (7.0, 300.0)
     watchdog(timeout=8)
     assert (settings().warn, settings().timeout) == (7.0, 8.0)
 
 
-def test_settings_are_read_when_first_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_read_on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings_module, "_settings", None)
     monkeypatch.setenv("SHARDMESH_STALL_WARN_S", "3")
     assert settings_module.settings().warn == 3.0

@@ -1,4 +1,4 @@
-"""After a verdict every process ends, by itself and soon, whoever started it and whatever it does; and nobody else is ended."""
+"""After a verdict every process of the job ends soon, whatever started it and whatever it does; other processes are not ended."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_programs_that_swallow_the_error_are_ended(forked: Forked, how: str) -> 
         assert words.rstrip().endswith("ValueError: no more data")  # the verdict is the library's last word
 
 
-def test_programs_that_leave_the_job_are_not(forked: Forked) -> None:
+def test_programs_that_leave_the_job_are_not_ended(forked: Forked) -> None:
     ended = forked(programs.goes_on_alone, 4, SHARDMESH_EXIT_S="2")
     assert statuses(ended) == [0, 0, 1, 0]
     assert ["went on" in rank.output for rank in ended] == [True, True, False, True]
@@ -50,7 +50,7 @@ def test_programs_that_leave_the_job_are_not(forked: Forked) -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["thread", "asynchronous", "raw", "destroyed", "destroyed and a thread"])
-def test_nothing_keeps_a_process_at_its_end(forked: Forked, how: str) -> None:
+def test_processes_end_despite_pending_collectives_and_threads(forked: Forked, how: str) -> None:
     ended = forked(programs.waits_at_exit, 4, how, SHARDMESH_EXIT_S="2")
     assert statuses(ended) == [1] * 4
     assert all("StallError" in rank.output for rank in ended)
@@ -64,13 +64,13 @@ def test_a_rank_whose_threads_outlive_its_program(forked: Forked) -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["stopped", "computes", "stopped, and threads"])
-def test_a_process_that_cannot_end_itself_is_killed_by_another(forked: Forked, how: str) -> None:
+def test_process_that_cannot_end_itself_is_killed_by_another(forked: Forked, how: str) -> None:
     ended = forked(programs.cannot_end, 4, how, SHARDMESH_EXIT_S="2")
     assert statuses(ended) == [1, 1, -signal.SIGKILL, 1]
     assert any("rank 2 does not react and is killed" in ended[rank].output for rank in (0, 1, 3))
 
 
-def test_who_is_lost_is_the_last_word_of_a_broken_connection(forked: Forked) -> None:
+def test_broken_connection_reports_the_lost_rank(forked: Forked) -> None:
     ended = forked(programs.dies_in_a_raw_collective, 4, SHARDMESH_MONITOR_TORCH="off")
     assert statuses(ended) == [1, 1, -signal.SIGKILL, 1]
     for rank in (0, 1, 3):
@@ -80,25 +80,25 @@ def test_who_is_lost_is_the_last_word_of_a_broken_connection(forked: Forked) -> 
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("odd", [0, 2])
-def test_a_rank_that_raises_before_its_mesh(forked: Forked, odd: int) -> None:
-    ended = forked(programs.raises_before_its_mesh, 4, odd)
+@pytest.mark.parametrize("outlier", [0, 2])
+def test_rank_that_raises_before_its_mesh(forked: Forked, outlier: int) -> None:
+    ended = forked(programs.raises_before_its_mesh, 4, outlier)
     assert statuses(ended) == [1] * 4
-    for rank in {0, 1, 2, 3} - {odd}:
+    for rank in {0, 1, 2, 3} - {outlier}:
         assert "cannot start: it raised ValueError before it made a mesh: no such file: config.toml" in ended[rank].output
         assert "of the child" not in ended[rank].output
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
-def test_a_rank_that_never_comes(forked: Forked, how: str) -> None:
+def test_rank_that_never_arrives(forked: Forked, how: str) -> None:
     ended = forked(programs.never_comes, 4, how)
     assert statuses(ended) == [1, 1, -signal.SIGKILL if how == "dies" else 1, 1]
     assert "waiting for rank" in ended[0].output
     assert all("rank 2 of 4 did not come to MASTER_ADDR=" in ended[rank].output for rank in (0, 1, 3))
 
 
-def test_a_store_that_was_used_before(forked: Forked) -> None:
+def test_reused_store(forked: Forked) -> None:
     """torchrun keeps one store for all attempts; a program may start the default group itself."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -110,19 +110,19 @@ def test_a_store_that_was_used_before(forked: Forked) -> None:
     assert all("ValueError: no more data" in rank.output for rank in first)
     again = attempt("1")
     assert statuses(again) == [0] * 4
-    assert [rank.output for rank in again] == ["result 40.0 watch on\n"] * 4
+    assert [rank.output for rank in again] == ["result 40.0 monitor on\n"] * 4
 
 
 @pytest.mark.slow
-def test_every_attempt_of_torchrun_ends_and_the_next_one_begins_afresh(tmp_path: Path) -> None:
-    """Each but the last goes wrong, and leaves ranks that would not end by themselves."""
+def test_every_attempt_of_torchrun_ends_and_the_next_one_starts_clean(tmp_path: Path) -> None:
+    """Each attempt but the last fails, and leaves ranks that would not end by themselves."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDMESH_", "TORCHELASTIC_", "PYTEST_"))}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "SHARDMESH_WATCH_DIR": str(tmp_path), "SHARDMESH_EXIT_S": "4"}
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", f"--max-restarts={LAST}"]
     command = [sys.executable, *command, "-m", "tests.mesh.monitor.attempts"]
     found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=500)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.count("result 10.0 watch on") == 4
+    assert found.stdout.count("result 10.0 monitor on") == 4
     said = found.stderr
     assert said.count("PeerError: rank 2 raised ValueError: attempt 0") >= 3  # those of later attempts do not hear it again
     assert said.count("StallError: ranks 0, 1, 3 have waited") >= 6
@@ -149,7 +149,7 @@ class World:
 
 @pytest.fixture
 def failed(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A watch over a job that has failed, in a process that no test runner runs."""
+    """Return a monitor of a failed job, in a process without a test runner."""
     monitor = two[0].monitor
     monitor.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
     monkeypatch.setattr(termination, "is_hosted", lambda: False)
@@ -159,11 +159,11 @@ def failed(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> Any:
     return monitor
 
 
-def test_a_process_that_is_only_what_the_job_was(failed: Any) -> None:
+def test_process_that_only_ran_the_job_is_ended(failed: Any) -> None:
     assert termination.may_end(failed)
 
 
-def test_under_a_test_runner_nothing_is_ended(two: list[Hand], failed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_under_a_test_runner_are_not_ended(two: list[Hand], failed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert termination.is_hosted()
     assert not termination.may_end(failed)
@@ -180,12 +180,12 @@ def test_a_forked_child_is_not_ended(failed: Any) -> None:
     assert not termination.may_end(failed)
 
 
-def test_nothing_is_ended_while_the_ranks_pause(failed: Any) -> None:
+def test_paused_ranks_are_not_ended(failed: Any) -> None:
     with failed.paused():
         assert not termination.may_end(failed)
 
 
-def test_nothing_is_ended_where_it_is_turned_off(failed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_termination_can_be_turned_off(failed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings(), "exit_s", 0.0)
     assert not termination.may_end(failed)
 
@@ -193,8 +193,8 @@ def test_nothing_is_ended_where_it_is_turned_off(failed: Any, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("state", "stuck"), [("R", False), ("T", True), ("t", False), ("Z", False)], ids=["runs", "stopped", "debugged", "dead"]
 )
-def test_who_is_killed_by_another(two: list[Hand], monkeypatch: pytest.MonkeyPatch, state: str, stuck: bool) -> None:
-    """A process that a debugger has stopped is no process that is stuck."""
+def test_ranks_that_are_killed_by_another(two: list[Hand], monkeypatch: pytest.MonkeyPatch, state: str, stuck: bool) -> None:
+    """A process stopped by a debugger is not stuck."""
     buffer = two[1].buffer
     buffer.words[Header.EXIT_S], buffer.words[Header.AWARE] = 10, state == "R"
     monkeypatch.setattr(termination, "process_state", lambda pid: (state, buffer.words[Header.BORN]))
@@ -217,7 +217,7 @@ def test_broken_connections(error: Exception, broken: bool) -> None:
     assert termination.is_broken_connection(error) == broken
 
 
-def test_who_meets_the_verdict_meets_it_again(two: list[Hand]) -> None:
+def test_verdict_is_raised_again(two: list[Hand]) -> None:
     two[1].monitor.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
     for _ in range(2):
         with pytest.raises(WatchError):

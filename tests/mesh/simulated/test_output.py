@@ -1,4 +1,4 @@
-"""What simulated ranks print: whole lines, the rank in front, where the caller's prints go; and `sys.stdout` comes back."""
+"""Output of simulated ranks: whole lines, prefixed with the rank, written where the caller's output goes; `sys.stdout` is restored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def barrier() -> None:
 
 
 def printed(fn: object, n: int = 2, prints: str = "all") -> str:
-    """All that a run prints, seen by a caller who has redirected."""
+    """Return everything that a run prints, as seen by a caller that redirected stdout."""
     with contextlib.redirect_stdout(io.StringIO()) as stream:
         simulate(n, prints)(fn)()  # type: ignore[arg-type]
     return stream.getvalue()
@@ -53,7 +53,7 @@ def test_lines_do_not_interleave() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_lines_come_in_the_order_of_ranks(n: int) -> None:
+def test_lines_are_in_rank_order(n: int) -> None:
     def fn() -> None:
         for step in range(4):
             print(step)
@@ -63,8 +63,8 @@ def test_lines_come_in_the_order_of_ranks(n: int) -> None:
     assert printed(fn, n).splitlines() == [f"[rank {r}] {step}" for step in range(4) for r in range(n)]
 
 
-def test_who_asks_for_the_descriptor_sees_all_that_was_printed(tmp_path: Path) -> None:
-    """As `input`, a debugger or a child process does."""
+def test_fileno_flushes_held_output(tmp_path: Path) -> None:
+    """`input`, debuggers and child processes call fileno."""
 
     def fn() -> None:
         barrier()
@@ -77,8 +77,8 @@ def test_who_asks_for_the_descriptor_sees_all_that_was_printed(tmp_path: Path) -
     assert (tmp_path / "out").read_text() == "[rank 1] before 1\npast\n[rank 0] before 0\n"
 
 
-def test_nothing_held_is_lost() -> None:
-    """Rank 2 goes on first, prints, and fails before ranks 0 and 1 have run; or prints and ends."""
+def test_held_output_is_not_lost() -> None:
+    """Rank 2 runs first, prints, and fails before ranks 0 and 1 have run, or prints and ends."""
 
     def fails() -> None:
         barrier()
@@ -108,7 +108,7 @@ def test_several_lines_of_one_print_and_empty_ones() -> None:
     assert printed(lambda: print("a\n\nb")) == "".join(f"[rank {r}] a\n[rank {r}] \n[rank {r}] b\n" for r in range(2))
 
 
-def test_a_line_without_end_is_ended_with_its_rank() -> None:
+def test_unfinished_line_is_ended_with_its_rank() -> None:
     assert printed(lambda: print(rank(), end="")) == "[rank 0] 0\n[rank 1] 1\n"
     assert printed(lambda: None) == ""
 
@@ -128,7 +128,7 @@ def test_carriage_returns_before_newlines() -> None:
     assert printed(lambda: print("a\r\nb", end="\r\n")) == "[rank 0] a\n[rank 0] b\n[rank 1] a\n[rank 1] b\n"
 
 
-def test_first_passes_on_rank_0_as_it_is() -> None:
+def test_first_prints_rank_0_unchanged() -> None:
     def fn() -> None:
         print("\rhalf", end="")
         barrier()
@@ -137,17 +137,17 @@ def test_first_passes_on_rank_0_as_it_is() -> None:
     assert printed(fn, 3, "first") == "\rhalfof 0\n"
 
 
-def test_plain_adds_nothing() -> None:
+def test_plain_adds_no_prefix() -> None:
     assert printed(lambda: print("a", end=""), 3, "plain") == "aaa"
 
 
 @pytest.mark.parametrize("prints", ["all", "first", "plain"])
-def test_one_rank_prints_as_always(prints: str) -> None:
+def test_single_rank_prints_unchanged(prints: str) -> None:
     assert printed(lambda: print("a", end=""), 1, prints) == "a"
 
 
 @pytest.mark.parametrize("prints", ["none", None, 3, [0]])
-def test_unknown_choices(prints: object) -> None:
+def test_unknown_choices_raise(prints: object) -> None:
     with pytest.raises(MeshError, match="prints must be 'all'"):
         simulate(2, prints=prints)  # type: ignore[arg-type]
 
@@ -161,7 +161,7 @@ def test_nested_runs_name_both_ranks() -> None:
     assert printed(outer).splitlines() == [f"[rank {r}] {line}" for r in range(2) for line in lines]
 
 
-def test_each_rank_may_redirect_its_own() -> None:
+def test_ranks_may_redirect_their_stdout() -> None:
     def fn() -> str:
         with contextlib.redirect_stdout(io.StringIO()) as mine:
             print("kept by", rank())
@@ -175,7 +175,7 @@ def test_each_rank_may_redirect_its_own() -> None:
     assert sorted(stream.getvalue().splitlines()) == ["[rank 0] shown by 0", "[rank 1] shown by 1"]
 
 
-def test_the_stream_is_the_callers_in_all_else() -> None:
+def test_stream_delegates_to_the_callers() -> None:
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="latin-1")) as stream:
         assert simulate(2)(lambda: (sys.stdout.encoding, sys.stdout.isatty()))() == [("latin-1", False)] * 2
         stream.flush()
@@ -187,12 +187,12 @@ def test_no_stdout_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.stdout is None
 
 
-def test_what_is_not_text_is_refused_as_by_any_stream() -> None:
+def test_writing_non_text_raises() -> None:
     with pytest.raises(TypeError):
         simulate(2)(lambda: sys.stdout.write(3))()  # type: ignore[arg-type]
 
 
-def test_a_stream_that_fails_ends_the_run_with_its_error() -> None:
+def test_error_of_the_stream_ends_the_run() -> None:
     class Full(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError("disk full")
@@ -203,7 +203,7 @@ def test_a_stream_that_fails_ends_the_run_with_its_error() -> None:
         assert caught.value.__notes__ == ["raised on rank 0 of simulate(2)"]
 
 
-def test_stdout_comes_back_after_success_and_failure() -> None:
+def test_stdout_is_restored_after_success_and_failure() -> None:
     def fn() -> None:
         sys.stdout = io.StringIO()
         barrier()
@@ -218,7 +218,7 @@ def test_stdout_comes_back_after_success_and_failure() -> None:
     assert sys.stdout is before
 
 
-def test_prints_of_ranks_that_unwind_are_their_own() -> None:
+def test_prints_while_unwinding_keep_their_rank() -> None:
     def fn() -> None:
         try:
             if rank() == 1:
@@ -238,7 +238,7 @@ def interrupt_soon() -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_stdout_comes_back_after_ctrl_c(nested: bool) -> None:
+def test_stdout_is_restored_after_ctrl_c(nested: bool) -> None:
     cleaned = []
 
     def busy() -> None:
@@ -265,7 +265,7 @@ def test_stdout_comes_back_after_ctrl_c(nested: bool) -> None:
     assert printed(lambda: print("on")) == "[rank 0] on\n[rank 1] on\n"
 
 
-def test_a_rank_that_cannot_be_interrupted_is_left_behind() -> None:
+def test_uninterruptible_rank_is_abandoned() -> None:
     go, gone = threading.Event(), threading.Event()
 
     def fn() -> None:
@@ -286,7 +286,7 @@ def test_a_rank_that_cannot_be_interrupted_is_left_behind() -> None:
     assert sys.stdout is before
 
 
-def test_runs_of_several_threads_leave_stdout_as_it_was() -> None:
+def test_concurrent_runs_restore_stdout() -> None:
     before, meet = sys.stdout, threading.Barrier(2)
 
     def fn() -> None:
@@ -302,7 +302,7 @@ def test_runs_of_several_threads_leave_stdout_as_it_was() -> None:
     assert sys.stdout is before
 
 
-def test_logging_and_warnings_are_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_logging_and_warnings_are_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     with contextlib.redirect_stderr(io.StringIO()) as stream, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
 
@@ -317,7 +317,7 @@ def test_logging_and_warnings_are_as_they_are(caplog: pytest.LogCaptureFixture) 
     assert stream.getvalue() == "error\nerror\n"
 
 
-def test_a_stream_kept_beyond_the_run_still_works() -> None:
+def test_stream_kept_after_the_run_still_works() -> None:
     with contextlib.redirect_stdout(io.StringIO()) as stream:
         handler = logging.StreamHandler(simulate(2)(lambda: sys.stdout)()[1])
         handler.emit(logging.makeLogRecord({"msg": "later"}))
@@ -325,7 +325,7 @@ def test_a_stream_kept_beyond_the_run_still_works() -> None:
 
 
 class _ClosedPipe(io.StringIO):
-    """Takes some lines, and then none."""
+    """Accepts some lines, then raises."""
 
     def __init__(self, lines: int) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ class _ClosedPipe(io.StringIO):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("lines", range(13))
 def test_a_closed_pipe_ends_the_run(lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the error arises: in a rank's print, or when the output of a rank that has ended is written."""
+    """The error is raised in a rank's print, or when the output of a finished rank is written."""
 
     def fn() -> None:
         world = current_world()

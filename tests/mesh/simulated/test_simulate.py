@@ -1,4 +1,4 @@
-"""The simulated world: who runs when, what a rank sees, and how a run ends."""
+"""The simulated world: scheduling, per-rank state, and how a run ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def everyone() -> Group:
     return current_world().group(range(current_world().size))
 
 
-def test_results_come_by_rank_and_arguments_pass() -> None:
+def test_results_are_ordered_by_rank_and_arguments_are_passed() -> None:
     @simulate(3)
     def fn(a: int, *, b: int) -> tuple[int, int, int]:
         """Doc."""
@@ -69,7 +69,7 @@ def test_several_groups_overlap() -> None:
     assert simulate(6)(fn)() == [[2.0 * (r % 3) + 3, 15.0, 90.0, 180.0] for r in range(6)]
 
 
-def test_a_rank_may_go_ahead_of_others_in_another_group() -> None:
+def test_rank_may_run_ahead_in_another_group() -> None:
     def fn() -> int:
         world = current_world()
         if world.rank < 2:
@@ -108,7 +108,7 @@ def test_backward_communicates_too() -> None:
     assert simulate(2)(fn)() == [[21.0, 21.0], [42.0, 42.0]]
 
 
-def test_buffers_that_require_grad_are_only_data() -> None:
+def test_buffers_that_require_grad_are_detached() -> None:
     def fn() -> Tensor:
         x, out = torch.ones(2, requires_grad=True), torch.zeros(4)
         everyone().all_gather(out, x)
@@ -118,7 +118,7 @@ def test_buffers_that_require_grad_are_only_data() -> None:
     assert not any(out.requires_grad for out in simulate(2)(fn)())
 
 
-def test_the_callers_modes_reach_the_ranks() -> None:
+def test_ranks_inherit_the_callers_modes() -> None:
     variable = contextvars.ContextVar("variable", default=0)
     variable.set(7)
 
@@ -136,7 +136,7 @@ def test_the_callers_modes_reach_the_ranks() -> None:
     assert simulate(2)(torch.is_grad_enabled)() == [True, True]
 
 
-def test_default_dtype_reaches_the_ranks() -> None:
+def test_ranks_inherit_the_default_dtype() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         assert simulate(2)(lambda: torch.ones(1).dtype)() == [torch.float64] * 2
@@ -202,7 +202,7 @@ def test_an_exception_ends_all_ranks_and_names_its_rank() -> None:
     assert simulate(4)(lambda: current_world().rank)() == [0, 1, 2, 3]
 
 
-def test_communicating_while_unwinding_ends_too() -> None:
+def test_communicating_while_unwinding_raises() -> None:
     def fn() -> None:
         try:
             if current_world().rank == 0:
@@ -215,7 +215,7 @@ def test_communicating_while_unwinding_ends_too() -> None:
         simulate(3)(fn)()
 
 
-def test_exit_exceptions_pass_through() -> None:
+def test_exit_exceptions_propagate() -> None:
     def fn() -> None:
         everyone().barrier()
         raise SystemExit(3)
@@ -238,7 +238,7 @@ def test_exit_exceptions_pass_through() -> None:
         ),
     ],
 )  # fmt: skip
-def test_mismatched_collectives_are_an_error_on_all_ranks(call: object, message: str) -> None:
+def test_mismatched_collectives_raise_on_all_ranks(call: object, message: str) -> None:
     seen = []
 
     def fn() -> None:
@@ -252,7 +252,7 @@ def test_mismatched_collectives_are_an_error_on_all_ranks(call: object, message:
     assert len(set(seen)) == 1
 
 
-def test_waiting_for_a_finished_rank_is_an_error() -> None:
+def test_waiting_for_a_finished_rank_raises() -> None:
     def fn() -> None:
         if current_world().rank != 1:
             everyone().all_reduce(torch.zeros(4))
@@ -265,7 +265,7 @@ def test_waiting_for_a_finished_rank_is_an_error() -> None:
     assert "ranks [1] have finished" in text
 
 
-def test_waiting_for_each_other_in_two_groups_is_an_error() -> None:
+def test_deadlock_across_two_groups_raises() -> None:
     def fn() -> None:
         world = current_world()
         (world.group([0, 1]) if world.rank == 0 else everyone()).barrier()
@@ -320,6 +320,6 @@ def test_meshes_compare_across_ranks() -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1, 2.5, "4"])
-def test_bad_sizes(n: object) -> None:
+def test_invalid_sizes_raise(n: object) -> None:
     with pytest.raises(MeshError, match="number of ranks"):
         simulate(n)  # type: ignore[arg-type]

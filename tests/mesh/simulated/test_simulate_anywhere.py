@@ -63,7 +63,7 @@ def test_a_plain_script(tmp_path: Path) -> None:
     assert out.splitlines()[4:] == ["[28.0, 28.0, 28.0, 28.0]", "True"]
 
 
-def test_a_script_that_fails_shows_its_rank_and_line(tmp_path: Path) -> None:
+def test_failing_script_shows_rank_and_line(tmp_path: Path) -> None:
     script = SCRIPT.replace("return x.sum().item()", "return x.sum().item() if mesh.get_rank() else None")
     process = start(tmp_path / "fails.py", script)
     out, err = process.communicate(timeout=100)
@@ -86,7 +86,7 @@ def test_ctrl_c_in_a_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_that_the_system_gives_to_another_thread(tmp_path: Path) -> None:
+def test_ctrl_c_delivered_to_another_thread(tmp_path: Path) -> None:
     to_itself = "import signal, threading\n        signal.pthread_kill(threading.get_ident(), signal.SIGINT)"
     script = BUSY.replace('print("ready", flush=True)', to_itself)
     assert script != BUSY
@@ -113,7 +113,7 @@ def test_prompts_show_at_once_on_a_terminal(tmp_path: Path) -> None:
 
 
 def read_until(terminal: int, expected: str) -> None:
-    """Reads what a terminal shows."""
+    """Read the output of a terminal."""
     seen = ""
     while expected not in seen:
         assert select.select([terminal], [], [], 60)[0], f"no {expected!r} after {seen!r}"
@@ -162,7 +162,7 @@ def lines(outputs: Any) -> list[str]:
     return sorted("".join(printed).splitlines())
 
 
-def test_prints_land_in_the_cell_that_runs(cells: list[Any]) -> None:
+def test_prints_appear_in_the_running_cell(cells: list[Any]) -> None:
     assert lines(cells[0]) == [f"[rank {r}] hello from {r}" for r in range(3)]
     assert lines(cells[1]) == [f"[rank {r}] again from {r}" for r in range(3)]
     assert lines(cells[2]) == ["once from 0"]

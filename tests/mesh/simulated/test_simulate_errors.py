@@ -1,4 +1,4 @@
-"""What a simulated run that goes wrong says: each rank's line, a short traceback; and the next run works."""
+"""Errors of simulated runs: each rank's line and a short traceback; the next run works."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_mismatch_shows_each_ranks_line() -> None:
     assert caught.value.ranks == (1,)
 
 
-def test_ranks_that_call_the_same_at_different_lines_are_told_apart() -> None:
+def test_same_call_at_different_lines_is_distinguished() -> None:
     def fn() -> None:
         if current_world().rank == 0:
             everyone().barrier()
@@ -76,7 +76,7 @@ def test_ranks_that_call_the_same_at_different_lines_are_told_apart() -> None:
         assert text in str(caught.value)
 
 
-def test_the_line_is_the_users_however_deep_the_collective() -> None:
+def test_error_shows_the_users_line_at_any_depth() -> None:
     def fn() -> None:
         mesh = sm.init_device_mesh("cpu", (2,), axis_names=("a",))
         w = sm.device_put(torch.ones(4, 4), mesh, sm.P("a")).requires_grad_()
@@ -100,7 +100,7 @@ def files(error: BaseException) -> list[str]:
     return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
 
 
-def test_the_traceback_goes_from_the_call_to_the_users_line() -> None:
+def test_traceback_spans_from_the_call_to_the_users_line() -> None:
     def fn() -> None:
         everyone().barrier()
         if current_world().rank == 1:
@@ -115,7 +115,7 @@ def test_the_traceback_goes_from_the_call_to_the_users_line() -> None:
 
 
 @pytest.mark.parametrize("op", ["barrier", "all_gather_object"])
-def test_errors_that_name_the_lines_leave_the_library_off(op: str) -> None:
+def test_errors_that_name_lines_hide_library_frames(op: str) -> None:
     def fn() -> None:
         if current_world().rank == 0:
             getattr(everyone(), op)(*([1] if op == "all_gather_object" else []))
@@ -125,7 +125,7 @@ def test_errors_that_name_the_lines_leave_the_library_off(op: str) -> None:
     assert files(caught.value) == [__file__, simulate.__code__.co_filename, __file__]
 
 
-def test_ranks_have_tracebacks_of_their_own() -> None:
+def test_ranks_have_separate_tracebacks() -> None:
     def fn() -> list[str]:
         try:
             everyone().all_reduce(torch.zeros(1 + current_world().rank))
@@ -138,7 +138,7 @@ def test_ranks_have_tracebacks_of_their_own() -> None:
     assert all(names == first for names in others)
 
 
-def test_a_wrong_call_is_the_users_error() -> None:
+def test_invalid_call_raises_at_the_users_line() -> None:
     with pytest.raises(TypeError, match="argument"):
         simulate(2)(lambda x: x)()  # type: ignore[call-arg]
 

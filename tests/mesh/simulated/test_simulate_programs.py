@@ -1,4 +1,4 @@
-"""Random programs of collectives: the values of a plain computation, and the same run every time."""
+"""Random programs of collectives give the values of a plain computation, and every run is the same."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def steps(seed: int, n: int, count: int = 25) -> Iterator[Step]:
 
 
 def splits(seed: int, size: int, length: int) -> list[list[int]]:
-    """How many elements each rank of a group sends to each: uneven, some zero, `length` in all from each."""
+    """Return how many elements each rank of a group sends to each other: uneven, some zero, `length` in total per rank."""
     choose = random.Random(seed)
     table = []
     for _ in range(size):
@@ -47,7 +47,7 @@ def splits(seed: int, size: int, length: int) -> list[list[int]]:
 
 
 def spread(x: Tensor, length: int) -> Tensor:
-    """x repeated or cut to a length, so that values go on mattering."""
+    """Repeat or truncate x to a length, so that all values keep affecting the result."""
     return x.repeat(-(-length // max(1, x.numel())))[:length] if x.numel() else x.new_ones(length)
 
 
@@ -66,7 +66,7 @@ class SumOver(torch.autograd.Function):
 
 
 def collective(step: Step, x: Tensor, group: Group) -> Tensor:
-    """The step as a rank does it."""
+    """Run the step on one rank."""
     n, k = group.size, x.numel()
     if step.op in ("sum", "max"):
         group.all_reduce(x := x.clone(), step.op)
@@ -108,7 +108,7 @@ def one_rank(program: list[Step], trace: list[tuple[int, str]]) -> Tensor:
 
 
 def reference_step(step: Step, xs: list[Tensor], ranks: list[int]) -> list[Tensor]:
-    """What the step means, on all of a group's tensors."""
+    """Compute the step's result from all of a group's tensors."""
     n, k = len(xs), xs[0].numel()
     if step.op in ("sum", "max"):
         return [sum(xs[1:], xs[0]) if step.op == "sum" else torch.stack(xs).amax(0)] * n
@@ -182,7 +182,7 @@ def test_64_ranks_train_a_model() -> None:
     assert found[0] == pytest.approx(step(x, [w.clone().requires_grad_() for w in weights]), rel=1e-4)
 
 
-def test_modules_run_as_functions_do() -> None:
+def test_modules_run_like_functions() -> None:
     class Model(torch.nn.Module):
         """Doc."""
 
@@ -200,7 +200,7 @@ def test_modules_run_as_functions_do() -> None:
         torch.testing.assert_close(y, model.linear(x))
 
 
-def test_mapped_functions_run_and_show_their_lines() -> None:
+def test_mapped_functions_run_and_errors_show_their_lines() -> None:
     def part(x: Tensor, stray: bool) -> Tensor:
         if stray and sm.axis_index("a") == 1:
             sm.pmax(x.sum(), "a")

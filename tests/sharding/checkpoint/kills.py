@@ -1,10 +1,10 @@
-"""Saves in which ranks are killed, by names such as "save one 0 17 before": who, at which call that writes, before it or half way.
+"""Saves in which ranks are killed, with names such as "save one 0 17 before": which ranks, at which write, before or half way.
 
-    save|replace|async  a new step, or the one that is there is made anew, or a new step by async_save
+    save|replace|async  a new step, the existing step saved again, or a new step by async_save
     one|all             the rank alone, or all four
     0                   the rank that counts its calls
-    17 before|half      at its 17th call that changes the disk; half: of what it writes, half is written
-    0.013 after         13 ms after the save has begun, wherever it is
+    17 before|half      at its 17th call that changes the disk; half: after half of the data is written
+    0.013 after         13 ms after the start of the save, wherever it is
 
 Each works in the folder CHECKPOINT_KILLS of the environment, under its own name.
 """
@@ -67,7 +67,7 @@ def nothing() -> Iterator[list[int]]:
 
 @contextmanager
 def killed(pids: list[int], when: str, how: str) -> Iterator[list[int]]:
-    """Inside, these processes are killed at the call or time. Tells how many calls there were."""
+    """Kill these processes at the call or time inside the block; yield a counter of the calls."""
     count, originals = [0], {name: getattr(os, name) for name in CALLS}
 
     def die() -> None:
@@ -116,10 +116,10 @@ FAULTS = Programs()
 
 
 def what_is_there(base: Path, name: str) -> int:
-    """The step that is loaded after a kill; it is exactly that of one save, and another can be made after it.
+    """Return the step that is loaded after a kill, checking that it is exactly one save's and that another save works.
 
     Raises:
-        AssertionError: a mix, or a folder that cannot be used any more.
+        AssertionError: a mixture of saves, or an unusable folder.
     """
     folder = base / name.replace(" ", "-")
 

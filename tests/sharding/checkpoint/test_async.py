@@ -1,4 +1,4 @@
-"""`async_save`: what it saves is what was there when it was called, and its errors come out."""
+"""`async_save` saves the state at the call, and raises its errors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ X = torch.arange(48.0).reshape(8, 6)
 
 @pytest.fixture
 def gate(monkeypatch):
-    """The disk takes nothing until it is set."""
+    """Block writes to the disk until it is set."""
     opened, whole = threading.Event(), os.write
     monkeypatch.setattr(os, "write", lambda fd, data: whole(fd, data) if opened.wait(20) else 0)
     yield opened
     opened.set()
 
 
-def test_the_tree_may_change_at_once(tmp_path, gate):
+def test_tree_may_change_after_the_call(tmp_path, gate):
     def program(mesh):
         x, plain = sm.distribute_tensor(X.clone(), mesh, P("a"), src_data_rank=None), X.clone()
         saving = async_save({"x": x, "plain": plain}, tmp_path, step=4)
@@ -50,8 +50,8 @@ def test_the_tree_may_change_at_once(tmp_path, gate):
     on_mesh((2,), program)
 
 
-def test_it_is_complete_without_anybody_waiting(tmp_path):
-    """The thread of rank 0 sees what the others have written."""
+def test_completes_without_wait(tmp_path):
+    """The thread of rank 0 polls the files of the others."""
 
     def program(mesh):
         return async_save({"x": sm.distribute_tensor(X, mesh, P("a"), src_data_rank=None)}, tmp_path)
@@ -75,8 +75,8 @@ def test_a_second_save_waits_for_the_first(tmp_path):
 
 @pytest.mark.parametrize("failing", ["__1_0", "manifest"])
 @pytest.mark.parametrize("wait", [True, False])
-def test_errors_come_out(wait, failing, tmp_path, monkeypatch):
-    """At `wait()`, or at the next save: on every rank, the same text; the handle tells it again."""
+def test_errors_are_raised(wait, failing, tmp_path, monkeypatch):
+    """At `wait()` or the next save, with the same text on every rank; the handle raises it again."""
     on_mesh((2,), lambda mesh: save({"n": 0}, tmp_path))
     whole = os.open
 

@@ -1,4 +1,4 @@
-"""What the folder holds, whatever happens to a save: complete checkpoints, each of one step, or an error that names the file."""
+"""After any failure of a save, the folder has complete checkpoints of one step each, or loading raises an error that names the file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def saved(folder, *steps, keep=None):
 
 
 def loaded(folder, step=None):
-    """The step that is loaded, by all that is in it."""
+    """Return the step that is loaded, checking everything in it."""
 
     def program(mesh):
         found = load(folder, tree(mesh, 0), step=step)
@@ -46,7 +46,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_steps_and_the_newest(tmp_path):
+def test_steps_and_latest(tmp_path):
     assert latest(tmp_path / "nowhere") is None
     saved(tmp_path, 3, 12)
     assert latest(tmp_path) == (12, tmp_path / "step-00000012")
@@ -59,8 +59,8 @@ def test_steps_and_the_newest(tmp_path):
 
 
 @pytest.mark.parametrize("writers", [1, 2, 5])
-def test_what_is_replaced_is_removed_by_all_ranks(writers, tmp_path, monkeypatch):
-    """Each rank unlinks what the ranks of its number wrote, of whatever world; nothing is left."""
+def test_replaced_files_are_removed_by_all_ranks(writers, tmp_path, monkeypatch):
+    """Each rank unlinks the files of its rank number, of any world size; nothing is left."""
     for step in (0, 1):
         on_mesh((writers,), lambda mesh, step=step: save(tree(mesh, step), tmp_path, step=step))
     unlink, by = os.unlink, {}
@@ -81,11 +81,11 @@ def test_what_is_replaced_is_removed_by_all_ranks(writers, tmp_path, monkeypatch
     assert len([n for n in removed if n]) == min(writers, 2), "by both ranks"
 
 
-def test_a_step_of_its_own(tmp_path):
+def test_explicit_step(tmp_path):
     assert on_mesh((2,), lambda mesh: [save({"n": 1}, tmp_path).step for _ in range(3)])[1] == [0, 1, 2]
 
 
-def test_nothing_there(tmp_path):
+def test_empty_folder(tmp_path):
     assert "no complete checkpoint" in same_error((2,), lambda mesh: load(tmp_path, {}), FileNotFoundError, silent=False)
 
 
@@ -103,7 +103,7 @@ def test_a_step_is_replaced(tmp_path):
     assert loaded(tmp_path) == 5
 
 
-def test_what_crashes_leave_behind(tmp_path):
+def test_remains_of_crashes_are_removed(tmp_path):
     saved(tmp_path, 1, 2)
     os.rename(tmp_path / "step-00000002", tmp_path / "step-00000002.old-aa")  # killed between two renames
     (tmp_path / "step-00000003.tmp-bb").mkdir()
@@ -139,7 +139,7 @@ def test_a_full_disk(room, tmp_path, monkeypatch):
 
 
 def test_a_full_disk_in_the_middle_of_a_tensor(tmp_path, monkeypatch):
-    """Where torch.save calls what fails."""
+    """The failing write is called by torch.save."""
     saved(tmp_path, 1)
     whole, left = os.write, [3_000_000]
 
@@ -168,7 +168,7 @@ def test_a_full_disk_while_a_step_is_replaced(tmp_path, monkeypatch):
     assert loaded(tmp_path) == 1
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
+def test_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
     text = same_error((2,), lambda mesh: save({"n": 1}, tmp_path / "file"), CheckpointError, silent=False)
     assert str(tmp_path / "file") in text
@@ -221,7 +221,7 @@ def test_a_flipped_bit(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_cut_short(name, tmp_path):
+def test_truncated_file(name, tmp_path):
     saved(tmp_path, 1)
     path = tmp_path / "step-00000001" / name
     good = path.read_bytes()
@@ -232,7 +232,7 @@ def test_a_file_cut_short(name, tmp_path):
         assert not name.endswith("distcp") or f"{length} bytes of {len(good)}" in text
 
 
-def test_files_that_changed_places(tmp_path):
+def test_swapped_files(tmp_path):
     saved(tmp_path, 1, 2)
     one, other = (tmp_path / "step-00000002" / name for name in FILES[:2])
     one.rename(tmp_path / "aside")
@@ -243,7 +243,7 @@ def test_files_that_changed_places(tmp_path):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_another_step(name, tmp_path):
-    """Never a mix: a file of step 1 in the place of that of step 2 is an error."""
+    """A file of step 1 in place of that of step 2 raises an error."""
     saved(tmp_path, 1, 2)
     (tmp_path / "step-00000002" / name).write_bytes((tmp_path / "step-00000001" / name).read_bytes())
     text = error_of(tmp_path)
@@ -271,8 +271,8 @@ def test_a_renamed_folder(tmp_path):
     assert "not 7" in error_of(tmp_path)
 
 
-def test_the_index_names_code(tmp_path):
-    """An index is a pickle; one that refers to anything but torch's own classes of an index is not read."""
+def test_index_that_refers_to_code(tmp_path):
+    """An index is a pickle; one that refers to classes other than torch's own index classes is refused."""
     import pickle
 
     saved(tmp_path, 1)
@@ -294,7 +294,7 @@ def test_the_manifest(tmp_path):
         assert (tmp_path / "step-00000003" / name).stat().st_size == file["size"] == sum(length for _, length, _ in file["pieces"])
 
 
-def test_a_file_in_the_place_of_the_folder(tmp_path):
+def test_file_in_place_of_the_folder(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"")
     text = same_error((2,), lambda mesh: sm.checkpoint.load(tmp_path / "model.pt", {}), FileNotFoundError, silent=False)
     for words in (

@@ -1,4 +1,4 @@
-"""Ranks killed in the middle of a save: the folder has one checkpoint or the other, and the ranks that live raise an error.
+"""Ranks killed in the middle of a save: the folder has the old or the new checkpoint, and surviving ranks raise an error.
 
 Every call and 500 random moments are run by benchmarks/checkpoint_faults.py.
 """
@@ -34,7 +34,7 @@ def outcomes(tmp_path_factory):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
-def test_one_checkpoint_or_the_other(name, outcomes):
+def test_old_or_new_checkpoint_remains(name, outcomes):
     base, jobs = outcomes
     outcome = jobs[name].result()
     assert outcome.killed == [], "nothing hangs"

@@ -1,4 +1,4 @@
-"""Training in one form of data parallelism goes on in another, on another mesh, from a checkpoint or from whole tensors on one rank."""
+"""Training resumes in another form of data parallelism on another mesh, from a checkpoint or full tensors on one rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMS = {
 
 
 def trained(form, mesh_shape, count, seed, before, after):
-    """The losses of some steps on a mesh, on rank 0; `before` gives the model its state, and `after` is told of it."""
+    """Return the losses of some steps on a mesh, on rank 0; `before` loads the model's state, `after` receives it."""
 
     def program(mesh):
         torch.manual_seed(seed)
@@ -48,12 +48,12 @@ def nothing(*_):
 
 @pytest.fixture(scope="module")
 def curve():
-    """On one rank, in one piece."""
+    """Return the losses on one rank, without interruption."""
     return trained("DDP", (1,), 5, 0, nothing, nothing)
 
 
 @pytest.mark.parametrize(("first", "second"), [("FSDP", "FSDP"), ("FSDP", "DDP"), ("ZeRO-1", "FSDP"), ("DDP", "ZeRO-1")])
-def test_the_curve_goes_on(first, second, curve, tmp_path):
+def test_loss_curve_continues(first, second, curve, tmp_path):
     """Three steps on four ranks, two on three."""
 
     def saved(model, optimizer, mesh):
@@ -66,7 +66,7 @@ def test_the_curve_goes_on(first, second, curve, tmp_path):
     assert found == pytest.approx(curve, rel=1e-12)
 
 
-def test_from_whole_tensors_on_one_rank(curve):
+def test_resume_from_full_tensors_on_one_rank(curve):
     whole = []
 
     def gathered(model, optimizer, mesh):

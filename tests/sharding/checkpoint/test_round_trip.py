@@ -1,4 +1,4 @@
-"""What is saved on one mesh is loaded onto another, bit for bit; how much is read and sent for it."""
+"""Checkpoints are loaded onto other meshes bit for bit; bytes read and sent."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_kind_of_leaf(tmp_path):
     assert on_mesh((3,), program) == [0, 2, 4]
 
 
-def test_like_is_left_alone(tmp_path):
+def test_like_is_not_modified(tmp_path):
     def program(mesh):
         x = place(mesh, X)
         save({"x": x}, tmp_path)
@@ -81,7 +81,7 @@ def test_like_is_left_alone(tmp_path):
     on_mesh((2,), program)
 
 
-def test_what_is_pending_is_reduced(tmp_path):
+def test_pending_values_are_reduced(tmp_path):
     def program(mesh):
         save({"x": sm.from_local(X.clone(), mesh, P(unreduced={"a"}))}, tmp_path)
         return load(tmp_path, {"x": torch.empty_like(X)})["x"]
@@ -89,7 +89,7 @@ def test_what_is_pending_is_reduced(tmp_path):
     assert all(torch.equal(x, 2 * X) for x in on_mesh((2,), program))
 
 
-def test_views_are_saved_without_what_they_are_views_of(tmp_path):
+def test_views_are_saved_without_their_base(tmp_path):
     def program(mesh):
         base = torch.zeros(1000, 6)
         save({"x": sm.from_local(base[3:7], mesh, P("a"), shape=(8, 6)), "plain": base.t()[:, 5:9]}, tmp_path)
@@ -111,7 +111,7 @@ def test_ranks_outside_the_mesh(tmp_path):
     assert results[0] is results[2] is None
 
 
-def test_random_numbers_go_on(tmp_path):
+def test_random_state_continues(tmp_path):
     def saving(mesh):
         sm.random.manual_seed(5)
         torch.manual_seed(mesh.get_rank())
@@ -150,7 +150,7 @@ def test_each_byte_is_written_once_and_evenly(tmp_path):
     [(P(), X.nbytes), (P("a"), X.nbytes), (P(None, ("b", "a")), X.nbytes // 3), (P("b", "a"), X.nbytes // 2)],
 )
 def test_each_byte_is_read_once(spec, kept, tmp_path, monkeypatch):
-    """Whatever the replicas, a node reads each piece once; the two readers keep their own parts of it, and the rest is sent."""
+    """A node reads each piece once, whatever is replicated; readers keep their own parts and send the rest."""
     read = []
     whole = pieces.read_tensor
     monkeypatch.setattr(pieces, "read_tensor", lambda stored, piece, *args: (read.append(piece), whole(stored, piece, *args))[1])
@@ -171,7 +171,7 @@ def test_each_byte_is_read_once(spec, kept, tmp_path, monkeypatch):
     }
 
 
-def test_nothing_is_sent_where_ranks_need_different_pieces(tmp_path):
+def test_nothing_is_sent_if_ranks_need_different_pieces(tmp_path):
     def program(mesh):
         x = place(mesh, X).redistribute(P("a"))
         with collectives() as records:
@@ -184,8 +184,8 @@ def test_nothing_is_sent_where_ranks_need_different_pieces(tmp_path):
     assert on_mesh((4,), program) == [["all_gather_object", "broadcast", "all_gather_object", "all_gather_object"]] * 4
 
 
-def test_tensors_are_read_where_they_are(tmp_path, monkeypatch):
-    """Into the memory of what is loaded, if a piece is one block of it; else into memory of its own."""
+def test_tensors_are_read_in_place(tmp_path, monkeypatch):
+    """Directly into the loaded tensor's memory if a piece is contiguous there, otherwise into a buffer."""
     into, whole = [], pieces.read_tensor
 
     def read(stored, piece, dtype, memory=None):
@@ -260,7 +260,7 @@ def test_long_tensors_are_stored_and_read_in_pieces(tmp_path, monkeypatch):
         ({"missing": None}, ["no 'missing'"]),
     ],
 )
-def test_what_is_not_stored(like, words, tmp_path):
+def test_entries_missing_from_the_checkpoint(like, words, tmp_path):
     on_mesh((2,), lambda mesh: save({"model": {"weight": place(mesh, X)}, "step": 3}, tmp_path))
     text = same_error((2,), lambda mesh: load(tmp_path, like), ValueError, silent=False)
     for word in words:
@@ -282,7 +282,7 @@ def test_a_like_with_pending_values(tmp_path):
         (X.to_sparse(), ["sparse"]),
     ],
 )
-def test_what_cannot_be_saved(leaf, words, tmp_path):
+def test_unsupported_leaves_raise(leaf, words, tmp_path):
     text = same_error((2,), lambda mesh: save({"bad": leaf}, tmp_path), TypeError)
     for word in words:
         assert word in text
@@ -290,11 +290,11 @@ def test_what_cannot_be_saved(leaf, words, tmp_path):
 
 
 @pytest.mark.parametrize("tree", [X, 3, [1, 2], None])
-def test_no_names(tree, tmp_path):
+def test_invalid_names_raise(tree, tmp_path):
     assert "save a dict" in same_error((2,), lambda mesh: save(tree, tmp_path), TypeError)
 
 
-def test_names_that_clash(tmp_path):
+def test_clashing_names_raise(tmp_path):
     text = same_error((2,), lambda mesh: save({"a": {"b": 1}, "a.b": 2}, tmp_path), ValueError)
     assert "two leaves have the name 'a.b'" in text
 
@@ -308,7 +308,7 @@ def test_names_that_clash(tmp_path):
         (lambda mesh: {"x": sm.distribute_tensor(X, mesh, P("a" if mesh.get_rank() else None), src_data_rank=None)}, ["P('a', None)"]),
     ],
 )
-def test_trees_that_differ(tree, words, tmp_path):
+def test_different_trees_raise(tree, words, tmp_path):
     text = same_error((3,), lambda mesh: save(tree(mesh), tmp_path), CheckpointError, silent=False)
     for word in words:
         assert word in text
@@ -316,13 +316,13 @@ def test_trees_that_differ(tree, words, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"step": -1}, {"step": 1.5}, {"keep": 0}, {"keep": True}])
-def test_options_that_make_no_sense(options, tmp_path):
+def test_invalid_options_raise(options, tmp_path):
     assert str(next(iter(options.values()))) in same_error((2,), lambda mesh: save({}, tmp_path, **options), ValueError)
 
 
 @pytest.mark.parametrize("damaged", ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"])
 def test_a_rank_that_cannot_read(damaged, tmp_path, monkeypatch):
-    """In rounds, some of which ranks read for themselves: the others do not wait for it, and raise what it raises."""
+    """In several rounds, some read locally: the other ranks do not wait for it, and raise its error."""
     monkeypatch.setattr(reading, "ROUND_BYTES", 1)
 
     def tree(mesh):
@@ -335,7 +335,7 @@ def test_a_rank_that_cannot_read(damaged, tmp_path, monkeypatch):
     assert str(path) in same_error((3,), lambda mesh: load(tmp_path, tree(mesh)), CheckpointError, silent=False)
 
 
-def test_loading_what_ranks_want_differently(tmp_path):
+def test_loading_different_trees_per_rank(tmp_path):
     on_mesh((2,), lambda mesh: save({"x": place(mesh, X)}, tmp_path))
 
     def program(mesh):
@@ -344,7 +344,7 @@ def test_loading_what_ranks_want_differently(tmp_path):
     assert "rank 1 has 'x'" in same_error((2,), program, CheckpointError, silent=False)
 
 
-def test_a_world_without_data(tmp_path):
+def test_null_world(tmp_path):
     with sm.debug.null_world(4):
         mesh = sm.init_device_mesh("cpu", (4,), axis_names=("a",))
         with pytest.raises(ValueError, match="null_world has none"):

@@ -1,4 +1,4 @@
-"""Files in the safetensors format: read by slices, written from one rank, equal to what the library reads and writes."""
+"""Files in the safetensors format: read by slices, written from one rank, compatible with the safetensors library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE = {f"t{i}": values_of(i, shape, dtype) for i, dtype in enumerate(DTYPES) f
 
 
 def write(path, tensors, shift=0):
-    """A file as the format's page describes it, by hand, at will with data that begin nowhere in particular."""
+    """Write a file by hand as the format is specified, optionally with unaligned data."""
     header, data = {"__metadata__": {"format": "pt"}}, b""
     names = {torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL", torch.float64: "F64"}
     for name, x in tensors.items():
@@ -32,7 +32,7 @@ def write(path, tensors, shift=0):
 
 
 @pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a")])
-def test_there_and_back(spec, tmp_path):
+def test_round_trip(spec, tmp_path):
     path = tmp_path / "x.safetensors"
 
     def program(mesh):
@@ -48,7 +48,7 @@ def test_there_and_back(spec, tmp_path):
     on_mesh((3,), program)
 
 
-def test_the_library_reads_and_writes_the_same(tmp_path):
+def test_compatible_with_the_safetensors_library(tmp_path):
     library = pytest.importorskip("safetensors.torch")
     ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
     library.save_file(WHOLE, theirs)
@@ -62,7 +62,7 @@ def test_the_library_reads_and_writes_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("shift", range(8))
-def test_data_that_begin_anywhere(shift, tmp_path):
+def test_unaligned_data(shift, tmp_path):
     tensors = {"flags": torch.tensor([True, False, True]), "x": torch.arange(12.0).reshape(4, 3), "n": torch.arange(4)}
     write(tmp_path / "x.safetensors", tensors, shift)
 
@@ -74,7 +74,7 @@ def test_data_that_begin_anywhere(shift, tmp_path):
 
 
 def test_a_folder_into_a_module(tmp_path):
-    """As HuggingFace writes a model: several files, names of the module."""
+    """As Hugging Face writes a model: several files, with the module's names."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     state = dict(plain.state_dict())
@@ -107,7 +107,7 @@ def _check(path):
 
 
 @pytest.mark.parametrize(("size", "count"), [(1, 4), (48, 3), ("56B", 2), ("0.072KB", 2), ("1GiB", 1), (None, 1)])
-def test_files_of_a_largest_size(size, count, tmp_path):
+def test_max_shard_size(size, count, tmp_path):
     _save(tmp_path, max_shard_size=size)
     parts = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     expected = ["model.safetensors"] if count == 1 else [*parts, "model.safetensors.index.json"]
@@ -120,8 +120,8 @@ def test_files_of_a_largest_size(size, count, tmp_path):
         _check(tmp_path / "model.safetensors.index.json")
 
 
-def test_files_of_an_earlier_save_go(tmp_path):
-    """In any order of one file and several: what is left is one model."""
+def test_files_of_an_earlier_save_are_removed(tmp_path):
+    """In any order of one file and several, exactly one model is left."""
     (tmp_path / "adapter.safetensors.txt").write_text("kept")
     for size in (48, None, 56, 48):
         _save(tmp_path / "model.safetensors", max_shard_size=size)
@@ -129,7 +129,7 @@ def test_files_of_an_earlier_save_go(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3 + 1 + 1
 
 
-def test_an_index_says_which_files_belong_to_the_model(tmp_path):
+def test_index_lists_the_files_of_the_model(tmp_path):
     _save(tmp_path, max_shard_size=48)
     write(tmp_path / "consolidated.safetensors", {"a": torch.zeros(4, 3)})
     _check(tmp_path)
@@ -156,7 +156,7 @@ def test_a_wrong_index(index, words, tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, -1, "five", "5XB", True])
-def test_a_size_that_is_none(size, tmp_path):
+def test_invalid_max_shard_size_raises(size, tmp_path):
     assert "max_shard_size" in same_error((2,), lambda mesh: save_safetensors(SHARDED, tmp_path, max_shard_size=size), ValueError)
 
 
@@ -169,7 +169,7 @@ def test_a_size_that_is_none(size, tmp_path):
         ({"x": 3}, ["'x'", "is a tensor"]),
     ],
 )
-def test_what_is_not_in_the_file(like, words, tmp_path):
+def test_missing_tensors_raise(like, words, tmp_path):
     write(tmp_path / "x.safetensors", {"x": torch.zeros(4, 3)})
     text = same_error((2,), lambda mesh: load_safetensors(tmp_path / "x.safetensors", like), ValueError, silent=False)
     for word in words:
@@ -184,19 +184,19 @@ def test_a_damaged_file(damage, tmp_path):
     assert str(path) in same_error((2,), lambda mesh: load_safetensors(path, {"x": torch.empty(4, 3)}), CheckpointError, silent=False)
 
 
-def test_no_file(tmp_path):
+def test_missing_file_raises(tmp_path):
     for path in (tmp_path, tmp_path / "x.safetensors"):
         assert str(path) in same_error((2,), lambda mesh, path=path: load_safetensors(path, {}), CheckpointError, silent=False)
 
 
 @pytest.mark.parametrize("leaf", [3, torch.zeros(2, dtype=torch.complex128)])
-def test_what_the_format_does_not_have(leaf, tmp_path):
+def test_unsupported_dtypes_raise(leaf, tmp_path):
     assert "'a.b'" in same_error((2,), lambda mesh: save_safetensors({"a": {"b": leaf}}, tmp_path / "x"), ValueError)
 
 
 @pytest.mark.parametrize("size", [None, 3_000_000])
 def test_a_full_disk(size, tmp_path, monkeypatch):
-    """The file that was there stays, and the ranks that only send do not hang."""
+    """The existing file stays, and the ranks that only send do not hang."""
     path = tmp_path / "x.safetensors"
     write(path, {"x": torch.zeros(4, 3)})
     before = path.read_bytes()

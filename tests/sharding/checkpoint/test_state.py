@@ -1,4 +1,4 @@
-"""State of modules and optimizers: by name, as it lies, on one rank whole, and back on another mesh."""
+"""State of modules and optimizers: by name, sharded, full on one rank, and loaded onto another mesh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = P(("b", "a"))
 
 
 def model_of(mesh, spec=None, seed=0):
-    """Two layers and a plain buffer; parameters lie by `spec(parameter)`."""
+    """Return two layers and a plain buffer; parameters have the layouts `spec(parameter)`."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 5, dtype=torch.float64), nn.ReLU(), nn.Linear(5, 3, dtype=torch.float64))
     model.register_buffer("count", torch.tensor(4))
@@ -32,7 +32,7 @@ def model_of(mesh, spec=None, seed=0):
 
 
 def ragged(parameter):
-    """All rows on the middle one of three ranks."""
+    """Return a layout with all rows on the middle one of three ranks."""
     return P("a", sizes={"a": (0, parameter.shape[0], 0)})
 
 
@@ -52,7 +52,7 @@ def whole_of(model):
 
 
 def expected(count):
-    """On one rank, without meshes."""
+    """Return the result on one rank, without meshes."""
     model = model_of(None)
     steps(model, adam(model), count)
     return whole_of(model)
@@ -87,8 +87,8 @@ SPECS = {"rows": lambda p: P("a"), "columns": lambda p: P(None, "a") if p.ndim =
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_training_goes_on_elsewhere(spec, tmp_path):
-    """Three steps on (2, 2), two more on (3,) with an optimizer that has made none: as five in one piece."""
+def test_training_resumes_on_another_mesh(spec, tmp_path):
+    """Three steps on (2, 2), two more on (3,) with a new optimizer equal five without interruption."""
 
     def first(mesh):
         model = model_of(mesh, lambda p: ROWS)
@@ -141,7 +141,7 @@ def test_modules_optimizers_and_schedulers_in_the_tree(tmp_path):
 
 
 class Loader:
-    """A data loader whose state has another form when it has begun."""
+    """A data loader whose state has another structure after it has started."""
 
     def __init__(self, state):
         self.state = state
@@ -153,8 +153,8 @@ class Loader:
         self.state = state
 
 
-def test_the_checkpoint_says_what_an_object_has(tmp_path):
-    """More and other entries than the new object has, tensors of other shapes, and of each rank its own."""
+def test_entries_of_objects_come_from_the_checkpoint(tmp_path):
+    """More and other entries than the new object has, tensors of other shapes, and per-rank values."""
     begun = {"epoch": 3, "order": torch.arange(5), "workers": [{"position": torch.tensor(7)}, {}], "rate": torch.tensor(0.5)}
 
     def first(mesh):
@@ -173,8 +173,8 @@ def test_the_checkpoint_says_what_an_object_has(tmp_path):
         assert state["own"] == (rank if rank < 2 else None)
 
 
-def test_nothing_changes_where_a_file_is_damaged(tmp_path):
-    """Not even the objects that were read before the damage was met."""
+def test_damaged_file_changes_nothing(tmp_path):
+    """Not even objects that were read before the damage was found."""
 
     def first(mesh):
         save({"model": model_of(mesh, lambda p: P("a")), "z": torch.arange(9)}, tmp_path)
@@ -204,8 +204,8 @@ def test_a_state_without_the_optimizer():
         load_state_dict(model, state_dict(model), adam(model))
 
 
-def test_other_groups():
-    """Settings go by the parameters that had them."""
+def test_different_param_groups():
+    """Settings are matched by the parameters of the group."""
     model = model_of(None)
     one = torch.optim.SGD([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}], lr=0.1, momentum=0.9)
     steps(model, one, 1)
@@ -219,8 +219,8 @@ def test_other_groups():
 # -- whole on one rank -------------------------------------------------------------------------------------------------
 
 
-def test_whole_tensors_on_one_rank():
-    """One exchange per tensor, in which only what that rank lacks moves, and to it alone."""
+def test_full_state_on_one_rank():
+    """One all_to_all per tensor, in which only that rank receives, and only what it lacks."""
 
     def program(mesh):
         model = model_of(mesh, lambda p: ROWS)
@@ -259,8 +259,8 @@ def test_from_one_rank_to_any_mesh(rank):
         assert count == 4
 
 
-def test_boxes_are_sent_and_no_more():
-    """An exchange in which each rank gets its rows once."""
+def test_only_boxes_are_sent():
+    """One all_to_all in which each rank receives its rows once."""
 
     def program(mesh):
         model = nn.Linear(8, 8, bias=False)
@@ -283,7 +283,7 @@ def test_boxes_are_sent_and_no_more():
         (lambda state: state.update({"more": torch.zeros(5)}), ["'model.more'", "does not have"]),
     ],
 )
-def test_a_state_that_does_not_fit(change, words):
+def test_incompatible_state_raises(change, words):
     state = {name: value.clone() for name, value in model_of(None).state_dict().items()}
     change(state)
 
@@ -296,5 +296,5 @@ def test_a_state_that_does_not_fit(change, words):
 
 
 @pytest.mark.parametrize("function", [full_state_dict, lambda m, rank: load_full_state_dict(m, None, rank)])
-def test_a_rank_that_does_not_exist(function):
+def test_nonexistent_rank_raises(function):
     assert "rank must be an integer from 0 to 1, got 7" in same_error((2,), lambda mesh: function(model_of(mesh), rank=7), ValueError)

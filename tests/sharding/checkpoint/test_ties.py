@@ -1,4 +1,4 @@
-"""Tied weights: one tensor in files and in whole states, and every name of it again in a module."""
+"""Tied weights: stored once in files and full states, and loaded under every name in a module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tied(nn.Module):
 
 
 def _tied(mesh, value):
-    """The model, its parameters split over all ranks, with this value in the tied one."""
+    """Return the model with parameters sharded over all ranks, and this value in the tied one."""
     model = Tied()
     nn.init.constant_(model.embed.weight, value)
     return sm.parallel.fully_shard(model, mesh)
@@ -40,7 +40,7 @@ def test_names():
     assert ties({"x": model.scale, "y": model.scale, "layout": nn.Linear(2, 2)}) == {}
 
 
-def test_a_file_has_them_once(tmp_path):
+def test_file_stores_tied_weights_once(tmp_path):
     path = tmp_path / "model.safetensors"
 
     def program(mesh):
@@ -64,7 +64,7 @@ def test_a_file_has_them_once(tmp_path):
 
 
 @pytest.mark.parametrize("stored", ["embed.weight", "head.weight", "last.weight"])
-def test_a_file_of_others_has_any_one_of_the_names(stored, tmp_path):
+def test_files_may_have_any_of_the_tied_names(stored, tmp_path):
     library = pytest.importorskip("safetensors.torch")
     path = tmp_path / "model.safetensors"
     library.save_file({stored: torch.ones(5, 3), "head.bias": torch.ones(5), "scale": torch.ones(2)}, path)
@@ -77,7 +77,7 @@ def test_a_file_of_others_has_any_one_of_the_names(stored, tmp_path):
     assert all(torch.equal(x, torch.ones_like(x)) for x in found.values())
 
 
-def test_a_whole_state_has_them_once():
+def test_full_state_has_tied_weights_once():
     def program(mesh):
         model = _tied(mesh, 4.0)
         with collectives() as records:

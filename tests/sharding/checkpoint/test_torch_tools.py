@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint: ours are read by torch's tools, and those of DTensors are read by us."""
+"""Compatibility with torch.distributed.checkpoint: torch's tools read our checkpoints, and we read those of DTensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _mesh() -> sm.DeviceMesh:
 
 
 def _to_dtensors(folder: Path) -> None:
-    """Ours, into DTensors and plain tensors by `dcp.load`."""
+    """Load our checkpoint into DTensors and plain tensors with `dcp.load`."""
     mesh = _mesh()
     ours = {str(i): sm.distribute_tensor(X + i, mesh, spec, src_data_rank=None) for i, spec in enumerate(SPECS)}
     path = save({"model": ours, "half": X.bfloat16(), "step": 7}, folder).path
@@ -55,7 +55,7 @@ def test_torch_loads_ours(world4, tmp_path):
 
 
 def _from_dtensors(folder: Path) -> None:
-    """What torch saved from DTensors, into any layouts of ours, with the state of an optimizer."""
+    """Load what torch saved from DTensors into any of our layouts, with the state of an optimizer."""
     mesh = _mesh()
     torch.manual_seed(0)
     model = nn.Linear(5, 7)
@@ -90,7 +90,7 @@ def test_ours_loads_dtensors(world4, tmp_path):
     world4(_from_dtensors, tmp_path)
 
 
-def test_as_one_file_of_torch(tmp_path):
+def test_converted_to_one_torch_file(tmp_path):
     """`dcp_to_torch_save`, without any process group."""
 
     def program(mesh):

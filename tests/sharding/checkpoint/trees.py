@@ -1,4 +1,4 @@
-"""Random trees of state on random meshes, by seed: what is saved, how it is to lie when it is loaded, and whether it is the same."""
+"""Random trees of state on random meshes, by seed: the saved tree, the layouts for loading, and the comparison."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shape_of(rng: random.Random) -> tuple[int, ...]:
 
 
 def spec_of(rng: random.Random, mesh: sm.AbstractMesh, shape: Sequence[int]) -> P:
-    """Any spec without pending values: axes in any order, ragged cuts, empty parts."""
+    """Return a spec without pending values: axes in any order, ragged and empty parts."""
     dims: list[list[str]] = [[] for _ in shape]
     for axis in rng.sample(mesh.axis_names, mesh.ndim):
         place = rng.randrange(-1, len(shape))
@@ -47,7 +47,7 @@ def spec_of(rng: random.Random, mesh: sm.AbstractMesh, shape: Sequence[int]) -> 
 
 
 def values_of(seed: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """The whole tensor: bits of any kind, NaNs too where the dtype has them."""
+    """Return a tensor of random bits, including NaNs if the dtype has them."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator, device="cpu").bool()
@@ -56,7 +56,7 @@ def values_of(seed: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tens
 
 
 def mesh_of(rng: random.Random, shape: Sequence[int]) -> sm.DeviceMesh:
-    """A mesh of this shape over some ranks of the world, in any order."""
+    """Return a mesh of this shape over some ranks of the world, in any order."""
     world = current_world()
     ranks = torch.tensor(rng.sample(range(world.size), math.prod(shape)), device="cpu").reshape(tuple(shape))
     return sm.DeviceMesh(DEVICE, ranks, axis_names=AXES[: len(shape)])
@@ -67,14 +67,14 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """What this rank holds of it, cut by hand."""
+    """Return this rank's part, sliced by hand."""
     if layout.mesh.coordinate is None:
         return torch.empty(0, dtype=whole.dtype)
     return whole[tuple(slice(*interval) for interval in layout.box)].clone()
 
 
 def pair(seed: int, folder: Path) -> int:
-    """Saves a random tree on a random mesh and loads it onto another, bit for bit. Returns how many tensors it had."""
+    """Save a random tree on a random mesh and load it onto another, bit for bit. Return the number of tensors."""
     rng = random.Random(seed)
     saved_shape, loaded_shape = rng.choice(MESHES), rng.choice(MESHES)
     tensors = [(shape_of(rng), rng.choice(DTYPES)) for _ in range(rng.randint(1, 4))]

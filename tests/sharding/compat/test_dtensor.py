@@ -1,4 +1,4 @@
-"""The names of `torch.distributed.tensor`: one program, run on torch's and on ours."""
+"""The names of `torch.distributed.tensor`: one program, run with torch's and with ours."""
 
 from __future__ import annotations
 
@@ -391,7 +391,7 @@ def _their_surprises() -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page speaks of torch 2.13")
-def test_what_the_page_says_of_torch(world4):
+def test_documented_behavior_of_torch(world4):
     for found in world4(_their_surprises):
         assert [name for name, true in found.items() if not true] == []
 
@@ -423,7 +423,7 @@ def test_local_map_takes_trees_keywords_and_specs(mesh):
 
 
 @every_rank(4)
-def test_bad_placements_of_local_map(mesh):
+def test_invalid_placements_of_local_map_raise(mesh):
     x = place(mesh, numbers(8), Shard(0))
     here = [Shard(0)]
     for words, call in {
@@ -526,7 +526,7 @@ def test_registered_operators_outside_the_mesh(mesh):
         _same(x.grad, 2 * numbers(5, 4) * numbers(4, seed=1) ** 2)
 
 
-def test_bad_pairs(tables):
+def test_invalid_pairs_raise(tables):
     @sm.compat.register_sharding(torch.erf)
     def erf(x):
         return {1: [([Replicate()], [])], 2: [([Shard(5)], [Shard(0)])], 3: [([Partial()], [Partial()])]}[x.ndim]
@@ -554,7 +554,7 @@ def test_the_mesh_of_a_with_block(mesh):
         sm.distribute_tensor(numbers(4))
 
 
-def test_bad_options_of_factories():
+def test_invalid_options_of_factories_raise():
     mesh = on_mesh((1,), lambda mesh: mesh)[0]
     with pytest.raises(ValueError, match="parts of a sharded tensor are strided"):
         sm.ones(4, device_mesh=mesh, layout=torch.sparse_coo)
@@ -572,7 +572,7 @@ def test_a_gradient_history_is_not_lost(mesh):
 
 
 @every_rank(2)
-def test_tensors_are_moved_to_the_kind_of_device_of_the_mesh(mesh):
+def test_tensors_are_moved_to_the_device_type_of_the_mesh(mesh):
     elsewhere = sm.init_device_mesh("meta", (2,))
     assert sm.distribute_tensor(torch.ones(4, requires_grad=True), elsewhere, [Shard(0)], src_data_rank=None).to_local().is_meta
     local = torch.ones(4, requires_grad=True)
@@ -594,7 +594,7 @@ def test_examples_on_the_page():
     check_python_examples(PAGE)
 
 
-def test_the_import_lines_bring_what_they_say():
+def test_import_lines_have_the_documented_names():
     """Names that the first table imports are there, in torch and here; and it has all names of torch's public list."""
     imported = re.findall(r"^\| `from (\S+) import ([\w, ]+)` \|", PAGE, re.MULTILINE)
     assert len(imported) == 6
@@ -607,7 +607,7 @@ def test_the_import_lines_bring_what_they_say():
     assert set(importlib.import_module("torch.distributed.tensor").__all__) <= listed
 
 
-def test_what_is_missing_is_missing():
+def test_missing_names_are_missing():
     rows = PAGE.split("## What is missing")[1]
     names = re.findall(r"^\| `(\w+)`", rows, re.MULTILINE)
     assert len(names) > 4

@@ -1,4 +1,4 @@
-"""What programs written for DTensor do with tensors, and torch's answer, as torch 2.13 gives it on four processes."""
+"""Behavior expected by programs written for DTensor, with torch 2.13's results on four processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_plain_tensor_of_one_element_counts_as_a_number(mesh):
 
 
 @every_rank(4)
-def test_new_tensors_of_the_same_shape_are_laid_out_alike(mesh):
+def test_new_tensors_of_the_same_shape_have_the_same_layout(mesh):
     x = place(mesh, X, Shard(0))
     for made, value in (
         (x.new_full((8, 4), 3.0), 3),
@@ -92,7 +92,7 @@ def test_a_view_keeps_the_split_of_a_dim_of_length_one(shape, dim, to):
     on_mesh((4,), program)
 
 
-def test_ranks_outside_a_mesh_know_shapes_and_equality():
+def test_shapes_and_equality_on_ranks_outside_a_mesh():
     def program():
         mesh = sm.DeviceMesh(DEVICE, [0, 2], axis_names=("x",))
         x = sm.from_local(torch.ones(3, 4), mesh, [Shard(0)])
@@ -105,7 +105,7 @@ def test_ranks_outside_a_mesh_know_shapes_and_equality():
     assert sm.simulate(4)(program)() == [False, True, False, True]
 
 
-def test_filling_a_pending_tensor_is_refused():
+def test_filling_a_pending_tensor_raises():
     text = same_error((4,), lambda mesh: sm.from_local(torch.ones(3), mesh, [Partial()]).fill_(8.0), Exception)
     assert "fill_ writes into f32[3] @ P(None, unreduced={'a'})" in text
     assert "redistribute it first, or use the out-of-place form" in text

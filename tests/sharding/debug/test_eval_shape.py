@@ -1,4 +1,4 @@
-"""`eval_shape` says what a program does where it really runs: layouts, bytes moved, memory."""
+"""`eval_shape` equals a real run of the program: layouts, bytes moved, memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def layout(mesh, spec, *shape, dtype=torch.float32):
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def test_layouts_of_results_lie_on_the_mesh_given():
+def test_layouts_of_results_are_on_the_given_mesh():
     x, w = layout(BIG, P("fsdp"), 4096, 64), layout(BIG, P("tp"), 128, 64)
     found = eval_shape(F.linear, x, w)
     assert found.result is layout(BIG, P("fsdp", "tp"), 4096, 128)
@@ -51,7 +51,7 @@ def test_any_tree_of_arguments_and_results():
 
 
 @pytest.mark.parametrize(("rank", "rows"), [(0, 2), (1, 2), (2, 1), (3, 0)])
-def test_a_rank_of_uneven_parts(rank, rows):
+def test_rank_argument_with_uneven_parts(rank, rows):
     found = eval_shape(lambda x: (x.softmax(0), x[4:], x.sum()), layout(SMALL, P("dp"), 5, 8), rank=rank)
     assert found.argument_bytes == rows * 8 * F32
     assert found.result == (layout(SMALL, P("dp"), 5, 8), layout(SMALL, P(), 1, 8), layout(SMALL, P(unreduced={"dp"})))
@@ -66,7 +66,7 @@ def test_scalars_empty_tensors_and_axes_of_size_one():
     assert found.argument_bytes == F32
 
 
-def test_indices_without_values_are_no_mistake():
+def test_indices_without_values():
     def f(table, ids, x):
         rows = F.embedding(ids, table)
         loss = F.cross_entropy(x, ids[:, 0])
@@ -99,7 +99,7 @@ def test_clipping_and_local_tensors_with_gradients():
     assert grad is layout(SMALL, P(), 4, 4)
 
 
-def test_random_numbers_and_factories_on_the_mesh_that_is_meant():
+def test_random_numbers_and_factories_on_the_current_mesh():
     def f():
         sm.random.manual_seed(3)
         return sm.randn(8, 4, placements=P("dp")), F.dropout(sm.ones(8, placements=[Shard(0)]), 0.5)
@@ -109,7 +109,7 @@ def test_random_numbers_and_factories_on_the_mesh_that_is_meant():
     assert torch.equal(sm.random.get_rng_state(), before)
 
 
-def test_a_mesh_among_the_arguments_and_parts_of_it():
+def test_mesh_argument_and_its_slices():
     def f(mesh, part, x):
         assert mesh["tp"] is part
         return x.redistribute([Replicate(), Replicate()]), sm.ones(16, device_mesh=mesh["tp"], placements=P("tp")), part
@@ -121,7 +121,7 @@ def test_a_mesh_among_the_arguments_and_parts_of_it():
     assert part is BIG["tp"]
 
 
-def test_sharded_tensors_of_a_real_mesh_stay_as_they_are():
+def test_sharded_tensors_of_a_real_mesh_are_not_modified():
     def fn():
         mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("dp",))
         x = sm.ones(6, 4, device_mesh=mesh, placements=P("dp")).requires_grad_()
@@ -237,7 +237,7 @@ def train(model, optimizer, x):
     return optimizer
 
 
-def test_modules_and_optimizers_go_from_one_evaluation_into_the_next():
+def test_modules_and_optimizers_pass_between_evaluations():
     parameters = (8 * 16 + 16 + 16 * 8 + 8) * F32
     model, optimizer = (built := eval_shape(build, mesh=SMALL)).result
     assert built.result_bytes == parameters
@@ -271,7 +271,7 @@ def x_of(model):
         lambda x: x.to_local().numpy(),
     ],
 )
-def test_reading_values_is_an_error_that_names_the_line(f):
+def test_reading_values_raises_and_names_the_line(f):
     line = f"{__file__}:{f.__code__.co_firstlineno}: eval_shape runs without values, but this line reads some"
     with pytest.raises(RuntimeError) as error:
         eval_shape(f, layout(SMALL, P("dp"), 8))
@@ -279,7 +279,7 @@ def test_reading_values_is_an_error_that_names_the_line(f):
     assert "pass the number as an argument" in str(error.value)
 
 
-def test_errors_of_the_function_come_out_as_they_are_and_leave_no_trace():
+def test_errors_of_the_function_propagate_and_restore_state():
     class OwnError(RuntimeError):
         pass
 
@@ -293,7 +293,7 @@ def test_errors_of_the_function_come_out_as_they_are_and_leave_no_trace():
     assert eval_shape(lambda x: x, layout(SMALL, P("dp"), 8)).peak_bytes == 8
 
 
-def test_wrong_arguments():
+def test_invalid_arguments_raise():
     with pytest.raises(TypeError, match="no argument is on a mesh; give mesh="):
         eval_shape(lambda x: x, torch.ones(3))
     with pytest.raises(TypeError, match=r"mesh=\(2, 2\)"):
@@ -304,7 +304,7 @@ def test_wrong_arguments():
         eval_shape(lambda x: x, layout(SMALL, P("dp"), 8), rank=4)
 
 
-def test_the_mesh_around_is_meant_where_nothing_else_says_one():
+def test_current_mesh_is_the_default():
     def fn():
         with sm.init_device_mesh(DEVICE, (2,), axis_names=("dp",)):
             return str(eval_shape(lambda: sm.ones(4, placements=P("dp"))).result)
@@ -312,7 +312,7 @@ def test_the_mesh_around_is_meant_where_nothing_else_says_one():
     assert sm.simulate(2)(fn)() == ["f32[4] @ P('dp') on (dp=2)"] * 2
 
 
-def test_plans_are_made_for_the_topology_of_the_mesh_given():
+def test_plans_use_the_topology_of_the_given_mesh():
     def moved(mesh):
         whole = eval_shape(lambda x: x.redistribute(P(("node", "gpu"))), layout(mesh, P(("gpu", "node")), 1 << 16))
         return whole.report.launches
@@ -324,7 +324,7 @@ def test_plans_are_made_for_the_topology_of_the_mesh_given():
         assert moved(mesh) == sm.debug.explain(x, P(("node", "gpu"))).launches
 
 
-def test_budgets_and_refusals_around_it_hold_inside():
+def test_surrounding_budgets_and_policies_apply_inside():
     x = layout(SMALL, P("dp"), 8, 8)
     with sm.debug.comm_budget(bytes=0), pytest.raises(sm.errors.CommBudgetError):
         eval_shape(lambda x: x.redistribute(P()), x)

@@ -50,7 +50,7 @@ def test_uneven_gather_is_an_exchange_of_exactly_the_missing_rows():
     assert explained.bytes_received == explained.lower_bound == 4 * 3 * 4
 
 
-def test_small_tensors_save_launches_and_large_ones_bytes():
+def test_small_tensors_minimize_launches_and_large_ones_bytes():
     small, large = (sm.debug.explain(_layout(sm.P(unreduced={"dp", "tp"}), (n, n)), sm.P("dp")) for n in (8, 4096))
     assert small.launches == 1
     assert [step.op for step in large.steps] == ["reduce_scatter", "all_reduce"]
@@ -88,12 +88,12 @@ def test_the_dict_is_plain_data(move):
     assert [step["op"] for step in data["steps"]] == [step.op for step in explained.steps]
 
 
-def test_the_table_of_one_node_says_nothing_of_nodes():
+def test_table_of_one_node_does_not_mention_nodes():
     shown = str(sm.debug.explain(_layout(sm.P("dp")), sm.P()))
     assert "node" not in shown
 
 
-def test_the_table_says_what_enters_a_node():
+def test_table_shows_bytes_into_a_node():
     topology = sm.topology.Topology.default("cuda", crossing=("dp",))
     explained = sm.debug.explain(_layout(sm.P("dp"), (64, 64)), sm.P(None, "dp"), topology=topology)
     header, row = str(explained).splitlines()[2:4]
@@ -119,7 +119,7 @@ def test_a_limit_shows_as_rounds():
         sm.debug.explain(layout, sm.P(None, "dp"), max_bytes=16_384)
 
 
-def test_layouts_that_do_not_fit():
+def test_incompatible_layouts_raise():
     with pytest.raises(ValueError, match="shape"):
         sm.debug.explain(_layout(sm.P("dp")), _layout(sm.P("dp"), shape=(8, 9)))
     with pytest.raises(ValueError, match="mesh"):

@@ -1,4 +1,4 @@
-"""`inspect`: what it says of a layout is what its boxes say, and of a tensor what its local part says."""
+"""`inspect`: its output for layouts agrees with their boxes, and for tensors with their local parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.sharding.strategies import AXES, ragged_moves
 
 
 @given(ragged_moves(("sum", "max")))
-def test_it_says_what_the_boxes_say(move):
+def test_output_agrees_with_the_boxes(move):
     mesh_shape, shape, spec, _ = move
     layout = Layout.of(sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)]), spec, shape, torch.bfloat16)
     boxes = {int(layout.mesh.ranks[c]): (c, box) for c, box in layout.boxes()}
@@ -48,7 +48,7 @@ def same_values(layout, boxes, nbytes):
     return [tuple(group) for group in groups.values()]
 
 
-def test_one_screen_of_a_tensor():
+def test_output_for_a_tensor():
     def program():
         mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("dp", "tp"))
         x = sm.zeros(3, 4, device_mesh=mesh, placements=P(None, ("tp", "dp"), sizes={"tp": (4, 0)})).requires_grad_()

@@ -1,4 +1,4 @@
-"""How the tensors of a module lie: the table, the tree, and the `repr` of a module that was distributed."""
+"""Layouts of a module's tensors: the table, the tree, and the `repr` of a distributed module."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_tree_of_a_plain_module():
 
 
 @every_rank(2)
-def test_layers_that_lie_alike_are_folded(mesh):
+def test_layers_with_equal_layouts_are_folded(mesh):
     module = distributed(mesh, nn.ModuleList([nn.Linear(2, 2) for _ in range(4)]))
     assert "(0-3): 4 x Linear(" in repr(module)
     assert repr(module) == sm.debug.visualize(module, style="tree")
@@ -104,7 +104,7 @@ def test_nothing_but_the_repr_changes(mesh):
 
 
 @every_rank(2)
-def test_an_extra_repr_set_by_hand_stays(mesh):
+def test_custom_extra_repr_is_kept(mesh):
     module = nn.Linear(2, 4)
     module.extra_repr = lambda: "mine"
     distributed(mesh, module)
@@ -113,7 +113,7 @@ def test_an_extra_repr_set_by_hand_stays(mesh):
 
 
 @every_rank(2)
-def test_memory_is_freed_with_the_last_name(mesh):
+def test_memory_is_freed_with_the_last_reference(mesh):
     module = distributed(mesh, nn.Linear(2, 4))
     gone = weakref.ref(module)
     gc.disable()
@@ -152,7 +152,7 @@ def test_modules_without_tensors_and_lazy_ones():
     assert "weight: f32[?], plain" in sm.debug.visualize(nn.LazyLinear(3), style="tree")
 
 
-def test_outside_the_mesh_a_module_holds_nothing():
+def test_module_outside_the_mesh_is_empty():
     def program():
         mesh = sm.DeviceMesh(DEVICE, [0, 2], axis_names=("a",))
         module = distributed(mesh, nn.Linear(2, 4, bias=False))

@@ -1,4 +1,4 @@
-"""debug_nans: the operator, line, rank and index where a bad value begins, forward and backward; none where values are good."""
+"""debug_nans: the operator, line, rank and index of the first NaN or infinity, forward and backward, without false alarms."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def one_element(mesh, where, shape, index, value, otherwise):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_planted_value_is_found_wherever_it_lies(seed):
-    """A division by zero or the gradient of a root of zero, at one place of a random layout, in a chain of good operators."""
+def test_planted_value_is_found_at_any_position(seed):
+    """A division by zero, or the gradient of sqrt(0), at one index of a random layout in a chain of operators."""
     rng = random.Random(seed)
     mesh_shape, backward = rng.choice(((2,), (3,), (2, 2))), seed % 2
     shape = [rng.randrange(1, 6) for _ in range(rng.randrange(1, 4))]
@@ -98,7 +98,7 @@ def test_a_planted_value_is_found_wherever_it_lies(seed):
 
 
 @every_rank(2)
-def test_values_from_before_are_named_as_arguments(mesh):
+def test_existing_values_are_named_as_arguments(mesh):
     layer = sm.parallel.distribute_module(nn.Linear(4, 4), mesh, src_data_rank=None)
     with torch.no_grad():
         layer.weight._local[1, 2] = NAN
@@ -108,14 +108,14 @@ def test_values_from_before_are_named_as_arguments(mesh):
 
 
 @every_rank(2)
-def test_a_contribution_is_called_one(mesh):
+def test_pending_contribution_is_named_as_such(mesh):
     x = sm.ShardedTensor.from_local(torch.full((3,), 1e38), mesh, [Partial()])
     assert "a contribution that is not reduced yet" in str(caught(lambda: x * 10))  # bad
 
 
 @every_rank(2)
 def test_inside_a_mapped_function(mesh):
-    """Where types are followed by a mode of their own, too."""
+    """Also under the type checker's own dispatch mode."""
     x = place(mesh, torch.arange(4.0), Shard(0))
     for check in (True, False):
         mapped = sm.shard_map(lambda x: sm.psum((x - 1).log().sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P(), check=check)  # bad
@@ -151,7 +151,7 @@ def test_plain_tensors(case):
 # -- backward ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_line_that_went_forward_is_named():
+def test_backward_error_names_the_forward_line():
     x = torch.tensor([4.0, 0.0], requires_grad=True)
 
     def program():
@@ -163,7 +163,7 @@ def test_the_line_that_went_forward_is_named():
     assert "The gradient that it received is finite" in str(found)
 
 
-def test_a_gradient_that_is_bad_from_the_start():
+def test_nan_in_the_initial_gradient():
     x, start = torch.ones(2, requires_grad=True), torch.tensor([1.0, NAN])
 
     def program():
@@ -181,7 +181,7 @@ def test_a_backward_after_the_block_raises_too():
         y.backward()
 
 
-def test_what_was_computed_before_the_block_is_not_looked_at():
+def test_values_computed_before_the_block_are_not_checked():
     x = torch.zeros(2, requires_grad=True)
     before = x.sqrt()
     with debug_nans():
@@ -207,7 +207,7 @@ def test_an_operator_of_several_nodes():
 
 
 @every_rank(2)
-def test_training_gives_no_alarm_and_communicates_as_ever(mesh):
+def test_training_raises_nothing_and_communicates_the_same(mesh):
     def train() -> list[str]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.5), nn.Linear(6, 8))
@@ -227,7 +227,7 @@ def test_training_gives_no_alarm_and_communicates_as_ever(mesh):
         assert train() == expected
 
 
-def test_attention_masks_give_no_alarm():
+def test_attention_masks_are_no_false_alarm():
     layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 5, 8, requires_grad=True)
     with debug_nans():
         mask = torch.full((5, 5), -INF).triu(1)
@@ -237,8 +237,8 @@ def test_attention_masks_give_no_alarm():
         assert scores.amax() < INF
 
 
-def test_memory_without_values_gives_no_alarm():
-    """Whatever it holds: here it is what was just given back, full of NaNs."""
+def test_uninitialized_memory_is_no_false_alarm():
+    """Whatever it contains: here memory just freed, full of NaNs."""
     for _ in range(20):
         torch.full((1000,), NAN)
         with debug_nans():
@@ -247,7 +247,7 @@ def test_memory_without_values_gives_no_alarm():
             assert like.new_empty(1000).zero_().sum() == 0.0
 
 
-def test_views_of_bad_memory_are_not_looked_at():
+def test_views_of_uninitialized_memory_are_not_checked():
     bad = torch.full((4, 2), NAN)
     with debug_nans():
         view = bad[1:3].t().view(2, 2).unsqueeze(0)
@@ -255,15 +255,15 @@ def test_views_of_bad_memory_are_not_looked_at():
         assert view.sum() == 4.0
 
 
-def test_values_that_only_overflow_when_summed_give_no_alarm():
+def test_values_that_only_overflow_when_summed_are_no_false_alarm():
     with debug_nans():
         for dtype, value in ((torch.float32, 3e38), (torch.float16, 6e4), (torch.bfloat16, 3e38), (torch.float8_e4m3fn, 400.0)):
             assert torch.full((1000,), value).to(dtype).shape == (1000,)
 
 
 @every_rank(2)
-def test_the_librarys_own_operators_are_passed_over(mesh):
-    """They say nothing of the program's; the next operator of the program finds what is bad."""
+def test_internal_operators_are_skipped(mesh):
+    """The next operator of the program finds their bad values."""
     bad = sm.from_local(torch.full((3, 5), NAN), mesh, [Shard(1)])
     with debug_nans():
         moved = bad.redistribute([Shard(0)])
@@ -273,14 +273,14 @@ def test_the_librarys_own_operators_are_passed_over(mesh):
                 x * 1
 
 
-def test_missing_values_may_be_taken_out():
+def test_nans_may_be_allowed():
     x = torch.tensor([1.0, NAN])
     with debug_nans():
         assert torch.nan_to_num(x).sum() == 1.0
         assert x[~x.isnan()].sum() == 1.0
 
 
-def test_infinities_need_not_count():
+def test_infinities_may_be_allowed():
     with debug_nans(infs=False):
         y = torch.tensor([0.0, 1.0]).log()
         with pytest.raises(BadValueError, match=r"mul gave nan.*index \[0\].*1 of 2.*Argument \[0\] is not finite"):

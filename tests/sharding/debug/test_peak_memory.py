@@ -1,4 +1,4 @@
-"""The memory and the traffic that `eval_shape` tells are those of the program with real tensors, and what one counts by hand."""
+"""Memory and communication of `eval_shape` equal those of the program with real tensors, and counts by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tanh_chain(x, *weights):
     return x.grad
 
 
-def test_peak_of_a_chain_with_saved_activations_is_what_one_counts_by_hand():
+def test_peak_of_a_chain_with_saved_activations():
     n, rows, d = 5, 64, 32
     activation, weight = rows // 4 * d * F32, d * d * F32
     found = eval_shape(tanh_chain, layout(SMALL, P("dp"), rows, d), *[layout(SMALL, P(), d, d)] * n)
@@ -46,7 +46,7 @@ def test_peak_of_a_chain_with_saved_activations_is_what_one_counts_by_hand():
 
 
 @pytest.mark.parametrize("segments", [2, 3, 6])
-def test_checkpointing_lowers_the_peak_to_what_one_counts_by_hand(segments):
+def test_checkpointing_lowers_the_peak(segments):
     n, rows, d = 6, 64, 32
     each = n // segments
     activation = rows // 4 * d * F32
@@ -84,7 +84,7 @@ def test_views_in_place_operators_and_shared_memory_count_once():
     assert found.argument_bytes == found.result_bytes == found.peak_bytes == 2 * 8 * F32
 
 
-def test_what_is_freed_counts_no_more():
+def test_freed_memory_is_not_counted():
     def f(x):
         for _ in range(10):
             x = x + 1
@@ -94,14 +94,14 @@ def test_what_is_freed_counts_no_more():
     assert found.peak_bytes == 3 * found.argument_bytes  # the argument, one sum, and the next
 
 
-def test_what_a_collective_receives_counts():
+def test_received_buffers_are_counted():
     found = eval_shape(lambda x: x.redistribute(P()).exp(), layout(SMALL, P("dp"), 8, 8))
     assert (found.argument_bytes, found.result_bytes) == (2 * 8 * F32, 8 * 8 * F32)
     assert found.report.by_axis == {"dp": (1, 6 * 8 * F32)}
     assert found.peak_bytes == found.argument_bytes + 2 * found.result_bytes
 
 
-def test_tensors_that_the_function_finds_around_it_count():
+def test_captured_tensors_are_counted():
     around = torch.zeros(100, device="meta")
     found = eval_shape(lambda x: (x + 1, around * 2)[0], layout(SMALL, P("dp"), 8, 8))
     assert found.argument_bytes == 64
@@ -152,7 +152,7 @@ def without_values(layouts, rank):
 @pytest.mark.parametrize("specs", PROGRAM_SPECS, ids=str)
 @pytest.mark.parametrize("rows", [16, 13, 3])
 @pytest.mark.parametrize("rank", [0, 3])
-def test_memory_is_that_of_the_program_with_real_tensors(specs, rows, rank):
+def test_memory_equals_real_tensors(specs, rows, rank):
     with sm.debug.null_world(4, rank):
         layouts, found = really(sm.init_device_mesh(DEVICE, (2, 2), axis_names=("fsdp", "tp")), rows, specs)
     assert without_values(layouts, rank) == found
@@ -172,7 +172,7 @@ def unnamed(at, by_op, by_axis, *sizes):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("specs", PROGRAM_SPECS, ids=str)
 @pytest.mark.parametrize("rows", [16, 13, 3])
-def test_layouts_and_bytes_are_those_of_the_program_on_real_ranks(world4, specs, rows):
+def test_layouts_and_bytes_equal_real_ranks(world4, specs, rows):
     for (*found, peak), (*said, said_peak) in world4(on_real_ranks, rows, specs):
         assert said == found
         assert said_peak <= peak < 2 * said_peak  # gloo has buffers of its own
@@ -237,7 +237,7 @@ def really_and_evaluated(mesh):
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_training_step_holds_what_it_holds_with_real_tensors(rank):
+def test_memory_of_a_training_step_equals_real_tensors(rank):
     with sm.debug.null_world(4, rank):
         really, said, peak, said_peak = really_and_evaluated(
             sm.init_device_mesh(DEVICE, (2, 2), axis_names=("fsdp", "tp"))
@@ -246,7 +246,7 @@ def test_a_training_step_holds_what_it_holds_with_real_tensors(rank):
     assert said_peak == pytest.approx(peak, rel=0.03)  # on "meta", attention is another kernel than on a CPU
 
 
-def test_a_training_step_moves_what_it_moves_on_real_ranks():
+def test_bytes_of_a_training_step_equal_real_ranks():
     def fn():
         return really_and_evaluated(sm.init_device_mesh(DEVICE, (2, 2), axis_names=("fsdp", "tp")))
 

@@ -131,14 +131,14 @@ def test_up_to_64_ranks():
         explained((64, 64), P("a"), P("b"), ((13, 5), ("a", "b"))).picture()
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install shardmesh\[viz\]"):
         explained((8, 8), P("dp"), P()).picture()
 
 
 def test_without_a_display_and_without_pyplot(tmp_path):
-    """Nothing that could open a window is imported, whatever backend is asked for."""
+    """Nothing that could open a window is imported, whichever backend is configured."""
     code = (
         "import sys, shardmesh as sm; assert 'matplotlib' not in sys.modules\n"
         "layout = sm.Layout.of(sm.AbstractMesh((2,), ('x',)), sm.P('x'), (4, 4))\n"
@@ -185,7 +185,7 @@ def test_a_panel_for_each_page_of_a_layout(shape, spec, tmp_path):
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
-def test_many_pages_are_set_in_rows():
+def test_many_pages_are_arranged_in_rows():
     layout = sm.Layout.of(sm.AbstractMesh((8, 2, 2), ("a", "b", "c")), P("a", "b", "c"), (8, 2, 2))
     places = [axes.get_position().bounds for axes in sm.debug.visualize(layout, style="picture").axes]
     assert len(set(places)) == 8

@@ -119,7 +119,7 @@ def test_further_split_dims_are_pages():
 
 
 @given(layouts(("sum", "max")))
-def test_every_rank_with_elements_stands_where_its_box_is_once(layout):
+def test_every_rank_with_elements_is_shown_once_at_its_box(layout):
     """Whatever the number of dims and axes: the labels around a rank are the intervals of its box."""
     boxes = {int(layout.mesh.ranks[c]): box for c, box in layout.boxes() if all(b > a for a, b in box)}
     found = []
@@ -200,7 +200,7 @@ LARGE = sm.AbstractMesh((16, 8, 8), ("a", "b", "c"))
         (P("a"), None),
     ],
 )
-def test_of_large_tables_both_ends_are_shown_and_the_rest_is_counted(spec, left_out):
+def test_large_tables_show_both_ends_and_count_the_rest(spec, left_out):
     lines = visualize(Layout.of(LARGE, spec, (4096, 4096, 4096))).splitlines()
     assert len(lines) <= 70
     assert max(map(len, lines)) < 300
@@ -212,7 +212,7 @@ def test_of_large_tables_both_ends_are_shown_and_the_rest_is_counted(spec, left_
     assert last.split()[-1] in ("1023", "960-1023")
 
 
-def test_many_ranks_that_are_not_in_a_row_are_counted():
+def test_many_nonconsecutive_ranks_are_counted():
     assert visualize(Layout.of(LARGE, P("c"), (8,))).splitlines()[2].startswith("all  0,8,16,...,1016 (128 ranks)  1,9")
 
 
@@ -226,7 +226,7 @@ def test_many_sizes_are_shortened():
 
 
 @pytest.mark.parametrize("spec", [P("dp", "tp"), P(unreduced={"dp"}), P("dp", sizes={"dp": (0, 5)})])
-def test_rich_shows_the_same_cells_in_the_colour_of_their_ranks(spec):
+def test_rich_shows_the_same_cells_in_the_color_of_their_ranks(spec):
     layout = Layout.of(MESH, spec, (5, 4))
     table = visualize(layout, style="rich")
     shown = [[cell.plain for cell in column.cells] for column in table.columns]
@@ -249,7 +249,7 @@ def test_rich_has_a_section_for_each_page(capsys):
     assert "no elements" in capsys.readouterr().out
 
 
-def test_without_rich_it_says_what_to_install(monkeypatch):
+def test_without_rich_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
     with pytest.raises(ImportError, match=r"pip install shardmesh\[viz\]"):
         visualize(Layout.of(MESH, P(), (2,)), style="rich")

@@ -65,7 +65,7 @@ def test_the_largest_box_is_that_of_coordinate_0(layout):
 
 
 @given(layouts(KINDS))
-def test_whether_a_part_is_empty(layout):
+def test_is_empty(layout):
     assert layout.has_empty_part == any(math.prod(stop - start for start, stop in box) == 0 for _, box in layout.boxes())
 
 
@@ -83,7 +83,7 @@ def test_dual_is_an_involution(layout):
 
 
 @given(layouts(("max", "min", "product", "avg")))
-def test_the_gradient_of_other_pending_kinds_is_each_ranks_own(layout):
+def test_gradient_of_other_pending_kinds_is_per_rank(layout):
     """No sum may run over an axis on which every rank's value has its own gradient."""
     assert {layout.dual.pending[axis] for axis in layout.pending} <= {"each"}
     assert layout.dual.dual.dim_of == layout.dim_of
@@ -103,7 +103,7 @@ def test_equal_layouts_are_one_object(layout):
 
 @given(layouts(KINDS))
 def test_pickling(layout):
-    """Loaded beside an equal mesh it is an equal layout; a mesh that is interned gives the same object."""
+    """Loaded with an equal mesh it is an equal layout; with an interned mesh it is the same object."""
     loaded = pickle.loads(pickle.dumps(layout))
     assert (loaded.mesh, loaded.spec, loaded.shape, loaded.dtype) == (
         layout.mesh,
@@ -186,15 +186,15 @@ def test_repr_shows_this_ranks_part_and_str_is_the_same_everywhere():
         (P(unreduced={"b": "avg"}), (4,), torch.bool, ["average", "'b'", "bool"]),
     ],
 )
-def test_bad_layouts(spec, shape, dtype, words):
+def test_invalid_layouts_raise(spec, shape, dtype, words):
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are checked below
         Layout.of(sm.AbstractMesh((2, 3), ("a", "b")), spec, shape, dtype)
     for word in words:
         assert word in str(caught.value)
 
 
-def test_a_mesh_keeps_so_many_layouts(monkeypatch):
-    """Of older ones, only those that somebody holds; these stay the same object."""
+def test_cache_of_layouts_is_bounded(monkeypatch):
+    """Older ones are kept only while referenced, and stay the same object."""
     monkeypatch.setattr(layout_module, "_LIMIT", 64)
     mesh = sm.AbstractMesh((2,), ("a",))
     held = Layout.of(mesh, P("a"), (1000,))

@@ -1,4 +1,4 @@
-"""Specs and shardings compared, as JAX compares them."""
+"""Comparison of specs and shardings, as in JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardmesh import AbstractMesh, NamedSharding, P
 MESH = AbstractMesh((2, 4, 1), ("dp", "tp", "one"))
 
 
-def test_specs_are_equal_if_they_are_written_alike():
+def test_specs_compare_by_spelling():
     assert P(None) != P()
     assert P("dp") != P("dp", None)
     assert P(("dp",)) == P("dp")
@@ -33,12 +33,12 @@ def test_equivalent_shardings(a, b, ndim, alike):
     assert not NamedSharding(MESH, a).is_equivalent_to(NamedSharding(AbstractMesh((2, 4, 2), MESH.axis_names), b), ndim)
 
 
-def test_a_spec_with_too_many_entries_is_an_error():
+def test_spec_with_too_many_entries_raises():
     with pytest.raises(ValueError, match="2 entries"):
         NamedSharding(MESH, P("dp", "tp")).is_equivalent_to(NamedSharding(MESH, P("dp")), 1)
 
 
-def test_jax_says_the_same():
+def test_equal_to_jax():
     jax = pytest.importorskip("jax")
     theirs = jax.sharding.PartitionSpec
     assert theirs(None) != theirs()

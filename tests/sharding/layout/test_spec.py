@@ -47,7 +47,7 @@ def test_placements_to_spec_and_back(data, ndim):
 
 
 @given(st.data(), st.integers(1, 3), st.integers(0, 3))
-def test_reprs_are_what_makes_them(data, axes, ndim):
+def test_reprs_evaluate_to_equal_objects(data, axes, ndim):
     names = AXES[:axes]
     spec = data.draw(specs(names, ndim, KINDS))
     assert eval(repr(spec), {"P": P}) == spec
@@ -56,7 +56,7 @@ def test_reprs_are_what_makes_them(data, axes, ndim):
 
 
 @given(st.data(), st.integers(1, 3), st.integers(0, 3))
-def test_specs_are_values(data, axes, ndim):
+def test_specs_compare_by_value(data, axes, ndim):
     spec = data.draw(specs(AXES[:axes], ndim, KINDS))
     for same in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec), P(*spec.dims, unreduced=dict(spec.unreduced))):
         assert same == spec
@@ -88,13 +88,13 @@ def test_the_order_of_axes_shows_in_placements_only_where_it_is_not_mesh_order()
     assert placements_to_spec([Shard(0, order=0), Shard(0, order=1)], names, 1) == P(("dp", "tp"))
 
 
-def test_torch_placements_are_understood():
+def test_torch_placements_are_accepted():
     torch_tensor = pytest.importorskip("torch.distributed.tensor")
     theirs = [torch_tensor.Shard(-1), torch_tensor.Replicate(), torch_tensor.Partial("max")]
     assert as_spec(theirs, AXES, 2) == P(None, "a", unreduced={"c": "max"})
 
 
-def test_torch_strided_shards_are_refused():
+def test_torch_strided_shards_raise():
     placements = pytest.importorskip("torch.distributed.tensor.placement_types")
     with pytest.raises(TypeError, match="_StridedShard"):
         as_spec([placements._StridedShard(0, split_factor=2), Shard(0)], ("a", "b"), 2)
@@ -154,7 +154,7 @@ def test_none_is_replicated():
         (lambda: as_spec([Partial("max"), Partial(), Replicate()], AXES, 2), ValueError, ["['max', 'sum']"]),
     ],
 )
-def test_bad_specs(make, kind, words):
+def test_invalid_specs_raise(make, kind, words):
     with pytest.raises(kind) as caught:
         make()
     for word in words:

@@ -150,7 +150,7 @@ SPECS = [(P("a"), P()), (P(), P(None, "b")), (P("b", "a"), P("a")), (P(("a", "b"
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("specs", SPECS, ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_derivatives_are_those_of_one_process(name, specs):
+def test_derivatives_equal_one_process(name, specs):
     expected = derivatives(PROGRAMS[name], X.clone().requires_grad_(), W.clone().requires_grad_())
 
     def program(mesh):
@@ -175,7 +175,7 @@ def test_derivatives_are_those_of_one_process(name, specs):
     ],
 )
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a")], ids=str)
-def test_each_way_to_use_a_result(use, spec):
+def test_uses_of_a_result(use, spec):
     def program(mesh):
         x = sm.device_put(X, mesh, spec, src_data_rank=None).requires_grad_()
         y = Double.apply(x)
@@ -186,7 +186,7 @@ def test_each_way_to_use_a_result(use, spec):
 
 
 @every_rank(2)
-def test_a_result_is_known_to_require_grad(mesh):
+def test_result_requires_grad(mesh):
     x = place(mesh, X, Shard(0), grad=True)
     y = Double.apply(x)
     assert y.requires_grad
@@ -196,7 +196,7 @@ def test_a_result_is_known_to_require_grad(mesh):
 
 
 @every_rank(2)
-def test_nothing_is_communicated_that_its_lines_do_not(mesh):
+def test_only_its_own_lines_communicate(mesh):
     x = place(mesh, X, Shard(0), grad=True)
     with collectives() as records:
         Exp.apply(x).sum().backward()
@@ -207,8 +207,8 @@ def test_nothing_is_communicated_that_its_lines_do_not(mesh):
     assert launched(records) == ["all_reduce"], "the gradient of the bias, once"
 
 
-def test_in_a_model_that_is_trained():
-    """A block with an activation of its own, as in Bloom, under FSDP with sharded inputs and under checkpointing."""
+def test_in_a_training_loop():
+    """A block with a custom activation, as in Bloom, under FSDP with sharded inputs and under checkpointing."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -289,7 +289,7 @@ def custom(backward, forward=lambda ctx, x: x.sum()):
         (custom(once_differentiable(lambda ctx, g: g.expand(5, 4))), None),
     ],
 )
-def test_wrong_gradients(bad, words):
+def test_invalid_gradients_raise(bad, words):
     def program(mesh):
         x = sm.device_put(X, mesh, P("a"), src_data_rank=None).requires_grad_()
         (grad,) = torch.autograd.grad(bad.apply(x), x)

@@ -1,4 +1,4 @@
-"""Calls that the kernel for "meta" refuses and the device takes."""
+"""Calls that raise on "meta" but are supported on the device."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def _rowdot(mesh, dtype):
 
 
 @every_rank(3)
-def test_what_the_device_takes(mesh):
+def test_calls_supported_on_the_device(mesh):
     """The shape is the rule's, the dtype the kernel's."""
     y, expected = _rowdot(mesh, torch.float32)
     assert (y.shape, y.dtype, y.spec) == ((100,), torch.bfloat16, P("a"))
     torch.testing.assert_close(y.full_tensor(), expected.bfloat16())
 
 
-def test_what_the_device_refuses_too():
+def test_calls_unsupported_on_the_device():
     """The error is that of the kernel for "meta", which saw the sizes of the program."""
     assert same_error((3,), lambda mesh: _rowdot(mesh, torch.float64), RuntimeError) == "bfloat16 only"
 
@@ -57,6 +57,6 @@ def test_what_the_device_refuses_too():
         (lambda x: x[:, :40] @ x[:, :39].T, "cannot be multiplied|mat2 must|a and b must"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(call, text):
+def test_mismatched_sizes_raise(call, text):
     found = same_error((3,), lambda mesh: call(sm.distribute_tensor(torch.zeros(48, 48), mesh, P(), src_data_rank=None)), RuntimeError)
     assert re.search(text, found), found

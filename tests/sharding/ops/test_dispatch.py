@@ -1,4 +1,4 @@
-"""The decision cache: what may share a decision, and what must not."""
+"""The strategy cache: calls that may share a strategy, and calls that must not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _pending(mesh):
     return sm.ShardedTensor.from_local(torch.full((4,), 1 / mesh.size()), mesh, [sm.Partial()])
 
 
-def test_zero_and_other_floats_are_decided_apart():
+def test_zero_and_other_floats_have_separate_strategies():
     """Filling with zero is linear, filling with anything else is not, and both are calls of the same types."""
 
     def rank():
@@ -28,7 +28,7 @@ def test_zero_and_other_floats_are_decided_apart():
         assert results == [[0, 0, 1, 1], [5, 5, 1, 1], [0, 0, 1, 1], [7, 7, 1, 1]]
 
 
-def test_dropout_is_not_served_by_the_call_without():
+def test_dropout_does_not_share_with_calls_without():
     def rank():
         mesh = sm.init_device_mesh(DEVICE, (2,))
         q = sm.randn((2, 2, 4, 8), mesh, [sm.Shard(0)])
@@ -38,7 +38,7 @@ def test_dropout_is_not_served_by_the_call_without():
     assert sm.simulate(2)(rank)() == [False, False]
 
 
-def test_one_decision_serves_all_scalars():
+def test_one_strategy_for_all_scalars():
     def rank():
         mesh = sm.init_device_mesh(DEVICE, (2,))
         x = sm.ones((4,), mesh, [sm.Shard(0)])
@@ -61,7 +61,7 @@ def test_the_cache_is_bounded(monkeypatch):
     assert all(count <= 10 for count in sm.simulate(2)(rank)())
 
 
-def test_bool_int_and_float_arguments_are_told_apart():
+def test_bool_int_and_float_arguments_are_distinguished():
     def rank():
         x = sm.ones((4,), sm.init_device_mesh(DEVICE, (2,)), [sm.Shard(0)], dtype=torch.int64)
         return [(x * value).dtype for value in (True, 1, 1.0)]

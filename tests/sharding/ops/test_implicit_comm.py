@@ -1,4 +1,4 @@
-"""Implicit communication: allowed, warned of, forbidden; what messages and reports name."""
+"""Implicit communication: allowed, warned about or forbidden; contents of messages and reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOVING = {
 
 @pytest.mark.parametrize("name", MOVING)
 @pytest.mark.filterwarnings("ignore:.*has no sharding rule")
-def test_forbidden_before_anything_moves(name):
+def test_forbid_raises_before_communication(name):
     func, operator = MOVING[name]
 
     def program(mesh):
@@ -59,7 +59,7 @@ def test_forbidden_before_anything_moves(name):
     assert len({text.partition("receiving")[0] for text, _ in messages}) == 1
 
 
-def test_the_message_says_what_to_write():
+def test_message_suggests_the_redistribution():
     def program(mesh):
         x, w = operands(mesh)
         with sm.ops.implicit_comm("forbid"):
@@ -77,7 +77,7 @@ def test_the_message_says_what_to_write():
         torch.testing.assert_close(result, F.linear(X, W))
 
 
-def test_what_is_asked_for_is_never_implicit():
+def test_requested_communication_is_explicit():
     def program(mesh):
         with sm.ops.implicit_comm("forbid"):
             x, w = operands(mesh)
@@ -114,7 +114,7 @@ def test_a_warning_for_each_operator_and_line():
     assert all("linear" in text and "Write " in text and file == __file__ for text, file, _ in texts)
 
 
-def test_a_default_holds_until_the_next():
+def test_default_lasts_until_changed():
     def program(mesh):
         x, w = operands(mesh)
         sm.ops.implicit_comm("forbid")
@@ -133,7 +133,7 @@ def test_a_default_holds_until_the_next():
         sm.ops.implicit_comm("never")
 
 
-def test_around_a_simulated_world_it_holds_for_all_ranks():
+def test_policy_around_a_simulated_world_applies_to_all_ranks():
     def program(mesh):
         F.linear(*operands(mesh))
 
@@ -185,7 +185,7 @@ def test_the_report_is_by_operator_axis_and_line(tmp_path):
             assert e["dur"] > 0
 
 
-def test_a_collective_of_torch_like_groups_is_named_by_itself():
+def test_direct_collective_is_named_by_itself():
     def program(mesh):
         with sm.ops.implicit_comm("forbid"), sm.debug.comm_report() as report:
             mesh.group("a").all_reduce(torch.ones(3))

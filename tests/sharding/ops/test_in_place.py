@@ -61,8 +61,8 @@ WRITES = {
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("view", VIEWS)
-def test_writing_to_a_view_changes_its_base_or_is_an_error(view):
-    """Where the view had to be redistributed, its base would not change: that is refused."""
+def test_writing_to_a_view_changes_its_base_or_raises(view):
+    """If the view had to be redistributed, its base would not change, so this raises."""
 
     def program(mesh):
         for spec in (P("a"), P(None, "a"), P("a", "b"), P(("b", "a")), P()):
@@ -99,8 +99,8 @@ PENDING_WRITES = {
 
 @pytest.mark.parametrize("kind", ["sum", "avg", "max", "min", "product"])
 @pytest.mark.parametrize("write", PENDING_WRITES)
-def test_writing_to_a_pending_tensor_is_right_or_an_error(write, kind):
-    """7 filled into every rank's share of a sum would be 14."""
+def test_writing_to_a_pending_tensor_is_correct_or_raises(write, kind):
+    """Filling 7 into each of two contributions to a sum would give 14."""
     parts = torch.stack([X + 1, X.flip(0) - 0.5])
     combined = {
         "sum": parts.sum(0),

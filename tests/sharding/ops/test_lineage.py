@@ -64,7 +64,7 @@ def test_the_same_program_gives_the_same_lineages() -> None:
     assert all(row != 0 for row in found[0])
 
 
-def test_a_line_of_its_own_on_each_rank() -> None:
+def test_different_lines_on_each_rank() -> None:
     def fn(rank: int) -> list[Any]:
         if rank == 0:  # noqa: SIM114 - the lines are what this is about
             a = sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None)
@@ -80,7 +80,7 @@ def test_a_line_of_its_own_on_each_rank() -> None:
 
 
 @pytest.mark.parametrize("extra", [1, 7])
-def test_tensors_that_one_rank_makes_for_itself(extra: int) -> None:
+def test_tensors_created_on_one_rank_only(extra: int) -> None:
     def fn(rank: int) -> list[Any]:
         a = make()
         if rank == 2:
@@ -102,7 +102,7 @@ def of_a_line_of_its_own(rank: int) -> Any:
     return make() @ a
 
 
-def test_a_tensor_on_a_line_of_its_own_and_another_for_itself() -> None:
+def test_different_line_and_an_extra_tensor() -> None:
     def fn(rank: int) -> float:
         w = of_a_line_of_its_own(rank).detach().requires_grad_()
         w.square().sum().backward()
@@ -112,7 +112,7 @@ def test_a_tensor_on_a_line_of_its_own_and_another_for_itself() -> None:
     assert len(set(simulate(RANKS)(lambda: fn(current_world().rank))())) == 1
 
 
-def test_then_another_operator_still_makes_a_difference() -> None:
+def test_different_operator_still_differs() -> None:
     def fn(rank: int) -> None:
         x = of_a_line_of_its_own(rank)
         (x + x if rank == 1 else x * 2).full_tensor()
@@ -120,8 +120,8 @@ def test_then_another_operator_still_makes_a_difference() -> None:
     assert raised(fn).ranks == (1,)
 
 
-def test_a_tensor_for_itself_and_later_a_line_of_its_own() -> None:
-    """Order and line differ; what was made since the last collective does not."""
+def test_extra_tensor_and_later_a_different_line() -> None:
+    """Order and line differ; the number since the last collective does not."""
 
     def fn(rank: int) -> list[Any]:
         if rank == 0:
@@ -136,7 +136,7 @@ def test_a_tensor_for_itself_and_later_a_line_of_its_own() -> None:
     assert all_alike(on_ranks(fn))
 
 
-def test_a_thread_that_makes_tensors() -> None:
+def test_thread_that_creates_tensors() -> None:
     def fn(rank: int) -> list[Any]:
         a, here = make(), mesh()
         if rank == 1:
@@ -163,7 +163,7 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_looking_at_a_tensor_on_one_rank_changes_nothing(look: str) -> None:
+def test_inspecting_a_tensor_on_one_rank_changes_nothing(look: str) -> None:
     def fn(rank: int) -> list[Any]:
         a = make()
         if rank == 0:
@@ -199,7 +199,7 @@ KEEPS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("way", KEEPS)
-def test_the_same_value_elsewhere_keeps_its_lineage(way: str) -> None:
+def test_redistribution_keeps_the_lineage(way: str) -> None:
     def fn(_: int) -> list[Any]:
         x = make()
         return [x, KEEPS[way](x)]
@@ -208,7 +208,7 @@ def test_the_same_value_elsewhere_keeps_its_lineage(way: str) -> None:
         assert one == other
 
 
-def test_data_that_is_put_in_brings_its_lineage() -> None:
+def test_copied_data_keeps_its_lineage() -> None:
     def fn(_: int) -> list[Any]:
         x, y = make(), make(value=2)
         z = y * 3
@@ -222,7 +222,7 @@ def test_data_that_is_put_in_brings_its_lineage() -> None:
 # -- another value -----------------------------------------------------------------------------------------------------
 
 
-def test_values_of_one_shape_are_told_apart() -> None:
+def test_values_of_equal_shape_differ() -> None:
     def fn(_: int) -> list[Any]:
         a, b = make(), make()
         c = make(P(None, "x"))
@@ -235,7 +235,7 @@ def test_values_of_one_shape_are_told_apart() -> None:
         assert all_different(row)
 
 
-def test_arguments_that_are_no_tensors_count() -> None:
+def test_non_tensor_arguments_count() -> None:
     """On a square, these have the same shape and may have the same layout."""
 
     def fn(_: int) -> list[Any]:
@@ -250,7 +250,7 @@ def test_arguments_that_are_no_tensors_count() -> None:
     assert all_different(found[0])
 
 
-def test_each_turn_of_a_loop_makes_another_value() -> None:
+def test_each_loop_iteration_differs() -> None:
     def fn(_: int) -> list[Any]:
         made = [make() for _ in range(20)]
         return [*made, *(x * 2 for x in made)]
@@ -260,7 +260,7 @@ def test_each_turn_of_a_loop_makes_another_value() -> None:
 
 
 @pytest.mark.parametrize("write", [lambda x: x.mul_(2), lambda x: x.add_(x), lambda x: x.zero_(), lambda x: x.copy_(make(value=5))])
-def test_writing_in_place_makes_another_value(write: Callable[[Any], Any]) -> None:
+def test_in_place_writes_change_the_lineage(write: Callable[[Any], Any]) -> None:
     def fn(_: int) -> list[Any]:
         x = make()
         before = x.detach().clone()
@@ -283,7 +283,7 @@ def test_gradients_of_two_parameters() -> None:
 
 
 def test_gradients_of_two_losses() -> None:
-    """Of one parameter; and what a second backward adds."""
+    """Of one parameter, and after a second backward."""
 
     def fn(_: int) -> list[Any]:
         w, found = make(P()).requires_grad_(), []
@@ -320,7 +320,7 @@ def test_two_swapped_redistributions(odd: int) -> None:
     assert error.verdict.field == "lineage"
 
 
-def test_one_skipped_in_a_loop() -> None:
+def test_skipped_iteration() -> None:
     def fn(rank: int) -> None:
         for turn in range(4):
             x = make() * 2
@@ -330,7 +330,7 @@ def test_one_skipped_in_a_loop() -> None:
     assert raised(fn).ranks == (3,)
 
 
-def test_an_operator_that_one_rank_leaves_out() -> None:
+def test_operator_skipped_on_one_rank() -> None:
     def fn(rank: int) -> None:
         x = make()
         if rank != 1:
@@ -340,7 +340,7 @@ def test_an_operator_that_one_rank_leaves_out() -> None:
     assert raised(fn).ranks == (1,)
 
 
-def test_an_update_that_one_rank_leaves_out() -> None:
+def test_update_skipped_on_one_rank() -> None:
     def fn(rank: int) -> None:
         x = make()
         if rank != 2:
@@ -376,7 +376,7 @@ def test_operators_in_another_order(ways: tuple[Callable[[Any], Any], Callable[[
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
-def test_a_gradient_of_an_operand_that_moves_is_known_by_its_loss(spec: P) -> None:
+def test_gradient_of_a_moved_operand_depends_on_its_loss(spec: P) -> None:
     """w is gathered for the product, which all ranks do alike; its gradient depends on x, which one rank has changed."""
 
     def fn(rank: int) -> None:
@@ -392,7 +392,7 @@ def mapped(x: Any) -> Any:
     return sm.shard_map(lambda y: y * 0.5 + sm.psum(y.sum(), "x"), mesh=mesh(), in_specs=P("x"), out_specs=P("x"))(x)
 
 
-def test_another_tensor_goes_into_a_mapped_function() -> None:
+def test_different_argument_of_a_mapped_function() -> None:
     def fn(rank: int) -> None:
         a, b = make(), make()
         mapped(b if rank == 1 else a)
@@ -400,7 +400,7 @@ def test_another_tensor_goes_into_a_mapped_function() -> None:
     assert raised(fn).ranks == (1,)
 
 
-def test_what_comes_out_of_a_mapped_function_remembers_what_went_in() -> None:
+def test_results_of_a_mapped_function_depend_on_its_arguments() -> None:
     def fn(_: int) -> list[Any]:
         a, b = make(), make()
         return [a, b, mapped(a), mapped(b), mapped(mapped(a))]
@@ -429,7 +429,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_another_seed(draw: Callable[[], Any]) -> None:
+def test_different_seed(draw: Callable[[], Any]) -> None:
     def fn(rank: int) -> None:
         sm.random.manual_seed(5 if rank == 2 else 1)
         draw().full_tensor()
@@ -441,7 +441,7 @@ def test_another_seed(draw: Callable[[], Any]) -> None:
     assert "rank 2: seed 5, " in str(error)
 
 
-def test_one_draw_more() -> None:
+def test_extra_draw() -> None:
     def fn(rank: int) -> None:
         if rank == 1:
             F.dropout(make(), 0.5)
@@ -452,8 +452,8 @@ def test_one_draw_more() -> None:
     assert "rank 1: seed 0, 2 tensors drawn" in str(error)
 
 
-def test_what_is_made_without_random_numbers_is_as_before() -> None:
-    """Whatever seeds ranks have: no value is made of them."""
+def test_values_without_random_numbers_are_unaffected() -> None:
+    """The seeds of ranks do not matter if no value is drawn."""
 
     def fn(rank: int) -> list[Any]:
         sm.random.manual_seed(rank)
@@ -492,7 +492,7 @@ def test_a_draw_on_the_ranks_of_another_mesh() -> None:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def test_seeds_fit_beside_each_other() -> None:
+def test_seeds_do_not_collide() -> None:
     one = (1 << 32) - 1
     for name in ("add", "mul", "matmul"):
         seed = seed_of(name)
@@ -501,7 +501,7 @@ def test_seeds_fit_beside_each_other() -> None:
 
 
 def test_mixing_keeps_the_hashes_apart() -> None:
-    """What is mixed in one hash depends on that hash of the operands alone."""
+    """Each mixed hash depends only on the same hash of the operands."""
 
     class Operand:
         def __init__(self, *hashes: int) -> None:
@@ -517,7 +517,7 @@ def test_mixing_keeps_the_hashes_apart() -> None:
         assert changed == [place == n for n in range(4)]
 
 
-def test_guard_off_makes_none() -> None:
+def test_collective_check_off_computes_no_lineage() -> None:
     before = settings().mode
     collective_check("off")
     try:

@@ -1,4 +1,4 @@
-"""Plain tensors beside sharded ones, and tensors on several meshes."""
+"""Mixing plain and sharded tensors, and tensors on several meshes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("use", MIXED)
-def test_a_plain_tensor_beside_a_sharded_one_is_an_error(use):
+def test_mixing_plain_and_sharded_tensors_raises(use):
     text = same_error((2,), lambda mesh: MIXED[use](place(mesh, X, Shard(0))), Exception)
     if use not in ("out", "into a plain one"):
         assert "distribute_tensor(t, mesh, placements)" in text
@@ -46,7 +46,7 @@ def test_a_plain_tensor_beside_a_sharded_one_is_an_error(use):
 
 
 @every_rank(2)
-def test_plain_numbers_are_fine(mesh):
+def test_plain_numbers_are_allowed(mesh):
     x = place(mesh, X, Shard(0))
     for number in (2, 2.5, True, torch.tensor(2.5, dtype=torch.float64), torch.tensor(2), np.float64(2.5)):
         assert torch.equal((x * number).full_tensor(), X * number)
@@ -54,7 +54,7 @@ def test_plain_numbers_are_fine(mesh):
     assert (x * torch.tensor(2.0)).dtype == torch.float64
 
 
-def test_a_plain_number_that_requires_grad_is_an_error():
+def test_plain_number_that_requires_grad_raises():
     text = same_error((2,), lambda mesh: place(mesh, X, Shard(0)) * torch.tensor(2.0, requires_grad=True), RuntimeError)
     assert "requires grad" in text
     assert "device_put(t, mesh, P())" in text
@@ -62,7 +62,7 @@ def test_a_plain_number_that_requires_grad_is_an_error():
 
 @every_rank(3)
 def test_implicit_replication(mesh):
-    """Plain tensors are taken as replicated; their gradients are reduced, and equal on every rank."""
+    """Plain tensors are treated as replicated; their gradients are reduced and equal on every rank."""
     w, bias = torch.ones(3, 4, dtype=X.dtype, requires_grad=True), torch.ones(4, dtype=X.dtype, requires_grad=True)
     with sm.ops.implicit_replication():
         y = place(mesh, X, Shard(0)) @ w
@@ -91,7 +91,7 @@ def test_implicit_replication_ends_with_an_exception(mesh):
 # -- meshes ----------------------------------------------------------------------------------------------------------
 
 
-def test_operands_on_two_meshes_are_an_error():
+def test_operands_on_two_meshes_raise():
     def program(mesh):
         place(mesh, X, Shard(0), Shard(1)) + place(mesh["a"], X, Shard(0))
 

@@ -140,7 +140,7 @@ def test_parameters_that_are_not_contiguous(how):
 
 
 def test_grad_scaler_skips_the_step_on_every_rank():
-    """An infinity in one rank's part of one gradient is seen by all."""
+    """An infinity in one rank's part of one gradient is detected on all."""
 
     def program(mesh):
         w = nn.Parameter(place(mesh, torch.ones(4), Shard(0)))
@@ -157,8 +157,8 @@ def test_grad_scaler_skips_the_step_on_every_rank():
 
 
 @every_rank(2)
-def test_a_number_beside_lists_is_reduced_first(mesh):
-    """As the clipping factor beside a list of gradients, where it is still pending."""
+def test_pending_scalar_with_lists_is_reduced_first(mesh):
+    """For example a clipping factor that is still pending."""
     pending = sm.from_local(torch.tensor(1.5), mesh, [Partial()])
     x = place(mesh, torch.ones(4), Shard(0))
     (y,) = torch._foreach_mul([x], pending)

@@ -60,7 +60,7 @@ def test_products_of_all_layouts(sizes):
 
 
 @every_rank(4)
-def test_a_summed_dim_that_is_split_is_reduced_into_the_split_asked_for(mesh):
+def test_sharded_contraction_is_reduced_into_the_requested_sharding(mesh):
     x, w = sm.rand((16, 32), mesh, P(None, "a")), sm.rand((32, 8), mesh, P("a"))
     for wanted in (P("a"), P(None, "a")):
         with sm.ops.implicit_comm("forbid"), sm.debug.comm_budget(bytes=3 * 32 * 4, launches=1) as used:
@@ -70,7 +70,7 @@ def test_a_summed_dim_that_is_split_is_reduced_into_the_split_asked_for(mesh):
 
 
 @every_rank(4)
-def test_operands_are_moved_first_where_that_is_less(mesh):
+def test_operands_are_moved_first_if_cheaper(mesh):
     """The result is much larger than what goes into it."""
     x, w = sm.rand((400, 8), mesh, P(None, "a")), sm.rand((8, 100), mesh, P("a"))
     with sm.debug.comm_budget() as alone:
@@ -83,7 +83,7 @@ def test_operands_are_moved_first_where_that_is_less(mesh):
 
 
 @every_rank(4)
-def test_the_result_is_moved_where_that_is_less(mesh):
+def test_result_is_moved_if_cheaper(mesh):
     x, w = sm.rand((8, 400), mesh, P("a")), sm.rand((400, 4), mesh, P())
     with sm.debug.comm_budget(launches=1) as used:
         apply(torch.matmul, x, w, out_sharding=P())
@@ -91,7 +91,7 @@ def test_the_result_is_moved_where_that_is_less(mesh):
 
 
 @every_rank(4)
-def test_whole_operands_are_cut_before_the_work(mesh):
+def test_replicated_operands_are_sliced_first(mesh):
     x, w = sm.rand((16, 32), mesh, P()), sm.rand((32, 8), mesh, P())
     apply(torch.matmul, x, w, out_sharding=P("a"))  # on meta tensors, too, to find out what comes
     with sm.debug.comm_budget(launches=0), FlopCounterMode(display=False) as flops:
@@ -101,7 +101,7 @@ def test_whole_operands_are_cut_before_the_work(mesh):
 
 
 @every_rank(2, 2)
-def test_the_choice_is_kept(mesh):
+def test_choice_is_cached(mesh):
     x, w = sm.rand((4, 8), mesh, P("a", "b")), sm.rand((8, 4), mesh, P("b"))
     for _ in range(3):
         apply(torch.matmul, x, w, out_sharding=P("a", "b"))
@@ -136,7 +136,7 @@ def test_other_operators(mesh):
 
 
 @every_rank(2, 2)
-def test_whatever_the_layouts_it_is_what_moving_the_result_gives(mesh):
+def test_equals_redistributing_the_result(mesh):
     """Pending values of every kind and parts of any sizes, wanted of operators that are linear, or not, or have a form."""
     t = numbers(6, 4)
     ragged = P("a", "b", sizes={"a": (1, 5), "b": (3, 1)})
@@ -194,14 +194,14 @@ def test_gradients(mesh):
 
 
 @every_rank(2)
-def test_plain_tensors_where_they_are_taken_as_replicated(mesh):
+def test_plain_tensors_with_implicit_replication(mesh):
     t, w = numbers(4, 6), numbers(6, 2, seed=1)
     with sm.ops.implicit_replication():
         close(apply(torch.matmul, sm.device_put(t, mesh, P(None, "a")), w, out_sharding=P("a")), t @ w)
 
 
 @every_rank(2)
-def test_a_function_of_ones_own_is_laid_out_afterwards(mesh):
+def test_custom_function_is_redistributed_afterwards(mesh):
     x = sm.ones((4, 4), mesh, P("a"))
     y = apply(lambda t: t.relu() + 1, x, out_sharding=P(None, "a"))
     assert y.spec == P(None, "a")
@@ -239,7 +239,7 @@ def test_errors_are_the_same_on_every_rank_and_move_nothing():
 
 
 @every_rank(2)
-def test_around_a_call_implicit_communication_stays_forbidden(mesh):
+def test_implicit_communication_around_it_stays_forbidden(mesh):
     x, w = sm.ones((4, 4), mesh, P("a")), sm.ones((4, 4), mesh, P("a"))
     with sm.ops.implicit_comm("forbid"):
         apply(torch.matmul, x, w, out_sharding=P("a"))

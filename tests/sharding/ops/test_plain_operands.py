@@ -1,4 +1,4 @@
-"""Plain tensors that prepared modules make themselves: taken as replicated, and compared between ranks the first time."""
+"""Plain tensors created in prepared modules are treated as replicated, and compared between ranks the first time."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_masks_and_positions(how):
 
 
 @every_rank(2)
-def test_only_the_first_call_of_a_line_compares(mesh):
+def test_only_the_first_call_of_a_line_compares_ranks(mesh):
     made, x = PREPARED["distribute_module"](_model(), mesh), place(mesh, X.to(DEVICE), sm.Shard(0))
     with collectives() as first:
         made(x)
@@ -93,7 +93,7 @@ def test_under_a_policy_that_forbids_implicit_communication(mesh):
 
 
 @every_rank(2)
-def test_outside_of_prepared_modules_it_is_an_error(mesh):
+def test_outside_of_prepared_modules_it_raises(mesh):
     made, x = PREPARED["distribute_module"](_model(), mesh), place(mesh, X.to(DEVICE), sm.Shard(0))
     y = made(x)
     with pytest.raises(RuntimeError, match="mixes a plain tensor"):
@@ -111,7 +111,7 @@ class _Random(nn.Module):
     differs = True
 
 
-def test_what_differs_between_ranks_is_an_error_that_names_the_line():
+def test_difference_between_ranks_raises_and_names_the_line():
     def program(mesh):
         PREPARED["distribute_module"](_Random(), mesh)(place(mesh, X.to(DEVICE), sm.Shard(0)))
 
@@ -123,7 +123,7 @@ def test_what_differs_between_ranks_is_an_error_that_names_the_line():
 
 
 @every_rank(2)
-def test_after_a_difference_it_is_compared_again(mesh):
+def test_comparison_is_repeated_after_a_difference(mesh):
     made, x = PREPARED["distribute_module"](_Random(), mesh), place(mesh, X.to(DEVICE), sm.Shard(0))
     for _ in range(2):
         with pytest.raises(sm.errors.ReplicaError):
@@ -163,7 +163,7 @@ def test_recomputation(how):
 
 
 @every_rank(2)
-def test_in_backward_a_line_that_no_forward_has_compared_is_an_error(mesh):
+def test_new_line_in_backward_raises(mesh):
     x = place(mesh, X.to(DEVICE), sm.Shard(0), grad=True)
     x.register_hook(lambda grad: grad + torch.ones(6, 4, dtype=X.dtype, device=DEVICE))
     with pytest.raises(RuntimeError, match="mixes a plain tensor"):
@@ -195,12 +195,12 @@ class _Frees(nn.Module):
 
 
 @every_rank(2)
-def test_looking_at_the_stack_keeps_no_tensor_alive(mesh):
+def test_stack_inspection_keeps_no_tensor_alive(mesh):
     PREPARED["distribute_module"](_Frees(), mesh)(place(mesh, X.to(DEVICE), sm.Shard(0)))
 
 
 @every_rank(2)
-def test_operators_on_sharded_tensors_alone_do_not_look_at_the_stack(mesh):
+def test_sharded_operands_do_not_inspect_the_stack(mesh):
     made, x = PREPARED["distribute_module"](_model(), mesh), place(mesh, X.to(DEVICE), sm.Shard(0))
     calls = []
     with pytest.MonkeyPatch.context() as patch:
@@ -255,13 +255,13 @@ class _OnMeta(nn.Module):
 
 
 @every_rank(2)
-def test_a_plain_operand_on_meta_is_an_error(mesh):
+def test_plain_operand_on_meta_raises(mesh):
     with pytest.raises(RuntimeError, match="a plain tensor on 'meta'"):
         PREPARED["distribute_module"](_OnMeta(), mesh)(place(mesh, X.to(DEVICE), sm.Shard(0)))
 
 
 @every_rank(4)
-def test_ranks_outside_the_mesh_compare_nothing(mesh):
+def test_ranks_outside_the_mesh_do_not_compare(mesh):
     part = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",))
     made = distribute_module(_model(), part, src_data_rank=None)
     out = made(place(part, X.to(DEVICE), sm.Shard(0)))

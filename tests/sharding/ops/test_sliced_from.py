@@ -1,4 +1,4 @@
-"""`x[i] += y` where what is selected has to move: x changes, as in one process, and so does what was sliced."""
+"""`x[i] += y` where the selection has to move: x and the slice change as in one process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def assigned(index, apply):
 @pytest.mark.parametrize("apply", OPERATORS)
 @pytest.mark.parametrize("index", INDICES)
 def test_every_index_in_all_layouts_with_gradients(index, apply):
-    """Values and gradients of both, on meshes of which some leave uneven and empty parts."""
+    """Values and gradients of both, also with uneven and empty parts."""
     change = assigned(INDICES[index], OPERATORS[apply])
     y = f(*X[INDICES[index]].shape, seed=5) + 3
     assert prove(change, [X, y], kinds=[], most=5) >= 6
@@ -97,7 +97,7 @@ def test_pending_values_stay_pending():
 
 
 @every_rank(3)
-def test_through_names_as_in_torch(mesh):
+def test_writes_through_other_names(mesh):
     """Whatever was written in between: to x, through another slice, to x without a trace."""
 
     def change(x):
@@ -125,7 +125,7 @@ def test_through_names_as_in_torch(mesh):
 
 
 @every_rank(4)
-def test_what_is_communicated(mesh):
+def test_communication(mesh):
     """A row comes to all ranks, and every rank then has what it writes; rows go there and back, once."""
     x = sm.distribute_tensor(f(8, 3), mesh, P("a"), src_data_rank=None)
     with collectives() as read:
@@ -197,7 +197,7 @@ def _to_a_view(x):
         (_to_a_view, False, "base would not change"),
     ],
 )
-def test_what_would_be_lost_is_refused(write, grad, words):
+def test_lost_writes_raise(write, grad, words):
     assert words in same_error((3,), lambda mesh: write(_sharded(mesh, grad)), RuntimeError, silent=False)
 
 
@@ -215,7 +215,7 @@ def test_after_an_error_nothing_is_written(mesh):
 
 
 @every_rank(3)
-def test_another_assignment_is_not_taken_for_the_last_step(mesh):
+def test_unrelated_assignment_is_not_the_write_back(mesh):
     x = _sharded(mesh)
     row = x[0]
     row += 1
@@ -236,7 +236,7 @@ def test_a_copy_does_not_keep_its_base():
     on_mesh((2,), program)
 
 
-def test_ranks_outside_the_mesh_take_part():
+def test_ranks_outside_the_mesh_run_backward():
     """Backward through the other mesh takes the ranks of both: each has the same graph."""
 
     def program(mesh):

@@ -1,4 +1,4 @@
-"""`torch.compile` of code on sharded tensors: right, with the library's own code as breaks in the graph."""
+"""`torch.compile` of code on sharded tensors: correct, with graph breaks at the library's own code."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def mapped(x, w):
 @pytest.mark.one_in(2, each=["program"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("program", [arithmetic, attributes, in_place, parts, mapped])
-def test_a_compiled_function_is_right(program, backend):
+def test_compiled_function_is_correct(program, backend):
     def main(mesh):
         found = []
         compiled = torch.compile(program, backend=backend)
@@ -95,7 +95,7 @@ def test_a_compiled_function_is_right(program, backend):
     [(lambda x: torch.relu(x), "operators on ShardedTensors run eagerly"), (lambda x: x @ x, "'ShardedTensor'")],
     ids=["function", "operator"],
 )
-def test_fullgraph_says_why_it_cannot_be(program, says):
+def test_fullgraph_error_explains_the_graph_break(program, says):
     def main(mesh):
         x = sm.device_put(torch.randn(4, 4), mesh, P("a"))
         with pytest.raises(torch._dynamo.exc.Unsupported, match=says):
@@ -136,7 +136,7 @@ def _unit(mesh):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("make", [_colwise, _unit])
-def test_a_trace_is_refused(make):
+def test_trace_raises(make):
     """It would keep this rank's parameters as constants, and leave collectives out."""
 
     def main(mesh):
@@ -149,7 +149,7 @@ def test_a_trace_is_refused(make):
 
 
 @pytest.mark.parametrize("make", [_colwise, _unit])
-def test_an_export_is_refused(make):
+def test_export_raises(make):
     def main(mesh):
         with pytest.raises(RuntimeError, match=r"a ShardedTensor is not one block of memory"):
             torch.export.export(make(mesh), (torch.ones(2, 4),))

@@ -1,4 +1,4 @@
-"""Muon with owners, against references on one process: a plain one, and torch's own."""
+"""Muon with owners, compared with a plain reference and torch's own on one process."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_equals_the_reference_over_20_steps(where, dtype, rtol):
 
 
 @pytest.mark.parametrize("options", [{"adjust_lr_fn": "match_rms_adamw"}, {"nesterov": False}, {"momentum": 0.5}], ids=str)
-def test_its_options(options):
+def test_options(options):
     named = {"rule": options.get("adjust_lr_fn"), **{k: v for k, v in options.items() if k != "adjust_lr_fn"}}
     _, losses = trained_reference(torch.float64, **named)
 
@@ -134,7 +134,7 @@ def test_its_options(options):
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
-def test_bit_for_bit_as_torchs(rule, where):
+def test_bitwise_equal_to_torch(rule, where):
     """In bfloat16, as torch iterates, given the same gradients; also after its state is loaded in the middle."""
     names = ["up", "down"]
     plain = Model(torch.float32)
@@ -176,7 +176,7 @@ def test_bit_for_bit_as_torchs(rule, where):
 
 
 def test_bytes_of_a_step():
-    """bfloat16: what the owner lacks on the way there, what others hold on the way back; closed forms."""
+    """bfloat16: what the owner lacks before, and what the others hold after, in closed form."""
 
     def program(mesh):
         shapes = [(8, 6)] * 4

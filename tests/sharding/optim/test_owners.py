@@ -1,4 +1,4 @@
-"""Owners of matrices: who works on what, and what the ways there and back cost."""
+"""Owners of matrices: their assignment, and the cost of moving there and back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def work(rows, columns):
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 5))
-def test_owners_have_equally_much_to_do(works, ranks):
+def test_owners_have_balanced_work(works, ranks):
     """Within Graham's bound: the average and one unit more at most."""
     units = [MatrixUnit(i, ((0, 4), (0, 4)), w) for i, w in enumerate(works)]
     owner = assign(units, [[None] * ranks for _ in works])
@@ -32,7 +32,7 @@ def test_owners_have_equally_much_to_do(works, ranks):
     assert max(loads) <= sum(works) / ranks + max(works) * (1 - 1 / ranks) + 1e-9
 
 
-def test_what_a_rank_has_whole_stays():
+def test_whole_matrices_stay_on_their_rank():
     whole, none = ((0, 4), (0, 4)), None
     units = [MatrixUnit(i, whole, 1) for i in range(4)]
     held = [[none, whole, none], [none, whole, none], [whole, none, whole], [none, none, none]]
@@ -43,8 +43,8 @@ def test_what_a_rank_has_whole_stays():
 
 @settings(max_examples=20)
 @given(st.data())
-def test_there_and_back_from_any_layouts(data):
-    """Each owner has the whole; what it makes of it comes back; at most one collective each way, each element once."""
+def test_round_trip_from_any_layouts(data):
+    """Each owner gets the whole matrix and returns its result; at most one collective each way, each element once."""
     mesh_shape = data.draw(st.sampled_from([(4,), (2, 2), (3, 2)]))
     abstract = sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)])
     specs = [data.draw(ragged_specs(abstract, shape, kinds=())) for shape in SHAPES]
@@ -74,7 +74,7 @@ def test_there_and_back_from_any_layouts(data):
     assert len(set(on_mesh(mesh_shape, program))) == 1
 
 
-def test_matrices_that_have_their_owner_cost_nothing_on_the_way():
+def test_matrices_already_at_their_owner_are_not_moved():
     def program(mesh):
         specs = [P("a", sizes={"a": tuple(6 * (r == owner) for r in range(4))}) for owner in (2, 0, 0)]
         placed = [sm.zeros((6, 2), mesh, spec) for spec in specs]
@@ -103,7 +103,7 @@ def test_the_layout_at_an_owner_on_a_mesh_of_ranks_in_another_order():
     assert sm.simulate(4)(program)() == [0, 5, 0, 0]
 
 
-def test_blocks_of_a_matrix_have_owners_of_their_own():
+def test_blocks_of_a_matrix_have_separate_owners():
     x = torch.arange(42.0, device=DEVICE).view(6, 7)
     units = tuple(MatrixUnit(0, ((a, b), (c, d)), 1) for a, b in ((0, 4), (4, 6)) for c, d in ((0, 3), (3, 7)))
 

@@ -1,4 +1,4 @@
-"""Shampoo with owners, against a reference on one process."""
+"""Shampoo with owners, compared with a reference on one process."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_plain_parameters():
     assert train(mine, optimizer) == pytest.approx(train(model, Reference(model, 0.02, **options)), rel=1e-9)
 
 
-def test_two_collectives_and_what_each_rank_keeps():
-    """Two all_to_all a step of 3/4 of a gradient each; preconditioners at their owner alone, balanced."""
+def test_two_collectives_and_memory_per_rank():
+    """Two all_to_all per step of 3/4 of a gradient each; preconditioners only on their owner, balanced."""
 
     def program(mesh):
         params = [nn.Parameter(sm.zeros((8, 6), mesh, P("a"))) for _ in range(4)]
@@ -115,7 +115,7 @@ def test_two_collectives_and_what_each_rank_keeps():
 
 
 @pytest.mark.parametrize("other", PLACES)
-def test_goes_on_from_its_state_with_other_owners(other):
+def test_resumes_from_its_state_with_other_owners(other):
     """Saved in the middle from one layout, loaded into another, between two computations of roots."""
     options = {"block_size": 5, "update_freq": 4, "momentum": 0.9, "adamw": ["embed"], "adamw_lr": 0.003}
     model = Model()

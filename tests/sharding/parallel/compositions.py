@@ -1,4 +1,4 @@
-"""The language model of `models.py` in every form of data parallelism, by itself and with tensor and sequence parallelism.
+"""The language model of `models.py` in every form of data parallelism, alone and with tensor and sequence parallelism.
 
 A mesh has the axis "tp" last where there is tensor parallelism; all other axes are for data.
 """
@@ -37,7 +37,7 @@ class Case:
     Attributes:
         form: a row of the table of data parallelism.
         tp: "" for none, "tp" for tensor parallelism, "sp" with activations between layers split by sequence.
-        inputs: "global" sharded tensors, or "plain" ones, other ones on each rank; with tp through torch's styles.
+        inputs: "global" sharded tensors, or "plain" ones that differ between ranks; with tp through torch's styles.
         config: shapes of the model.
         shape: of the mesh.
     """
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def data(self) -> tuple[str, ...]:
-        """The axes over which the batch is split."""
+        """Return the axes over which the batch is sharded."""
         return tuple(axis for axis in self.names if axis != "tp")
 
     @property
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def b(self) -> int:
-        """Samples: where ranks may have different numbers of them, they do."""
+        """Number of samples: uneven wherever ranks may have different numbers."""
         ranks = math.prod(self.sizes[axis] for axis in self.data)
         return ranks + 1 if self.inputs == "global" and self.config != EVEN else max(ranks, 4)
 
@@ -94,7 +94,7 @@ def split(model: nn.Module, mesh: sm.DeviceMesh, form: str, axes: tuple[str, ...
 
 
 def made(case: Case, mesh: sm.DeviceMesh, **options: Any) -> GPT:
-    """The model, laid out as the case says; `options` are those of data parallelism."""
+    """Return the model, parallelized for the case; `options` are those of data parallelism."""
     model = gpt(case.config).to(DEVICE)
     if case.tp and case.inputs == "global":
         parallelize(model, mesh, megatron(case.config, SPLIT if case.tp == "sp" else P()), src_data_rank=None)
@@ -104,7 +104,7 @@ def made(case: Case, mesh: sm.DeviceMesh, **options: Any) -> GPT:
 
 
 def torch_plan(tp: str) -> dict[str, Any]:
-    """As torch's tutorial has it: plain tensors between modules."""
+    """Return the plan of torch's tutorial: plain tensors between modules."""
     stream = Shard(1) if tp == "sp" else Replicate()
     plan: dict[str, Any] = {
         "embed_tokens": sm.compat.RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
@@ -130,12 +130,12 @@ def torch_plan(tp: str) -> dict[str, Any]:
 
 
 def batch_of(config: Config, b: int, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a step, each [b, s]."""
+    """Return inputs and targets of a step, each [b, s]."""
     return tokens(b, S, config.vocabulary, seed=step % BATCHES)
 
 
 def batch(case: Case, mesh: sm.DeviceMesh, step: int) -> list[Any]:
-    """This rank's, or sharded ones."""
+    """Return this rank's part, or sharded tensors."""
     pair = batch_of(case.config, case.b, step)
     if case.inputs == "global":
         return [sm.device_put(x, mesh, P(case.data or None), src_data_rank=None) for x in pair]
@@ -144,7 +144,7 @@ def batch(case: Case, mesh: sm.DeviceMesh, step: int) -> list[Any]:
 
 
 def _place(case: Case, mesh: sm.DeviceMesh) -> int:
-    """The number of this rank's part of the batch."""
+    """Return the index of this rank's part of the batch."""
     place = 0
     for axis in case.data:
         place = place * case.sizes[axis] + mesh.get_local_rank(axis)
@@ -156,7 +156,7 @@ def whole(x: Any) -> Tensor:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """With an eps as large as gradients are: without, steps would be the same for gradients that are too large by a factor."""
+    """Return AdamW with an eps as large as the gradients; with a small eps, steps would not show gradients that are wrong by a factor."""
     return torch.optim.AdamW(model.parameters(), lr=3e-2, eps=1e-2)
 
 
@@ -166,7 +166,7 @@ def loss_in(case: Case, model: nn.Module, mesh: sm.DeviceMesh, step: int) -> Ten
 
 
 def stepped(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
-    """The loss, when the optimizer has stepped along its gradients."""
+    """Take an optimizer step and return the loss."""
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -174,7 +174,7 @@ def stepped(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
 
 
 def train(case: Case, mesh: sm.DeviceMesh, model: nn.Module) -> tuple[Tensor, list[Used], dict[str, int]]:
-    """The losses, what each step communicates until its gradients are there, and the rank's place."""
+    """Return the losses, the communication of each step's forward and backward, and the rank's position."""
     optimizer, losses, all_used = adamw(model), [], []
     for step in range(STEPS):
         with collectives() as records:
@@ -188,7 +188,7 @@ def train(case: Case, mesh: sm.DeviceMesh, model: nn.Module) -> tuple[Tensor, li
 
 
 def by_one_process(case: Case) -> Tensor:
-    """The losses of one process."""
+    """Return the losses of one process."""
     return _by_one_process(case.config, case.b)
 
 
@@ -203,12 +203,12 @@ def _by_one_process(config: Config, b: int) -> Tensor:
 
 
 def on(case: Case, program: Callable[[sm.DeviceMesh], Any]) -> list[Any]:
-    """`program(mesh)` on every rank of the case's mesh."""
+    """Run `program(mesh)` on every rank of the case's mesh."""
     return on_axes(case.shape, case.names, program)
 
 
 def used(step: Callable[[], Any]) -> Used:
-    """Calls and bytes received of each collective of what a function does."""
+    """Return calls and bytes received of each collective in a function."""
     with collectives() as records:
         step()
     return summed_up(records)

@@ -1,6 +1,6 @@
-"""What a step of a composition communicates, worked out on paper: calls and bytes that a rank receives.
+"""Closed forms for the communication of a step: calls and bytes that a rank receives.
 
-`make_flat_layout` says how a unit's buffer is split; all else is arithmetic on the shapes of the model and of the mesh.
+`make_flat_layout` gives the split of a unit's buffer; the rest is arithmetic on the shapes of the model and the mesh.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.sharding.parallel.models import Config
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as a rank of tensor parallelism uses it.
+    """A parameter as used by a rank of tensor parallelism.
 
     Attributes:
         shape: the most that a rank of tp holds; `mine` what this one does.
@@ -40,7 +40,7 @@ SHAPE = 29  # bytes of a pickled tuple of the number of a call and one length, b
 
 
 def chunk(size: int, parts: int, part: int) -> int:
-    """What `torch.chunk` gives a part."""
+    """Return the length of a part from `torch.chunk`."""
     most = -(-size // parts)
     return max(0, min(most, size - part * most))
 
@@ -56,7 +56,7 @@ class Paper:
     # -- shapes --------------------------------------------------------------------------------------------------------
 
     def _units(self, c: Config) -> Iterator[list[Parameter]]:
-        """The parameters of the outermost unit, and of each block, in the order of their modules."""
+        """Return the parameters of the outermost unit and of each block, in module order."""
         table = [self._split((c.vocabulary, c.d), 0)]
         yield [*table, self._copied(c.d), *([] if c.tied else table)]
         for _ in range(c.layers):
@@ -91,7 +91,7 @@ class Paper:
 
     @property
     def shards(self) -> tuple[str, ...]:
-        """The axes over which the optimizer's state is split, major to minor."""
+        """Return the axes over which the optimizer's state is sharded, major to minor."""
         data = self.case.data
         return {"ddp": (), "hsdp": data[-1:], "hybrid": (*data[-1:], *data[:-1])}.get(self.case.form, data)
 
@@ -103,7 +103,7 @@ class Paper:
         return place
 
     def layouts(self) -> list[FlatLayout]:
-        """How the buffer of each unit is split; less than a row is lost per boundary."""
+        """Return the split of each unit's buffer; less than a row is lost per boundary."""
         n, found = self.size(*self.shards), []
         for unit in self.units:
             lengths, rows = tuple(p.length for p in unit), tuple(p.row for p in unit)
@@ -114,7 +114,7 @@ class Paper:
     # -- data parallelism ----------------------------------------------------------------------------------------------
 
     def gathered(self, micro_batches: int = 1) -> list[int]:
-        """The bytes of each all_gather of parameters: whole once a step, or of blocks twice a micro-batch."""
+        """Return the bytes of each all_gather of parameters: all once per step, or of blocks twice per micro-batch."""
         n, pieces = self.size(*self.shards), [layout.piece * self.param_bytes for layout in self.layouts()]
         form, root, blocks = self.case.form, pieces[0], pieces[1:]
         if form in ("zero1", "zero2"):
@@ -126,13 +126,13 @@ class Paper:
         return once + micro_batches * [(kept - 1) * (n // kept) * piece for piece in (root, *blocks, *blocks)]
 
     def summed(self, micro_batches: int = 1) -> list[int]:
-        """The bytes of each reduce_scatter of gradients."""
+        """Return the bytes of each reduce_scatter of gradients."""
         times = 1 if self.case.form == "zero1" else micro_batches
         n = self.size(*self.shards)
         return times * [(n - 1) * layout.piece * self.sum_bytes for layout in self.layouts()]
 
     def reduced(self) -> Iterator[tuple[int, int]]:
-        """The all_reduces of gradients at rest, by units: for each number of copies along other axes one, and its bytes.
+        """Return the bytes of the all_reduces of stored gradients, by unit: one per number of copies along other axes.
 
         With DDP the blocks, which are small, are summed together, where one number of copies is all that they have.
         """
@@ -143,7 +143,7 @@ class Paper:
             yield from ((copies, 2 * (copies - 1) * held // copies) for copies, held in found.items())
 
     def _held(self) -> Iterator[dict[int, int]]:
-        """For each unit, by the number of copies, if there are several, the bytes of the gradients at rest."""
+        """Return the bytes of stored gradients per unit, by their number of copies if there are several."""
         others = self.size(*[axis for axis in self.case.data if axis not in self.shards])
         for unit, layout in zip(self.units, self.layouts(), strict=True):
             found = dict[int, int]()
@@ -156,7 +156,7 @@ class Paper:
     # -- tensor parallelism, of sharded inputs -------------------------------------------------------------------------
 
     def tokens_here(self) -> int:
-        """Rows of this rank's part of the batch, times positions."""
+        """Return the number of tokens in this rank's part of the batch."""
         b = self.case.b
         for axis in self.case.data:
             b = chunk(b, self.case.sizes[axis], self.coordinate[axis])
@@ -171,7 +171,7 @@ class Paper:
         return {"all_to_all": (4 * times, 2 * times * (whole - mine + (self.tp - 1) * mine))}
 
     def with_torch_styles(self, first: bool) -> Used:
-        """Each module of the plan takes plain tensors and gives plain ones.
+        """Every module of the plan takes and returns plain tensors.
 
         tp: forward, sums of the embedding, o_proj and down_proj, and the logits gathered. Backward, sums for all that takes a whole
             input. In the first step, for each replicated output 5 numbers to see that replicas agree.
@@ -210,7 +210,7 @@ def _scalar(ranks: int) -> int:
 
 
 def plus(*all_used: Used) -> Used:
-    """The sum; what moves nothing is no call."""
+    """Return the sum; collectives that move nothing are not counted."""
     found: Used = {}
     for one in all_used:
         for op, (calls, received) in one.items():
@@ -220,12 +220,12 @@ def plus(*all_used: Used) -> Used:
 
 
 def collective(op: str, received: list[int]) -> Used:
-    """Calls that receive so many bytes each; those over one rank are none."""
+    """Return calls that receive this many bytes each; over one rank there are none."""
     return {op: (sum(one > 0 for one in received), sum(received))}
 
 
 def of_data(paper: Paper, micro_batches: int = 0) -> Used:
-    """What data parallelism communicates in a step; what is reduced at the end of `accumulate_grads` is reduced in one call."""
+    """Return the communication of data parallelism in a step; the reduction at the end of `accumulate_grads` is one call."""
     copies: dict[int, list[int]] = {}
     for number, received in paper.reduced():
         copies.setdefault(number, []).append(received)
@@ -238,10 +238,10 @@ def of_data(paper: Paper, micro_batches: int = 0) -> Used:
 
 
 def expected(paper: Paper) -> Used:
-    """What a step with sharded inputs communicates."""
+    """Return the communication of a step with sharded inputs."""
     return plus(of_data(paper), paper.activations() if paper.tp > 1 else {}, paper.loss())
 
 
 def expected_of_plain(paper: Paper, first: bool = False) -> Used:
-    """What a step with plain inputs communicates: the loss is each rank's own."""
+    """Return the communication of a step with plain inputs, where each rank has its own loss."""
     return plus(of_data(paper), paper.with_torch_styles(first) if paper.tp > 1 else {})

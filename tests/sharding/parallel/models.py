@@ -1,6 +1,6 @@
-"""A language model in plain PyTorch, with the names that Hugging Face's have: what the tests of layers parallelise.
+"""A language model in plain PyTorch with Hugging Face's module names, which the tests of layers parallelize.
 
-It knows nothing of meshes. Tensor names end in one letter per dim: b batch, s position, d width of the residual stream,
+It does not depend on a mesh. Tensor names end in one letter per dim: b batch, s position, d width of the residual stream,
 h head, e width of a head, f width of the MLP, v token.
 """
 
@@ -19,7 +19,7 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, each of shape [s, e]
 
 @dataclass(frozen=True)
 class Config:
-    """Shapes of the model; `kv_heads` is None for as many as `heads`, `positions` the most that a sequence may have."""
+    """Shapes of the model; `kv_heads` None means `heads`, `positions` is the maximal sequence length."""
 
     vocabulary: int = 32
     d: int = 16
@@ -62,14 +62,14 @@ class Attention(nn.Module):
 
 
 def rotary_tables(config: Config) -> Rotary:
-    """Cosines and sines by position (Su et al. 2021, arXiv:2104.09864)."""
+    """Return cosines and sines by position (Su et al. 2021, arXiv:2104.09864)."""
     rates = 10_000.0 ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
     angles_pe = torch.outer(torch.arange(config.positions, dtype=torch.float64), rates).repeat(1, 2)
     return angles_pe.cos().to(config.dtype), angles_pe.sin().to(config.dtype)
 
 
 def rotated(x_bhse: Tensor, rotary: Rotary) -> Tensor:
-    """Each pair of features turned by the angle of its position."""
+    """Rotate each pair of features by the angle of its position."""
     (first, second), (cos_se, sin_se) = x_bhse.chunk(2, dim=-1), rotary
     return x_bhse * cos_se + torch.cat([-second, first], dim=-1) * sin_se
 
@@ -89,7 +89,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: attention and MLP, each behind a norm."""
+    """A layer: attention and MLP, each after a norm."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens [b, s] to logits [b, s, v].
+    """Map tokens [b, s] to logits [b, s, v].
 
     Parameters by path: `embed_tokens.weight`, `layers.0.self_attn.{q,k,v,o}_proj.weight`, `layers.0.mlp.{gate,up,down}_proj.weight`,
     `layers.0.{input,post_attention}_layernorm.weight`, `norm.weight`, `lm_head.weight`.
@@ -130,7 +130,7 @@ class GPT(nn.Module):
 
 
 def gpt(config: Config = Config(), seed: int = 0) -> GPT:
-    """The model with the same values on every rank of every mesh: they do not depend on torch's global generator."""
+    """Return the model with the same values on every rank of every mesh, independent of torch's global generator."""
     model, generator = GPT(config), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -140,11 +140,11 @@ def gpt(config: Config = Config(), seed: int = 0) -> GPT:
 
 
 def tokens(b: int = 4, s: int = 8, vocabulary: int = 32, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each of shape [b, s]."""
+    """Return inputs and targets, each of shape [b, s]."""
     drawn = torch.randint(0, vocabulary, (2, b, s), generator=torch.Generator().manual_seed(seed), device="cpu").to(DEVICE)
     return drawn[0], drawn[1]
 
 
 def loss_of(logits_bsv: Tensor, targets_bs: Tensor) -> Tensor:
-    """The mean over all tokens."""
+    """Return the mean loss over all tokens."""
     return F.cross_entropy(logits_bsv.flatten(0, 1), targets_bs.flatten())

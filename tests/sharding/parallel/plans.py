@@ -1,4 +1,4 @@
-"""A plan for the language model of `models.py`, and its step on a mesh against that of one process."""
+"""A plan for the language model of `models.py`, and its step on a mesh compared with one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.sharding.parallel.models import gpt, loss_of, tokens
 
 
 def megatron(config, stream):
-    """Heads and features split over tp; between layers activations lie as `stream`: `P()`, or split by sequence."""
+    """Return a plan with heads and features sharded over tp; activations between layers have the layout `stream`."""
     norm = sequence_parallel(1, out=P()) if stream.dims else shard_params({"weight": P()})
     return {
         "embed_tokens": rowwise(out=stream),
@@ -33,7 +33,7 @@ SPLIT = P(None, "tp", None)
 
 
 def step_on(mesh, model, b=4, s=8):
-    """Loss of a batch that is split over all axes but tp; its backward has run."""
+    """Run forward and backward of a batch sharded over all axes but tp; return the loss."""
     vocabulary = model.embed_tokens.weight.shape[0]
     data = tuple(axis for axis in mesh.axis_names if axis != "tp")
     placed = [sm.device_put(x, mesh, P(data), src_data_rank=None) for x in tokens(b, s, vocabulary)]

@@ -1,4 +1,4 @@
-"""Data parallelism beside context and expert parallelism: losses of one process, calls and bytes as on paper."""
+"""Data parallelism with context and expert parallelism: losses of one process, calls and bytes in closed form."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def losses_of(model, loss):
 
 
 def _loss(logits_bsv, targets_bs):
-    """The mean over all tokens; b and s stay two dims, since both are split."""
+    """Return the mean loss over all tokens; b and s stay two dims, since both are sharded."""
     return F.cross_entropy(logits_bsv.transpose(1, 2), targets_bs)
 
 
@@ -51,7 +51,7 @@ def _split_by_sequence(model, mesh, step, config, s):
     ],
 )
 def test_fsdp_and_context_parallelism(method, axes, config, s):
-    """The axis of sequences may split parameters, too, or leave them whole."""
+    """The sequence axis may shard parameters too, or replicate them."""
 
     def program(mesh):
         model = split(gpt(config).to(DEVICE), mesh, "fsdp", axes)
@@ -75,7 +75,7 @@ COUNT_OF_TARGETS = {"all_reduce": (1, 2 * 3 * 8 // 4)}
 
 @pytest.mark.parametrize("method", ATTENTION)
 def test_calls_and_bytes_of_context_parallelism(method):
-    """Parameters are replicated over "cp": data parallelism is HSDP, with "cp" in the place of "dp"."""
+    """Parameters are replicated over "cp": data parallelism is HSDP with "cp" in place of "dp"."""
 
     def program(mesh):
         model = split(gpt(EVEN).to(DEVICE), mesh, "fsdp", ("fsdp",))
@@ -92,7 +92,7 @@ def test_calls_and_bytes_of_context_parallelism(method):
 
 
 class Mixture(nn.Module):
-    """x + experts of x, between an embedding and a head; `mesh` is None for one process, where every expert is computed."""
+    """x + experts(x), between an embedding and a head; `mesh` is None for one process, where all experts are local."""
 
     def __init__(self, d: int = 6, f: int = 7, count: int = 3) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def _placed(mesh, inputs, step, count):
     ],
 )
 def test_data_and_expert_parallelism(form, inputs, where):
-    """3 experts over 2 ranks. The batch is split over the axis of experts, too; the router and all else are split over "dp" alone."""
+    """3 experts over 2 ranks. The batch is sharded over the expert axis too; the router and the rest over "dp" only."""
     count = 13 if inputs == "global" else 12
 
     def program(mesh):
@@ -181,14 +181,14 @@ ROW = 6 * 8  # bytes of a token on its way
 
 
 def _rows(model, numbers):
-    """By rank of "ep" whose token it is, and of its expert: how many rows go there."""
+    """Return the number of rows by source rank and destination rank of "ep"."""
     experts = top_k_routing(model.router(model.embed(numbers)), 2).experts
     mine = (experts < 2).sum().item()  # of 3 experts the first rank has 2
     return [mine, experts.numel() - mine]
 
 
 def test_calls_and_bytes_of_expert_parallelism():
-    """Tokens travel to the experts of the other rank, and results back; backward the gradients of both."""
+    """Tokens are sent to the experts of the other rank and results back; in backward the gradients of both."""
     alone = _mixture()
 
     def program(mesh):

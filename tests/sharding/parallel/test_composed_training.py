@@ -1,4 +1,4 @@
-"""Training of compositions: micro-batches, clipping, mixed precision, Muon, and checkpoints from one composition to another."""
+"""Training with compositions: micro-batches, clipping, mixed precision, Muon, and checkpoints from one composition to another."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CLIPPED = [
 
 
 def _accumulated(optimizer, model, losses):
-    """A step along the clipped mean of the gradients of several losses; their mean, and the norm of the gradients before."""
+    """Step with the clipped mean gradient of several losses; return their mean and the gradient norm before clipping."""
     kept = []
     with sm.accumulate_grads():
         for loss in losses:
@@ -78,7 +78,7 @@ def _clipped_by_one_process(case):
 @pytest.mark.one_in(3, each=["case.inputs"])
 @pytest.mark.parametrize("case", CLIPPED, ids=str)
 def test_micro_batches_and_clipping(case):
-    """Every step is clipped: the norms are those of one process, too."""
+    """Every step is clipped; the norms equal those of one process."""
 
     def program(mesh):
         model = made(case, mesh)
@@ -95,7 +95,7 @@ def test_micro_batches_and_clipping(case):
 
 @pytest.mark.parametrize("case", [case for case in CLIPPED if case.inputs == "plain"], ids=str)
 def test_calls_and_bytes_of_micro_batches(case):
-    """Split gradients are summed for each micro-batch, whole ones once."""
+    """Sharded gradients are summed per micro-batch, whole ones once."""
 
     def backward(model, mesh):
         with sm.accumulate_grads():
@@ -129,7 +129,7 @@ MIXED = sm.parallel.MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.fl
 
 
 def _mixed_by_hand(case, ranks):
-    """Each rank's loss in bfloat16, gradients summed in float32, and a step of the float32 parameters."""
+    """Compute each rank's loss in bfloat16, sum gradients in float32, and step the float32 parameters."""
     model = gpt(case.config).to(DEVICE)
     model.cos, model.sin = model.cos.to(HALF), model.sin.to(HALF)  # as what goes into a block is
     optimizer, found = adamw(model), []
@@ -150,7 +150,7 @@ def _mixed_by_hand(case, ranks):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("form", "shape"), [("ddp", (4,)), ("zero1", (4,)), ("hsdp", (2, 2)), ("hybrid", (2, 2))])
-def test_mixed_precision_is_that_made_by_hand(form, shape):
+def test_mixed_precision_equals_manual_computation(form, shape):
     case = Case(form, "", "plain", replace(EVEN, dtype=torch.float32), shape)
     case = replace(case, config=replace(case.config, vocabulary=31))
     found = on(case, lambda mesh: train(case, mesh, made(case, mesh, mp_policy=MIXED))[0])
@@ -159,7 +159,7 @@ def test_mixed_precision_is_that_made_by_hand(form, shape):
 
 @pytest.mark.parametrize(("form", "shape"), [("fsdp", (4,)), ("zero2", (2, 2)), ("hybrid", (2, 2))])
 def test_bytes_of_mixed_precision(form, shape):
-    """Parameters travel in 2 bytes, gradients in 4."""
+    """Parameters are sent in 2 bytes per element, gradients in 4."""
     case = Case(form, "", "plain", replace(UNEVEN, dtype=torch.float32), shape)
 
     def program(mesh):
@@ -216,8 +216,8 @@ def test_muon(case):
     ],
     ids=str,
 )
-def test_another_composition_goes_on_from_a_checkpoint(before, after, tmp_path):
-    """Half of the steps by one, half by the other: the losses are those of one process all along."""
+def test_another_composition_resumes_from_a_checkpoint(before, after, tmp_path):
+    """Half of the steps with one, half with the other: all losses equal those of one process."""
     half = STEPS // 2
 
     def losses(case, mesh, model, optimizer, steps):

@@ -1,4 +1,4 @@
-"""Forms of data parallelism with tensor and sequence parallelism: losses of one process, calls and bytes as on paper."""
+"""Data parallelism with tensor and sequence parallelism: losses of one process, calls and bytes in closed form."""
 
 from __future__ import annotations
 

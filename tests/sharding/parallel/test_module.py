@@ -89,7 +89,7 @@ def _language_model():
 
 @pytest.mark.parametrize("where", [{}, {"0": sm.P("tp")}, {"1": sm.P(None, "tp")}, {"0": sm.P("tp"), "1": sm.P("tp")}])
 def test_tied_parameters_stay_tied(where):
-    """Wherever partition_fn places them, or nowhere; the gradient is that of both uses."""
+    """Whichever name partition_fn shards, or none; the gradient is that of both uses."""
     tokens = torch.tensor([0, 1, 5, 1])
     plain = _language_model()
     plain(tokens).square().sum().backward()
@@ -112,7 +112,7 @@ def test_tied_parameters_stay_tied(where):
     sm.simulate(2)(rank)()
 
 
-def test_tied_parameters_placed_in_two_ways_are_an_error():
+def test_conflicting_layouts_of_tied_parameters_raise():
     def rank():
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",))
         specs = {"0": sm.P("tp"), "1": sm.P(None, "tp")}

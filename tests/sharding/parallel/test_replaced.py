@@ -1,4 +1,4 @@
-"""An optimizer made too early trains nothing: its step says so."""
+"""An optimizer created before its parameters are replaced raises in its step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model():
 
 
 @pytest.mark.parametrize("replace", REPLACING)
-def test_an_optimizer_made_too_early(replace):
+def test_optimizer_created_before_sharding_raises(replace):
     def main(mesh):
         made = model()
         optimizer = torch.optim.AdamW(made.parameters())
@@ -70,7 +70,7 @@ def test_an_optimizer_of_parameters_on_meta(mesh):
 
 
 @every_rank(2)
-def test_between_two_calls(mesh):
+def test_optimizer_created_between_two_calls(mesh):
     made = parallelize(model(), mesh, {"0": colwise()})
     optimizer = torch.optim.SGD(list(made[0].parameters()), lr=0.1)
     before = made[0].weight

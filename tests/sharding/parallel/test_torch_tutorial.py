@@ -1,4 +1,4 @@
-"""torch's tutorial of 2-D parallelism, its import lines changed: tensor parallelism on one slice of a mesh, `fully_shard` on the other."""
+"""torch's tutorial of 2-D parallelism with changed imports: tensor parallelism on one mesh slice, `fully_shard` on the other."""
 
 from __future__ import annotations
 

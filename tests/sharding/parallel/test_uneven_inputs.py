@@ -1,4 +1,4 @@
-"""Loops that end together: steps, batches and weights; training on uneven batches is that of one process; errors reach all ranks."""
+"""uneven_inputs: ranks take equally many steps, training equals one process, and errors are raised on all ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ feeds = st.lists(st.lists(st.integers(1, 4), max_size=4), min_size=2, max_size=3
 
 
 def feed_of(rows_of_places):
-    """For each place its batches (x, y)."""
+    """Return the batches (x, y) of each rank."""
     random = torch.Generator().manual_seed(sum(map(sum, rows_of_places)))
 
     def batch(rows):
@@ -53,7 +53,7 @@ def first_weights():
 
 
 def logits_of(w, x, norm=True, total=lambda x: x):
-    """A layer, perhaps a norm over the batch, another layer of which `total` adds up shares."""
+    """Apply a layer, optionally a batch norm, and another layer whose partial results `total` sums."""
     hidden = F.linear(x, w["w_up"], w["b_up"])
     if norm:
         hidden = (hidden - hidden.mean(0)) / (hidden.var(0, correction=0) + 0.1).sqrt()
@@ -94,7 +94,7 @@ USED = {"w_up": P("b"), "b_up": P("b"), "w_down": P(None, "b")}  # of those with
 
 
 def train_sharded(mesh, feed, how):
-    """In the sharded view: batches, weights and the loss are sharded tensors."""
+    """Train with sharded tensors for batches, weights and the loss."""
     stored, used = STORED[how], USED if "tp" in how else {}
     weights = {
         name: sm.device_put(w, mesh, stored.get(name, P()), src_data_rank=None).requires_grad_()
@@ -114,7 +114,7 @@ def train_sharded(mesh, feed, how):
 @pytest.mark.parametrize("how", STORED)
 @settings(max_examples=4)
 @given(rows=feeds)
-def test_batches_of_no_rows_count_for_nothing(how, rows):
+def test_empty_batches_have_no_weight(how, rows):
     feed = feed_of(rows)
     expected = train_alone(feed)
     shape = (len(rows), 2) if "tp" in how else (len(rows),)
@@ -123,7 +123,7 @@ def test_batches_of_no_rows_count_for_nothing(how, rows):
 
 
 def train_in_parts(mesh, feed, how):
-    """In each rank's view: it has a loss of its own, which is averaged over the ranks."""
+    """Train with plain tensors: each rank has its own loss, averaged over the ranks."""
     specs = {name: STORED[how].get(name, P()) for name in WEIGHTS}
     weights = {name: sm.device_put(w, mesh, specs[name], src_data_rank=None) for name, w in first_weights().items()}
     total = (lambda x: sm.psum(x, "b")) if "tp" in how else (lambda x: x)
@@ -158,14 +158,14 @@ def test_weighted_losses_are_the_mean_over_all_samples(how, rows):
 
 
 def test_a_language_model_on_short_and_missing_batches():
-    """The example's, on (fsdp=3, tp=2): attention, a tied embedding, tokens flattened out of a batch with parts of no rows."""
+    """The example's model on (fsdp=3, tp=2): attention, a tied embedding, tokens flattened from a batch with empty parts."""
     size = train_lm.SIZES["tiny"]
     random = torch.Generator().manual_seed(0)
     feed = [[torch.randint(256, (rows, 9), generator=random) for rows in place] for place in ([2], [4, 1], [])]
 
     def train(batches, mesh):
         torch.manual_seed(0)
-        reshard = train_lm.leave if mesh is None else train_lm.reshard
+        reshard = train_lm.keep_layout if mesh is None else train_lm.reshard
         model = train_lm.GPT(dataclasses.replace(size, s=8), reshard).double()
         if mesh is not None:
             distribute_module(model, mesh, train_lm.place_weights, src_data_rank=None)
@@ -190,7 +190,7 @@ def test_a_language_model_on_short_and_missing_batches():
 
 
 def batches_of(rank, lengths, rows=2):
-    """A rank's batches, which tell whose they are."""
+    """Return a rank's batches, which identify their rank."""
     return [torch.full((rows, 3), 10.0 * rank + step) for step in range(lengths[rank])]
 
 
@@ -200,7 +200,7 @@ def firsts(batches):
 
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4))
 @settings(max_examples=15)
-def test_stop_is_zip(lengths):
+def test_stop_is_like_zip(lengths):
     def program(mesh):
         mine = batches_of(mesh.get_rank(), lengths)
         given = list(uneven_inputs(iter(mine), mesh))
@@ -240,7 +240,7 @@ def test_loops_without_end():
 
 
 def test_batches_of_any_kind_and_loops_that_change_them():
-    """Dicts that are popped and tensors that are written to, on a rank that has one batch and on one that has none."""
+    """Loops that pop from dicts and write to tensors, on a rank with one batch and on one with none."""
 
     def program(mesh):
         batch = {"x": torch.ones(2, 3), "name": ["p", "q"], "n": np.arange(2), "mask": torch.eye(3), "scale": torch.tensor(2.0)}
@@ -259,7 +259,7 @@ def test_batches_of_any_kind_and_loops_that_change_them():
         assert found == [(["p", "q"], [[1.0] * 3] * 2, expected, torch.eye(3).tolist(), 2.0)] * 3
 
 
-def test_only_rows_are_left_out_of_an_empty_batch():
+def test_empty_batch_keeps_all_other_dims():
     def program(mesh):
         batch = {"x": torch.ones(2, 3), "n": np.arange(2), "mask": torch.eye(3), "scale": 2.0}
         *_, last = uneven_inputs([batch] * (1 + mesh.get_rank()), mesh, mode="empty")
@@ -268,7 +268,7 @@ def test_only_rows_are_left_out_of_an_empty_batch():
     assert on_mesh((2,), program)[0] == {"x": (0, 3), "n": (0,), "mask": (3, 3), "scale": ()}
 
 
-def test_stand_ins_do_not_copy_what_batches_are_views_of():
+def test_placeholder_batches_do_not_copy_storages():
     def program(mesh):
         batches = torch.ones(1000, 3).split(2)
         *_, (last, _) = islice(uneven_inputs(batches[: 1 + mesh.get_rank()], mesh, mode="shadow"), 2)
@@ -277,7 +277,7 @@ def test_stand_ins_do_not_copy_what_batches_are_views_of():
     assert on_mesh((2,), program)[0] == 2 * 3 * 4
 
 
-def test_count_says_what_a_batch_weighs():
+def test_count_gives_the_weight_of_a_batch():
     class Batch:
         def __init__(self, tokens):
             self.tokens = tokens
@@ -289,7 +289,7 @@ def test_count_says_what_a_batch_weighs():
     assert on_mesh((2,), program) == [[(3, 1.5), (2, 2.0)], [(1, 0.5), (1, 0.0)]]
 
 
-def test_batches_that_count_for_nothing():
+def test_batches_with_zero_weight():
     def program(mesh):
         return [weight for _, weight in uneven_inputs([torch.ones(0, 2)], mesh, mode="shadow")]
 
@@ -308,7 +308,7 @@ def test_leaving_the_loop_early():
     assert on_mesh((2,), program) == [(2, 2.0, 2)] * 2
 
 
-def test_one_small_collective_a_step():
+def test_one_small_collective_per_step():
     def program(mesh):
         with collectives() as records:
             for _ in uneven_inputs([torch.ones(2)] * 3, mesh, axes=("a", "b")):
@@ -318,7 +318,7 @@ def test_one_small_collective_a_step():
     assert on_mesh((2, 2), program) == [(["all_gather"] * 4, {3 * 16})] * 4
 
 
-def test_what_stopping_leaves_out_is_logged(caplog):
+def test_skipped_batches_are_logged(caplog):
     with caplog.at_level(logging.INFO, logger="shardmesh"):
         on_mesh((3,), lambda mesh: list(uneven_inputs(batches_of(mesh.get_rank(), [4, 2, 3]), mesh)))
         on_mesh((2,), lambda mesh: list(uneven_inputs(batches_of(mesh.get_rank(), [2, 2]), mesh)))
@@ -327,7 +327,7 @@ def test_what_stopping_leaves_out_is_logged(caplog):
     }
 
 
-def test_a_mesh_that_is_set_and_one_rank():
+def test_current_mesh_and_single_rank():
     with sm.set_mesh(sm.init_device_mesh(DEVICE, (1,))):
         assert [weight for _, weight in uneven_inputs([torch.ones(2)] * 2, mode="shadow")] == [1.0, 1.0]
         assert check_lengths([1, 2, 3]) == 3
@@ -336,7 +336,7 @@ def test_a_mesh_that_is_set_and_one_rank():
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("mode", ["stop", "empty", "shadow"])
-def test_a_rank_that_is_alone_with_its_counts(device, mode):
+def test_null_world_has_only_its_own_counts(device, mode):
     with sm.debug.null_world(64, rank=5):
         mesh = sm.init_device_mesh(device, (8, 8), axis_names=("a", "b"))
         given = list(uneven_inputs([torch.ones(2)] * 2, mesh, axes="a", mode=mode))
@@ -350,13 +350,13 @@ def test_a_rank_that_is_alone_with_its_counts(device, mode):
 
 
 def spoilt(batches):
-    """A loader that cannot read its third batch."""
+    """Return a loader that fails on its third batch."""
     yield from batches[:2]
     raise OSError("cannot read shard 7")
 
 
 def caught_by(mesh, mode, spoilt_ranks):
-    """What a rank whose loader may be spoilt gets, and what it catches; then goes on."""
+    """Return the batches and the error of a rank whose loader may fail, after a further collective."""
     given, caught, rank = 0, None, mesh.get_rank()
     try:
         for _ in uneven_inputs(spoilt([torch.ones(1)] * 3) if rank in spoilt_ranks else [torch.ones(1)] * 5, mesh, mode=mode):
@@ -369,7 +369,7 @@ def caught_by(mesh, mode, spoilt_ranks):
 
 @pytest.mark.parametrize("mode", ["stop", "shadow", "empty"])
 @pytest.mark.parametrize("spoilt_ranks", [(1,), (0, 2)])
-def test_an_error_in_a_loader_reaches_all_ranks_at_the_same_step(mode, spoilt_ranks):
+def test_error_in_a_loader_is_raised_on_all_ranks_at_the_same_step(mode, spoilt_ranks):
     found = on_mesh((4,), lambda mesh: caught_by(mesh, mode, spoilt_ranks))
     for rank, (steps, error) in enumerate(found):
         assert steps == 2
@@ -387,7 +387,7 @@ def test_an_error_in_a_loader_reaches_all_ranks_at_the_same_step(mode, spoilt_ra
             assert seen.place.startswith(__file__)
 
 
-def test_what_is_no_loader_or_cannot_be_counted():
+def test_invalid_loaders_raise():
     def program(mesh):
         kinds = []
         for loader, mode in ((7, "stop"), (["text"], "empty"), ([3.0], "shadow")):
@@ -436,7 +436,7 @@ def test_ranks_that_must_have_the_same_batches(rows, mode, words):
         ({"mesh": None}, TypeError, ["give the mesh"]),
     ],
 )
-def test_wrong_arguments(arguments, kind, words):
+def test_invalid_arguments_raise(arguments, kind, words):
     text = same_error((2, 2), lambda mesh: uneven_inputs([], **{"mesh": mesh, **arguments}), kind)
     for word in words:
         assert word in text
@@ -456,7 +456,7 @@ def test_wrong_arguments(arguments, kind, words):
         ([5, 5, 6, 7], ["rank 2 has 6, rank 3 has 7, ranks 0, 1 have 5"]),
     ],
 )
-def test_lengths_that_differ(lengths, words):
+def test_different_lengths(lengths, words):
     text = same_error((len(lengths),), lambda mesh: check_lengths(range(lengths[mesh.get_rank()]), mesh), ValueError, silent=False)
     for word in words:
         assert word in text

@@ -1,4 +1,4 @@
-"""Redistribution of any layout to any layout, forward and backward, against whole tensors."""
+"""Redistribution between any two layouts, forward and backward, compared with full tensors."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_gradient_of_every_kind_equals_autograd_on_the_stack(move):
 @given(moves())
 @settings(max_examples=examples(60), deadline=None)
 def test_twice_differentiable(move):
-    """d/dx of sum(grad of sum(y**3)) is that of the whole tensor."""
+    """d/dx of sum(grad of sum(y**3)) equals that of the full tensor."""
     mesh_shape, shape, before, after = move
 
     def program(mesh):
@@ -193,7 +193,7 @@ def test_result_never_shares_memory(mesh_shape, spec):
 
 
 def test_forward_and_backward_dtype():
-    """The forward travels in one dtype, the gradient in another, and arrives in the dtype of the source."""
+    """Forward communicates in one dtype, the gradient in another, and the gradient has the dtype of the source."""
 
     def program(mesh):
         dtypes = []

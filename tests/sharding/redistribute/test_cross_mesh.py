@@ -1,4 +1,4 @@
-"""Redistribution from one mesh to another, forward and backward, against whole tensors."""
+"""Redistribution from one mesh to another, forward and backward, compared with full tensors."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def whole_sum(local, layout):
 @given(crossings(("sum",), ()))
 @settings(max_examples=examples(40), deadline=None)
 def test_twice_differentiable(crossing):
-    """d/dx of sum((d/dx sum(x**3))**2) is that of the whole tensor."""
+    """d/dx of sum((d/dx sum(x**3))**2) equals that of the full tensor."""
 
     def program():
         src, dst = layouts(crossing)
@@ -197,7 +197,7 @@ def test_a_plan_needs_no_devices():
          "P(None, None) -> P(None, None, unreduced={'a': 'max'})"),
     ],
 )  # fmt: skip
-def test_the_way_that_fits(src, dst, text):
+def test_choice_of_the_cross_mesh_plan(src, dst, text):
     assert repr(plan_cross_mesh(abstract(*src), abstract(*dst))) == f"CrossMeshPlan({text})"
 
 
@@ -263,7 +263,7 @@ def test_on_real_ranks(world4, program):
     assert world4(program) == sm.simulate(4)(program)()
 
 
-def test_dtype_of_the_gradient_on_its_way():
+def test_communication_dtype_of_the_gradient():
     def program():
         src, dst = on([0, 1], P("x")), on([2, 3], P("x"))
         x = part_of(torch.ones(1, 6, 4, dtype=torch.float64), src).requires_grad_()
@@ -291,7 +291,7 @@ def test_ranks_in_neither_mesh_take_no_part():
     assert results[1] == ((6, 4), (3, 4), ["all_to_all", "reduce_scatter", "all_to_all"])
 
 
-def test_a_view_where_nothing_has_to_move():
+def test_result_is_a_view_if_nothing_moves():
     def program():
         src, dst = on([0, 1], P()), on([[1, 0]], P(None, "y"))
         x = part_of(torch.ones(1, 6, 4, dtype=torch.float64), src)
@@ -313,7 +313,7 @@ def test_a_view_where_nothing_has_to_move():
         ({"dtype": torch.float32}, "the dtype must be the same, got torch.float64 and torch.float32; write x.to(dtype) first"),
     ],
 )
-def test_layouts_that_do_not_fit(change, text):
+def test_incompatible_layouts_raise(change, text):
     def program(_):
         src, dst = on([0, 1], P("x")), on([2, 1], P("x")).replace(**change)
         redistribute_cross_mesh(part_of(torch.ones(1, 6, 4, dtype=torch.float64), src), src, dst)
@@ -322,7 +322,7 @@ def test_layouts_that_do_not_fit(change, text):
 
 
 @pytest.mark.parametrize("parts", [("whole", "x"), ("x", "whole"), ("x", "y")])
-def test_parts_of_one_mesh_are_other_meshes_on_other_ranks(parts):
+def test_slices_of_one_mesh_on_other_ranks_are_other_meshes(parts):
     def program(_):
         whole = sm.DeviceMesh(DEVICE, [[0, 1], [2, 3]], axis_names=("x", "y"))
         src, dst = (Layout.of(whole if part == "whole" else whole[part], P(), (4,)) for part in parts)

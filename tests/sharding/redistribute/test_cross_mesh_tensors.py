@@ -79,7 +79,7 @@ def test_gradients_of_gradients():
 
 
 def test_training_steps():
-    """Two layers on two meshes, AdamW: the same losses as on one rank, where they are known."""
+    """Two layers on two meshes with AdamW have the losses of one rank."""
 
     def program():
         one, two = mesh_of([0, 1]), mesh_of([2, 0, 3])
@@ -121,7 +121,7 @@ def test_training_steps():
     lambda x, buffer: torch.cumsum(x, 0),
     lambda x, buffer: x.to("cpu", torch.float64) * buffer.argmax(),
 ])  # fmt: skip
-def test_outside_a_tensor_requires_grad_where_it_does_inside(use):
+def test_requires_grad_is_equal_inside_and_outside_the_mesh(use):
     weight = torch.arange(24, dtype=torch.float64).reshape(6, 4)
 
     def program():
@@ -143,7 +143,7 @@ def test_outside_a_tensor_requires_grad_where_it_does_inside(use):
 
 
 def test_through_plain_local_tensors():
-    """The local part of a rank outside is in the graph, and so is what is made of it."""
+    """The local tensor of a rank outside is in the graph, and so are results computed from it."""
 
     def program():
         x = sm.distribute_tensor(X, mesh_of([0, 1]), P("x")).requires_grad_()
@@ -155,7 +155,7 @@ def test_through_plain_local_tensors():
     sm.simulate(4)(program)()
 
 
-def test_a_seed_that_lies_on_the_other_mesh():
+def test_seed_on_the_other_mesh():
     def program():
         x = sm.distribute_tensor(X, mesh_of([0, 1]), P("x")).requires_grad_()
         y = x.redistribute(mesh_of([2]), P())
@@ -194,7 +194,7 @@ def test_moves_across_meshes_are_one_all_to_all():
     assert sm.simulate(3)(program)() == [["all_to_all"] * 2, ["all_to_all"] * 2, ["all_to_all"]]
 
 
-def test_dtypes_on_the_way():
+def test_communication_dtypes():
     def program():
         x = sm.distribute_tensor(X, mesh_of([0]), P()).requires_grad_()
         with collectives() as records:
@@ -216,7 +216,7 @@ def test_dtypes_on_the_way():
         (None, "placements"),
     ],
 )
-def test_what_another_mesh_cannot_have(options, word):
+def test_options_unsupported_across_meshes_raise(options, word):
     def program(mesh):
         x = sm.distribute_tensor(X, mesh_of([0, 1]), P("x"), src_data_rank=None)
         x.redistribute(mesh) if options is None else x.redistribute(mesh, P("a"), **options)

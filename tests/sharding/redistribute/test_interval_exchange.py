@@ -1,4 +1,4 @@
-"""Intervals of a split dim from the ranks that hold them: values, gradients of gradients, and exact bytes."""
+"""Fetching intervals of a sharded dim from the ranks that hold them: values, second gradients, and exact bytes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def added_up(mesh, fetch, own):
 # -- what moves -------------------------------------------------------------------------------------------------------
 
 
-def test_an_element_comes_from_the_rank_itself_where_it_can():
+def test_local_elements_are_not_received():
     """Held by several ranks (the other axis replicates it), nothing moves."""
 
     def program(mesh):
@@ -123,7 +123,7 @@ def test_an_element_comes_from_the_rank_itself_where_it_can():
     on_mesh((2, 2), program)
 
 
-def test_an_axis_that_splits_another_dim():
+def test_axis_that_shards_another_dim():
     mesh = sm.AbstractMesh((2, 2), ("a", "b"))
     src = Layout.of(mesh, P("a", "b"), (8, 2))
     with pytest.raises(ValueError, match="'b' splits dim 1"):

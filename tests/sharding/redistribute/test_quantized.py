@@ -1,4 +1,4 @@
-"""redistribute(transport=): values travel in 8 bits, within the stated bound, equal on all replicas."""
+"""redistribute(transport=): values are sent in 8 bits, within the documented bound, and equal on all replicas."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_bytes(mesh):
 
 
 @every_rank(2, 2)
-def test_what_is_not_finite_arrives(mesh):
+def test_non_finite_values_are_preserved(mesh):
     t = torch.tensor([1.0, float("inf"), -float("inf"), float("nan"), 0.0, 3e38, 1e-38, -2.0])
     x = sm.distribute_tensor(t, mesh, P("a"), src_data_rank=None)
     for transport in ("int8", "fp8"):
@@ -135,7 +135,7 @@ def test_with_the_other_options(mesh):
 
 
 @every_rank(2, 2)
-def test_gradients_travel_whole(mesh):
+def test_gradients_are_not_quantized(mesh):
     x = sm.distribute_tensor(numbers((8, 6)), mesh, P("a", "b"), src_data_rank=None).requires_grad_()
     weights = numbers((8, 6), seed=1)
     y = x.redistribute(P(None, "a"), transport="int8")
@@ -181,5 +181,5 @@ def place_double(mesh):
         ),
     ],
 )
-def test_what_cannot_be_quantised(program, said):
+def test_unsupported_dtypes_raise(program, said):
     assert said in same_error((2,), program, ValueError)

@@ -197,5 +197,5 @@ def without(folder):
     return True
 
 
-def test_a_plan_for_memory_that_is_not_there(world4, folder):
+def test_plan_without_symmetric_memory(world4, folder):
     assert all(world4(without, folder))

@@ -1,4 +1,4 @@
-"""Redistributions with the kernels instead of torch's operations: equal results, and one launch where torch takes many."""
+"""Redistribution with kernels instead of torch operations: equal results, and one launch where torch needs many."""
 
 from __future__ import annotations
 

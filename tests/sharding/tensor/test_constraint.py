@@ -1,4 +1,4 @@
-"""with_sharding_constraint: trees of tensors laid out as trees of specs say."""
+"""with_sharding_constraint: trees of tensors laid out by trees of specs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_one_tensor(mesh):
 
 
 @every_rank(2, 2)
-def test_a_tree_and_specs_for_its_upper_part(mesh):
+def test_tree_with_prefix_specs(mesh):
     w, b, c = (sm.distribute_tensor(numbers(4, 2 + i), mesh, P("a")) for i in range(3))
     tree = {"w": w, "layers": [(b, None), Pair(c, w)]}
     same = with_sharding_constraint(tree, P("b"))
@@ -49,7 +49,7 @@ def test_a_tree_and_specs_for_its_upper_part(mesh):
 
 
 @every_rank(4)
-def test_tensors_travel_together_and_are_asked_for(mesh):
+def test_tensors_are_moved_together_and_explicitly(mesh):
     tree = [sm.ones((4, 4), mesh, P("a")) for _ in range(3)]
     with sm.ops.implicit_comm("forbid"), sm.debug.comm_budget(launches=1, bytes=3 * 48) as used:
         out = with_sharding_constraint(tree, P())

@@ -73,7 +73,7 @@ def test_from_local_shares_memory(mesh):
         ([(2, 3), (2, 3, 1)], P("a"), ["number of dims", "rank 1: f64[2, 3, 1]"]),
     ],
 )
-def test_from_local_of_parts_that_do_not_fit(shapes, spec, words):
+def test_from_local_with_incompatible_parts_raises(shapes, spec, words):
     def program(mesh):
         sm.from_local(torch.zeros(shapes[mesh.world.rank], dtype=torch.float64), mesh, spec)
 
@@ -118,8 +118,8 @@ def test_from_local_errors(make, kind, words):
         assert word in text
 
 
-def test_the_gradient_of_a_replicated_local_is_the_sum():
-    """A replicated local is one logical value: what reaches it is reduced, and equal on every rank."""
+def test_gradient_of_a_replicated_local_is_the_sum():
+    """A replicated local is one logical value: its gradient is reduced and equal on every rank."""
 
     def program(mesh):
         w = X.T.clone().requires_grad_()
@@ -190,7 +190,7 @@ def test_the_gradient_of_full_tensor(spec):
     on_mesh((2, 2), program)
 
 
-def test_gradients_that_differ_between_replicas_are_an_error_on_every_rank():
+def test_gradients_that_differ_between_replicas_raise_on_every_rank():
     def program(mesh):
         w = place(mesh, X, grad=True)
         (w.to_local() * (1 + mesh.world.rank)).sum().backward()
@@ -211,7 +211,7 @@ def test_gradients_that_differ_between_replicas_are_an_error_on_every_rank():
         (1.0, lambda f: f.copy_(f.flip(0).cumsum(0) / 3)),
     ],
 )
-def test_gradients_that_differ_in_one_element_or_are_not_finite_are_noticed(fill, change):
+def test_gradients_that_differ_in_one_element_or_are_not_finite_raise(fill, change):
     def program(mesh):
         w = place(mesh, X, grad=True)
         factor = torch.full_like(X, fill)
@@ -255,7 +255,7 @@ def test_replicas_are_compared_when_a_signature_is_first_seen():
 
 
 @pytest.mark.parametrize("check", [True, "always"])
-def test_another_use_is_compared_even_after_alike_ones(check):
+def test_other_uses_are_compared_too(check):
     """At another line always; at the same one where asked."""
 
     def program(mesh):
@@ -267,7 +267,7 @@ def test_another_use_is_compared_even_after_alike_ones(check):
     assert "differ between the replicas" in same_error((2,), program, RuntimeError, silent=False)
 
 
-def test_a_failed_comparison_is_made_again():
+def test_failed_comparison_is_repeated():
     def program(mesh):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="differ between the replicas"):
@@ -303,7 +303,7 @@ def test_distribute_tensor_takes_the_data_of_one_rank(source, spec):
     on_mesh((2, 2), program)
 
 
-def test_the_source_is_a_place_in_the_mesh_not_a_rank_of_the_world():
+def test_src_data_rank_is_a_position_in_the_mesh():
     def program():
         mesh = sm.DeviceMesh(DEVICE, [[3, 2], [1, 0]], axis_names=("a", "b"))
         mine = torch.full((4,), float(mesh.world.rank))
@@ -313,7 +313,7 @@ def test_the_source_is_a_place_in_the_mesh_not_a_rank_of_the_world():
 
 
 @every_rank(2)
-def test_the_result_is_a_leaf_with_memory_of_its_own(mesh):
+def test_result_is_a_leaf_with_its_own_memory(mesh):
     for source in (0, None):
         whole = X.clone().requires_grad_()
         x = sm.distribute_tensor(whole, mesh, [Replicate()], src_data_rank=source)
@@ -416,7 +416,7 @@ def test_every_dtype_reduces(dtype, kind):
         (lambda m: sm.debug.plan(sm.typeof(place(m, X)), sm.typeof(place(m, X.float()))), ["dtype", "float64", "float32"]),
     ],
 )
-def test_bad_placements(make, words):
+def test_invalid_placements_raise(make, words):
     text = same_error((2, 2), make, Exception)
     for word in words:
         assert word in text
@@ -426,7 +426,7 @@ def test_bad_placements(make, words):
 
 
 @every_rank(2, 2)
-def test_the_ways_to_say_where(mesh):
+def test_mesh_and_placement_arguments(mesh):
     x = place(mesh, X, Shard(0), Replicate())
     ways = [
         x.redistribute([Replicate(), Shard(1)]),
@@ -444,8 +444,8 @@ def test_the_ways_to_say_where(mesh):
 
 
 @every_rank(2)
-def test_dtypes_on_the_way(mesh):
-    """Cast before the wire on the way there, and on the way back."""
+def test_communication_dtypes(mesh):
+    """Cast before communication, forward and backward."""
     x = place(mesh, X, Shard(0), grad=True)
     with collectives() as records:
         y = x.redistribute([Replicate()], forward_dtype=torch.float32, backward_dtype=torch.bfloat16)
@@ -512,7 +512,7 @@ def test_ranks_outside_the_mesh_skip_everything():
     torch.testing.assert_close(results[1], plain.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_values_outside_the_mesh_are_a_clear_error():
+def test_values_outside_the_mesh_raise():
     def program():
         x = sm.distribute_tensor(X, some_ranks(), [Shard(0)])
         texts = []
@@ -584,6 +584,6 @@ def test_device_put_copies_an_array():
 
 
 @pytest.mark.parametrize("value", ["text", {"x": "text"}, [torch.ones(2), object()]])
-def test_device_put_refuses_what_is_no_array(value):
+def test_device_put_of_other_objects_raises(value):
     text = same_error((2,), lambda mesh: sm.device_put(value, mesh, P()), TypeError)
     assert "device_put takes tensors, NumPy arrays and numbers, or a tree of them, got" in text

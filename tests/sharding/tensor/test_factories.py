@@ -69,7 +69,7 @@ def test_requires_grad_makes_a_leaf():
     assert sm.simulate(2)(rank)() == [[2, 2, 2, 2]] * 2
 
 
-def test_bad_arguments():
+def test_invalid_arguments_raise():
     mesh = sm.simulate(1)(lambda: sm.init_device_mesh(DEVICE, (1,), axis_names=("a",)))()[0]
     with pytest.raises(TypeError, match="give the mesh"):
         sm.zeros(4, 4)

@@ -1,4 +1,4 @@
-"""Torch's own meshes and DTensors, given where ours are expected."""
+"""torch's meshes and DTensors, passed where ours are expected."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _meshes() -> None:
         assert (x.mesh, x.spec) == (ours, spec)
 
 
-def test_every_function_that_takes_a_mesh_takes_torchs(world4: Pool) -> None:
+def test_functions_accept_torchs_mesh(world4: Pool) -> None:
     world4(_meshes)
 
 
@@ -155,5 +155,5 @@ def _back() -> None:
     assert torch.equal(back.full_tensor(), numbers(8, 4))
 
 
-def test_and_back_to_torchs(world4: Pool) -> None:
+def test_conversion_back_to_torch(world4: Pool) -> None:
     world4(_back)

@@ -1,4 +1,4 @@
-"""Ranks exchange the shapes of their parts once, and again when these change; what they do not see is an error, not a wrong shape."""
+"""Ranks exchange the shapes of their parts once, and again when these change; undetected changes raise, never give a wrong shape."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_equal_parts_are_exchanged_once_and_uneven_ones_always(lengths, expected
     assert on_mesh((3,), lambda mesh: shapes_of(mesh, lengths)) == [expected] * 3
 
 
-def test_always_and_never():
+def test_shape_check_always_and_false():
     lengths = [(2, 2), (2, 2), (2, 1)]
     assert on_mesh((2,), lambda mesh: shapes_of(mesh, lengths, shape_check="always")) == [[(4, True), (4, True), (3, True)]] * 2
     assert on_mesh((2,), lambda mesh: shapes_of(mesh, lengths[:2], shape_check=False)) == [[(4, False), (4, False)]] * 2
 
 
 @every_rank(2, 2)
-def test_never_on_two_axes(mesh):
+def test_shape_check_false_on_two_axes(mesh):
     assert sm.from_local(torch.ones(2, 3), mesh, P(("b", "a")), shape_check=False).shape == (8, 3)
     assert sm.from_local(torch.ones(2, 3), mesh, P("a", "b"), shape_check=False).shape == (4, 6)
 
@@ -60,7 +60,7 @@ def test_another_line_dtype_size_or_placement_is_another_signature(mesh):
     assert exchanged(*calls[0])  # from this line
 
 
-def test_stated_sizes_need_no_second_exchange():
+def test_given_sizes_need_no_second_exchange():
     """The global shape is known; a part that does not fit is told as where `shape` is given."""
 
     def program(mesh):
@@ -94,7 +94,7 @@ def test_parts_that_change_on_some_ranks_only_are_an_error():
         on_mesh((3,), lambda mesh: shapes_of(mesh, [(2, 2, 2), (2, 2, 1)]))
 
 
-def test_calls_that_cross_are_told_on_every_rank():
+def test_crossing_calls_raise_on_every_rank():
     def program(mesh):
         for lengths in [(2, 2, 2), (2, 2, 1)]:
             sm.from_local(torch.ones(lengths[mesh.world.rank]), mesh, P("a"))
@@ -104,7 +104,7 @@ def test_calls_that_cross_are_told_on_every_rank():
     assert "different calls of from_local (rank 0: call 3, f32[1], rank 1: call 3, f32[1], rank 2: call 2, f32[1])" in text
 
 
-def test_another_word():
+def test_invalid_shape_check_raises():
     text = same_error((2,), lambda mesh: sm.from_local(torch.ones(1), mesh, P("a"), shape_check="once"), ValueError)
     assert text == "from_local(shape_check='once'): write one of True, False, 'always'"
 
@@ -115,5 +115,5 @@ def in_processes() -> None:
     assert shapes_of(mesh, [(2, 2, 2, 1), (2, 2, 2, 1)]) == [(7, True), (7, True)]
 
 
-def test_processes_exchange_as_rarely(world4):
+def test_exchanges_between_processes(world4):
     world4(in_processes)

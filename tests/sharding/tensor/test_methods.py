@@ -45,7 +45,7 @@ def test_redistribute_of_a_plain_or_donated_tensor_raises(mesh):
 
 
 @every_rank(2)
-def test_a_warm_redistribute_is_one_function_of_the_library_above_the_plan(mesh):
+def test_cached_redistribute_is_one_frame_above_the_plan(mesh):
     x, frames = sm.ones(4, device_mesh=mesh, placements=P("a")), []
     x.redistribute(P())
 

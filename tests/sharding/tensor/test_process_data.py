@@ -1,4 +1,4 @@
-"""Tensors made of what each rank has, and the parts that a rank holds."""
+"""Tensors created from per-rank data, and addressable shards."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def everywhere():
 
 
 @every_rank(2, 2)
-def test_a_callback_is_asked_once_for_this_ranks_box(mesh):
+def test_callback_is_called_once_with_this_ranks_box(mesh):
     for spec, shape in everywhere():
         whole, asked = numbers(*shape), []
 
@@ -69,7 +69,7 @@ def test_a_callback_may_return_arrays_or_numbers(mesh):
 
 
 @every_rank(2)
-def test_what_a_callback_returns_is_copied(mesh):
+def test_result_of_a_callback_is_copied(mesh):
     whole = numbers(4).requires_grad_()
     x = from_callback((4,), mesh, P("a"), lambda index: whole[index])
     assert not x.requires_grad
@@ -84,7 +84,7 @@ def test_what_a_callback_returns_is_copied(mesh):
 
 
 @every_rank(2)
-def test_a_mesh_that_is_set_may_be_left_out(mesh):
+def test_current_mesh_is_the_default(mesh):
     set_mesh(mesh)
     whole = numbers(5)
     for where in (P("a"), [Shard(0)]):
@@ -110,7 +110,7 @@ def test_a_mesh_that_is_set_may_be_left_out(mesh):
 
 
 @every_rank(2)
-def test_what_is_wrong_with_a_callback(mesh):
+def test_invalid_callbacks_raise(mesh):
     for call, error, text in [
         (lambda: from_callback((4,), mesh, P("a"), lambda i: torch.ones(3)), ValueError, r"shape \[3\] for index .*, which is \[2\]"),
         (lambda: from_callback((4,), mesh, P("a"), numbers(4)), TypeError, "expected a function of the index"),
@@ -129,7 +129,7 @@ def test_what_is_wrong_with_a_callback(mesh):
 
 
 @every_rank(2, 2)
-def test_parts_of_any_lengths_make_up_a_tensor(mesh):
+def test_parts_of_any_lengths(mesh):
     for spec, shape in everywhere():
         whole = numbers(*shape)
         part = whole[tuple(slice(*i) for i in sm.Layout.of(mesh, spec, shape).box)]
@@ -159,7 +159,7 @@ def test_uneven_parts_get_sizes(mesh):
 
 
 @every_rank(2)
-def test_data_of_global_length_is_cut(mesh):
+def test_data_of_global_length_is_sliced(mesh):
     whole = numbers(5, 3)
     for given in (whole, whole[:, slice(*sm.Layout.of(mesh, P(None, "a"), (5, 3)).box[1])]):
         x = from_local_data(mesh, P(None, "a"), given, (5, 3))
@@ -169,7 +169,7 @@ def test_data_of_global_length_is_cut(mesh):
 
 
 @every_rank(2, 2)
-def test_what_is_wrong_with_local_data(mesh):
+def test_invalid_local_data_raises(mesh):
     rank = mesh.get_rank()
     for call, error, text in [
         (lambda: from_local_data(mesh, P("a"), torch.ones(3), (4,)), ValueError, r"shape \[3\]; under .* this rank holds \[2\]"),
@@ -183,7 +183,7 @@ def test_what_is_wrong_with_local_data(mesh):
             call()
 
 
-def test_parts_that_differ_are_the_same_error_on_every_rank():
+def test_incompatible_parts_raise_the_same_error_on_every_rank():
     def program(mesh):
         texts = []
         for part in (torch.ones([2] * (1 + mesh.get_rank())), torch.ones(2, dtype=[torch.float32, torch.int32][mesh.get_rank()])):
@@ -200,7 +200,7 @@ def test_parts_that_differ_are_the_same_error_on_every_rank():
 
 
 @every_rank(2, 2)
-def test_a_tensor_is_taken_as_it_is(mesh):
+def test_single_device_array_is_not_copied(mesh):
     for spec, shape in everywhere():
         whole = numbers(*shape)
         part = whole[tuple(slice(*i) for i in sm.Layout.of(mesh, spec, shape).box)].clone().requires_grad_()
@@ -214,7 +214,7 @@ def test_a_tensor_is_taken_as_it_is(mesh):
 
 
 @every_rank(2)
-def test_what_is_wrong_with_a_tensor(mesh):
+def test_invalid_single_device_arrays_raise(mesh):
     for call, error, text in [
         (lambda: from_arrays((4,), mesh, P("a"), [torch.ones(3)]), ValueError, r"has shape \[3\].* holds \[2\]"),
         (lambda: from_arrays((4,), mesh, P("a"), torch.ones(2)), TypeError, "expected a list with .* got Tensor"),
@@ -260,7 +260,7 @@ def test_ranks_outside_the_mesh(everyone):
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
 
-def test_parts_make_up_the_tensor():
+def test_addressable_shards_make_up_the_tensor():
     def program(mesh):
         found = []
         for spec, shape in everywhere():
@@ -286,7 +286,7 @@ def test_parts_make_up_the_tensor():
 
 
 @every_rank(2, 2)
-def test_contributions_are_no_replicas(mesh):
+def test_contributions_are_not_replicas(mesh):
     x = sm.device_put(numbers(4), mesh, P(unreduced={"a"}))
     (shard,) = x.addressable_shards
     assert shard.replica_id == mesh.coordinate[1]
@@ -329,7 +329,7 @@ def test_a_bare_spec_is_enough(mesh):
 
 
 @every_rank(2)
-def test_what_is_wrong_with_a_bare_spec(mesh):
+def test_bare_spec_without_a_mesh_raises(mesh):
     plain = torch.ones(4)
     for call in (lambda: sm.zeros((4,), P("a")), lambda: sm.device_put(plain, P("a")), lambda: sm.from_local(plain, P("a"))):
         with pytest.raises(TypeError, match="give the mesh of the tensor"):

@@ -128,7 +128,7 @@ def after(n, seed=1):
     sm.random.set_rng_state(torch.tensor([first[0].item(), n], dtype=torch.uint64).view(torch.uint8))
 
 
-def test_a_thousand_draws_one_by_one():
+def test_thousand_consecutive_draws():
     def program(mesh):
         sm.random.manual_seed(1)
         for _ in range(999):
@@ -157,14 +157,14 @@ def test_the_thousandth_draw(name):
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_the_seed_decides(name):
+def test_different_seeds_differ(name):
     first, again, other = (on_one_rank(name, (7, 8), seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
 @pytest.mark.filterwarnings("ignore:.*no sharding rule")
-def test_operators_without_a_rule_draw_alike_too():
+def test_operators_without_a_rule_draw_equally():
     """They run on gathered copies, with torch's generator in the same state on every rank, whatever it was before."""
     whole = torch.linspace(0.1, 0.9, 288, dtype=torch.float64).view(2, 1, 12, 12)
 
@@ -181,7 +181,7 @@ def test_operators_without_a_rule_draw_alike_too():
 
 
 @every_rank(2)
-def test_torch_manual_seed_has_no_part_in_it(mesh):
+def test_torch_manual_seed_has_no_effect(mesh):
     """Ranks may well seed torch differently, for their data."""
     sm.random.manual_seed(0)
     torch.manual_seed(mesh.world.rank)
@@ -194,7 +194,7 @@ def test_torch_manual_seed_has_no_part_in_it(mesh):
     assert torch.equal(torch.rand_like(x).full_tensor(), y[0].full_tensor())
 
 
-def test_ranks_outside_the_mesh_keep_step():
+def test_ranks_outside_the_mesh_count_draws():
     """A mesh of some ranks draws; afterwards all ranks still draw the same."""
 
     def program():
@@ -227,7 +227,7 @@ def test_the_state_is_saved_and_restored(mesh):
         sm.random.set_rng_state(torch.get_rng_state())
 
 
-def test_a_fork_ends_with_an_error_too():
+def test_fork_rng_restores_after_an_exception():
     def program(mesh):
         sm.random.manual_seed(0)
         state = sm.random.get_rng_state()
@@ -243,7 +243,7 @@ def test_a_fork_ends_with_an_error_too():
     "apart",
     [lambda r, mesh: sm.random.manual_seed(r), lambda r, mesh: [sm.rand(1, device_mesh=mesh) for _ in range(r)]],
 )
-def test_ranks_apart_are_found(apart):
+def test_check_rng_state_names_ranks_that_differ(apart):
     def program(mesh):
         sm.random.manual_seed(0)
         with collectives() as records:
@@ -279,7 +279,7 @@ def test_parameters_of_random_integers():
 
 
 def test_moments():
-    """Of fixed draws: no chance in it."""
+    """Fixed seeds make the test deterministic."""
     n = 40_000
 
     def program(mesh):
@@ -358,7 +358,7 @@ def test_a_checkpoint_replays_its_random_numbers(spec):
     on_mesh((2,), program)
 
 
-def test_a_checkpoint_that_would_draw_other_numbers_is_an_error():
+def test_checkpoint_without_replay_raises():
     def program(mesh):
         x = place(mesh, torch.ones(4, 4), Shard(0), grad=True)
         checkpoint(lambda t: F.dropout(t.sin(), 0.5), x, use_reentrant=False).sum().backward()
@@ -368,7 +368,7 @@ def test_a_checkpoint_that_would_draw_other_numbers_is_an_error():
 
 
 @every_rank(2)
-def test_sharded_arguments_of_a_nested_checkpoint_are_an_error(mesh):
+def test_sharded_arguments_of_a_nested_checkpoint_raise(mesh):
     """torch saves them for backward by way of C++, where they are wrappers without values."""
 
     def inner(x):
@@ -398,7 +398,7 @@ def test_hooks_may_draw(mesh):
         (lambda x: sm.rand(3, device_mesh=x.mesh, placements=[Partial()]), ["pending"]),
     ],
 )
-def test_draws_that_make_no_sense(draw, words):
+def test_invalid_draws_raise(draw, words):
     text = same_error((2,), lambda mesh: draw(sm.from_local(torch.ones(3), mesh, [Partial()])), Exception, silent=False)
     for word in words:
         assert word in text

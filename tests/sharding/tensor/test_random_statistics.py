@@ -1,4 +1,4 @@
-"""The distributions of what is drawn on a mesh, of fixed seeds: no chance in it. Bounds are what one right seed in a million exceeds."""
+"""Distributions of draws on a mesh, with fixed seeds. Bounds are what one right seed in a million exceeds."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def weights(x):
 
 @pytest.mark.parametrize("name", DISCRETE)
 def test_chi_square(name):
-    """Of the numbers that are expected five times at least, and of all others together."""
+    """Test the values expected at least five times, and all others together."""
     draw, chance, numbers = DISCRETE[name]
     sample = drawn(draw).flatten()
     if name == "dropout":

@@ -52,7 +52,7 @@ def layouts(mesh, moves):
 
 @given(lists(KINDS))
 @settings(max_examples=examples(200))
-def test_many_are_as_each_alone(case):
+def test_many_equal_single_redistributions(case):
     mesh_shape, moves = case
 
     def program(mesh):
@@ -115,7 +115,7 @@ def test_one_launch_for_a_bucket(mesh):
 
 
 @every_rank(2, 2)
-def test_gradients_travel_in_one_bucket(mesh):
+def test_gradients_are_moved_in_one_bucket(mesh):
     shards = [place(mesh, P("a"), numbers(4, n)).requires_grad_() for n in (1, 2, 3)]
     whole = sm.redistribute_many(shards, [P()] * 3)
     loss = sum((w * w).sum() for w in whole)
@@ -126,7 +126,7 @@ def test_gradients_travel_in_one_bucket(mesh):
 
 
 @every_rank(2, 2)
-def test_results_of_a_bucket_can_be_written_each_by_itself(mesh):
+def test_results_of_a_bucket_can_be_written_independently(mesh):
     """Not views of one tensor for autograd: writing one leaves what was saved of another valid."""
     x, y = sm.redistribute_many([place(mesh, P(unreduced={"a"})), place(mesh, P(unreduced={"a"}))], [P(), P()])
     w = place(mesh, P(), torch.ones(6, 8, dtype=torch.float64)).requires_grad_()
@@ -137,13 +137,13 @@ def test_results_of_a_bucket_can_be_written_each_by_itself(mesh):
     assert torch.equal(y.full_tensor(), 3 * X)
 
 
-def test_many_of_other_lengths():
+def test_different_numbers_of_specs_raise():
     text = same_error((2,), lambda mesh: sm.redistribute_many([place(mesh, P("a"))], []), ValueError)
     assert "1 tensors and 0 placements" in text
 
 
 @every_rank(2)
-def test_none_at_all(mesh):
+def test_empty_list(mesh):
     assert sm.redistribute_many([], []) == []
 
 
@@ -193,7 +193,7 @@ def test_async_between_processes(world4):
 
 
 @every_rank(2, 2)
-def test_a_donated_tensor_is_gone(mesh):
+def test_donated_tensor_cannot_be_used(mesh):
     for src, dst in ((P("a"), P()), (P(unreduced={"a"}), P()), (P(unreduced={"a"}), P("a")), (P(), P("a")), (P("a", "b"), P("b", "a"))):
         x = place(mesh, src)
         y = x.redistribute(dst, donate=True)
@@ -248,7 +248,7 @@ def test_into_a_given_tensor(mesh_shape, data):
     on_mesh(mesh_shape, program)
 
 
-def test_what_donate_and_out_refuse():
+def test_invalid_donate_and_out_raise():
     def donated(mesh):
         place(mesh, P("a")).requires_grad_().redistribute(P(), donate=True)
 
@@ -290,7 +290,7 @@ def test_a_limit_is_a_number_of_bytes():
     assert "pass max_bytes=" in same_error((2,), lambda mesh: place(mesh, P("a")).redistribute(P(), max_bytes=0), ValueError)
 
 
-def test_an_impossible_limit_names_the_smallest():
+def test_impossible_limit_names_the_minimum():
     def program(mesh):
         place(mesh, P("a")).redistribute(P(None, "a"), max_bytes=100)
 

@@ -64,7 +64,7 @@ def test_module_conversions_communicate_nothing(mesh):
 
 
 @every_rank(2)
-def test_module_to_another_device_type_is_an_error(mesh):
+def test_module_to_another_device_type_raises(mesh):
     with pytest.raises(ValueError, match="cannot move a ShardedTensor on DeviceMesh\\(cpu, a=2\\) to mps"):
         sharded_linear(mesh).to("mps")
 
@@ -121,7 +121,7 @@ def test_repr():
 
 
 @every_rank(3)
-def test_format_of_one_number_is_its_value_on_every_rank(mesh):
+def test_format_of_a_0d_tensor_is_its_value(mesh):
     """As for torch's own 0-d tensors, for pending, sharded and replicated ones alike."""
     loss = place(mesh, WEIGHT, Shard(0)).sum()
     assert typeof(loss).pending
@@ -162,7 +162,7 @@ def test_transposes_are_views(mesh):
 
 
 @every_rank(2)
-def test_device_and_kind_are_those_of_the_part(mesh):
+def test_device_and_type_are_those_of_the_local_tensor(mesh):
     x = place(mesh, WEIGHT, Shard(0))
     assert x.device == torch.device("cpu")
     assert x.is_cpu

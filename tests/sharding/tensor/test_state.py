@@ -122,7 +122,7 @@ def test_deepcopy_of_a_module(mesh):
 
 
 @every_rank(2)
-def test_deepcopy_of_a_computed_tensor_is_refused_as_in_torch(mesh):
+def test_deepcopy_of_a_computed_tensor_raises_as_in_torch(mesh):
     with pytest.raises(RuntimeError, match="leaf"):
         copy.deepcopy(place(mesh, WEIGHT, Shard(0), grad=True) * 2)
 
@@ -164,7 +164,7 @@ def test_optimizer_state_in_a_file(mesh):
         assert torch.equal(torch.as_tensor(state["step"]), torch.as_tensor(expected["step"]))
 
 
-def test_a_file_of_another_rank_is_refused():
+def test_file_of_another_rank_raises():
     def save(mesh):
         return pickle.dumps(place(mesh, WEIGHT, Shard(0)))
 

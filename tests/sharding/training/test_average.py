@@ -1,4 +1,4 @@
-"""The moving average of parameters: against torch's on one process, in every layout."""
+"""The moving average of parameters in every layout, compared with torch's on one process."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_equals_torchs_average_without_communication():
 
 
 @every_rank(2, 2)
-def test_swapping_there_and_back(mesh):
-    """In place, and also back from an exception; a 16-bit parameter comes back bit for bit."""
+def test_swap_and_restore(mesh):
+    """In place, also after an exception; a 16-bit parameter is restored bit for bit."""
     model = place(plain_model(torch.bfloat16), mesh)
     ema = EMA(model, 0.5)
     train_step(model, 1.0)
@@ -85,7 +85,7 @@ def test_swapping_there_and_back(mesh):
 
 
 @every_rank(2, 2)
-def test_state_goes_to_another_layout(mesh):
+def test_state_loads_into_another_layout(mesh):
     ema = EMA(place(plain_model(), mesh), 0.8)
     ema.update()
     state = ema.state_dict()
@@ -100,7 +100,7 @@ def test_state_goes_to_another_layout(mesh):
 
 
 @every_rank(2, 2)
-def test_what_is_averaged(mesh):
+def test_selection_of_averaged_tensors(mesh):
     model = plain_model()
     model[0].weight.requires_grad_(False)
     model.append(nn.Linear(5, 4))

@@ -67,12 +67,12 @@ def _on_processes(kind):
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_on_processes(world4, kind):
-    """Where torch's own would synchronise by itself."""
+    """Where torch's own would synchronize by itself."""
     for found in world4(_on_processes, kind):
         check(found, 5)
 
 
-def test_what_is_converted(monkeypatch):
+def test_converted_modules(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # or the plain module would want a GPU
     model = nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.Sequential(nn.SyncBatchNorm(3, affine=False)))
     text, names = repr(model), list(model.state_dict())

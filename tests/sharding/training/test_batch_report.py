@@ -1,4 +1,4 @@
-"""The effective batch, and the learning rate that goes with it."""
+"""The effective batch size and the learning rate for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_fewer_ranks(mesh):
 
 
 @every_rank(3)
-def test_nothing_before_and_no_way_to_the_same(mesh):
+def test_without_a_previous_batch_and_unreachable_sizes(mesh):
     report = batch_report(8, mesh, lr=0.1)
     assert (report.effective, report.ratio, report.linear_lr, report.same_accumulation) == (24, 1.0, 0.1, 1)
     assert str(report).splitlines()[-1].split() == ["lr", "0.1"]

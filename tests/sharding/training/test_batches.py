@@ -1,4 +1,4 @@
-"""Samples by rank, and batches as sharded tensors: each sample once, on any number of ranks, from anywhere in an epoch."""
+"""Samples by rank and batches as sharded tensors: each sample once, on any number of ranks, from any point of an epoch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def loader_of(sampler, batch_size, **options):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_as_torchs_but_for_repeated_samples(shuffle, drop_last):
+def test_equals_torch_except_for_repeated_samples(shuffle, drop_last):
     for rank in range(3):
         for epoch in (0, 1):
             ours = DistributedSampler(range(10), 3, rank, shuffle, 5, drop_last)
@@ -96,8 +96,8 @@ def test_errors_of_the_sampler():
     length=st.integers(0, 30), mesh_shape=st.sampled_from([(1,), (2,), (3,), (2, 2)]), size=st.integers(1, 4),
     drop_last=st.booleans(), loader_drops=st.booleans(), workers=st.just(0),
 )  # fmt: skip
-def test_an_epoch(length, mesh_shape, size, drop_last, loader_drops, workers):
-    """Every sample once, in as many steps on all ranks, without communication."""
+def test_epoch(length, mesh_shape, size, drop_last, loader_drops, workers):
+    """Every sample once, in equally many steps on all ranks, without communication."""
 
     def program(mesh):
         sampler = DistributedSampler(Rows(length), mesh=mesh, axes="a", drop_last=drop_last)
@@ -122,8 +122,8 @@ def test_an_epoch(length, mesh_shape, size, drop_last, loader_drops, workers):
     assert all(len(batch) == size * mesh_shape[0] for batch in results[0][:-1])
 
 
-def test_worker_processes_that_load_ahead():
-    test_an_epoch.hypothesis.inner_test(length=11, mesh_shape=(2,), size=2, drop_last=False, loader_drops=False, workers=1)
+def test_worker_processes_that_prefetch():
+    test_epoch.hypothesis.inner_test(length=11, mesh_shape=(2,), size=2, drop_last=False, loader_drops=False, workers=1)
 
 
 @settings(max_examples=15)
@@ -131,8 +131,8 @@ def test_worker_processes_that_load_ahead():
     length=st.integers(1, 40), before=st.integers(1, 4), after=st.integers(1, 4), sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     steps=st.integers(0, 6),
 )  # fmt: skip
-def test_going_on_with_another_number_of_ranks(length, before, after, sizes, steps):
-    """What was used and what comes after make up the epoch; and then the next epoch begins."""
+def test_resuming_with_another_number_of_ranks(length, before, after, sizes, steps):
+    """Samples before and after make up the epoch; then the next epoch starts."""
 
     def first(mesh):
         sampler = DistributedSampler(Rows(length), mesh=mesh, seed=7)
@@ -167,7 +167,7 @@ def test_going_on_with_another_number_of_ranks(length, before, after, sizes, ste
 
 
 @every_rank(2)
-def test_an_iteration_that_is_left_begins_anew(mesh):
+def test_abandoned_iteration_restarts(mesh):
     sampler = DistributedSampler(Rows(8), mesh=mesh, shuffle=False)
     data = batches(loader_of(sampler, 2), mesh, P("a"))
     for _ in range(2):
@@ -178,8 +178,8 @@ def test_an_iteration_that_is_left_begins_anew(mesh):
 
 
 @every_rank(2, 2)
-def test_other_dims_and_other_things_in_a_batch(mesh):
-    """Sequences split over another axis are cut out; arrays become tensors; the rest stays."""
+def test_other_dims_and_types_in_a_batch(mesh):
+    """Sequences sharded over another axis are sliced; arrays become tensors; anything else is unchanged."""
     rows = [{"tokens": np.arange(5) + 10 * i, "label": i, "n": torch.tensor(1.0)} for i in range(3)]
 
     def collate(some):
@@ -211,7 +211,7 @@ def test_loaders_of_any_kind():
 
 
 @every_rank(2)
-def test_batches_that_no_axis_splits(mesh):
+def test_unsharded_batches(mesh):
     found = list(batches([torch.ones(3, 2), torch.ones(1, 2)], mesh, P(None, "a")))
     assert [(tuple(x.shape), x.spec) for x in found] == [((3, 2), P(None, "a")), ((1, 2), P(None, "a"))]
     with mesh:

@@ -1,4 +1,4 @@
-"""Norms and clipping of gradients of any layouts, against one process, and what they communicate."""
+"""Norms and clipping of gradients in any layout, compared with one process, and their communication."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_any_layouts(data):
     on_mesh((2, 3), program)
 
 
-def test_axes_that_split_nothing_take_no_part():
+def test_unused_axes_do_not_communicate():
     def program(mesh):
         params = sharded(mesh, [drawn(4, 2), drawn(3)], [P("b"), P()])
         with sm.debug.comm_report() as used:
@@ -109,7 +109,7 @@ def test_axes_that_split_nothing_take_no_part():
 
 
 def test_fewer_collectives_than_torch_by_dispatch():
-    """torch's own function, on the same parameters: what it costs is what ours saves."""
+    """torch's own function on the same parameters costs more."""
     grads = [drawn(*shape, seed=i) for i, shape in enumerate(GRADS)]
 
     def program(mesh):
@@ -141,7 +141,7 @@ def test_several_meshes_of_all_ranks():
         torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
 
 
-def test_stages_on_meshes_of_their_own():
+def test_stages_on_separate_meshes():
     """Each rank is on one mesh, and outside the other."""
     grads = [drawn(5, 3, seed=1), drawn(4, seed=2), drawn(3, seed=3)]
     expected = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads]))
@@ -160,7 +160,7 @@ def test_stages_on_meshes_of_their_own():
         torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
 
 
-def test_parts_of_one_mesh():
+def test_slices_of_one_mesh():
     """Parameters on mesh["tp"] and on mesh["dp"], as torch's users have them: each is one parameter, however many ranks hold it."""
     grads = [drawn(5, 3, seed=1), drawn(4, seed=2), drawn(3, seed=3)]
     expected = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads]))
@@ -175,7 +175,7 @@ def test_parts_of_one_mesh():
         torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
 
 
-def test_a_rank_outside_knows_nothing():
+def test_rank_outside_the_mesh():
     def program():
         mesh = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("x",))
         return clip_grad_norm_(sharded(mesh, [torch.ones(4)], [P("x")]), 1.0, error_if_nonfinite=True).item()
@@ -187,8 +187,8 @@ def test_a_rank_outside_knows_nothing():
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite(bad, order):
-    """One element of one rank: every rank knows, and says so in the same words."""
+def test_non_finite_gradients(bad, order):
+    """One element on one rank raises the same error on every rank."""
     grad = torch.ones(4)
     grad[2] = bad
 
@@ -207,7 +207,7 @@ def test_what_is_not_finite(bad, order):
     assert all(math.isnan(t) if math.isnan(bad) else t == bad for t in totals)
 
 
-def test_gradients_that_are_pending_are_refused():
+def test_pending_gradients_raise():
     def program(mesh, use):
         w = nn.Parameter(put(torch.ones(4), mesh, P()))
         x = put(torch.ones(4), mesh, P("a"))
@@ -223,14 +223,14 @@ def test_gradients_that_are_pending_are_refused():
 
 
 @pytest.mark.parametrize("order", [0, -1.0, -math.inf, math.nan])
-def test_orders_that_are_refused(order):
+def test_unsupported_orders_raise(order):
     assert repr(order) in same_error((2,), lambda mesh: clip_grad_norm_([], 1.0, order), ValueError)
     assert "positive" in same_error((2,), lambda mesh: tensor_norms({"x": torch.ones(2)}, ord=order), ValueError)
 
 
 @every_rank(2)
-def test_dtypes_sums_and_nothing(mesh):
-    """16-bit gradients have a norm in float32, large ones no infinite one, and no gradients the norm 0."""
+def test_dtypes_overflow_and_empty(mesh):
+    """16-bit gradients have a norm in float32, large ones a finite norm, and no gradients the norm 0."""
     half = sharded(mesh, [torch.full((1000,), 0.1, dtype=torch.bfloat16)], [P("a")])
     exact = half[0].grad.full_tensor().double().norm()
     assert clip_grad_norm_(half, 100.0).item() == pytest.approx(exact.item(), rel=1e-6)

@@ -1,4 +1,4 @@
-"""Gradient scaling for fp16: all ranks skip the same steps, and go on with the same scale."""
+"""Gradient scaling for fp16: all ranks skip the same steps, and continue with the same scale."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_one_collective_for_all_meshes_and_dtypes(how):
         assert theirs in ([], [["all_reduce"] * 2])
 
 
-def test_stages_of_their_own_agree():
+def test_separate_stages_agree():
     """An infinity on the second stage: the first one, which is outside its mesh, skips the step, too."""
 
     def program():
@@ -101,7 +101,7 @@ def test_stages_of_their_own_agree():
     assert sm.simulate(4)(program)() == [(2.0, 0.0)] * 4
 
 
-def test_what_cannot_be_unscaled():
+def test_unsupported_gradients_raise():
     def unscale(params):
         scaler = GradScaler(DEVICE)
         scaler.scale(torch.ones(1, device=DEVICE))

@@ -73,7 +73,7 @@ def expected():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("plain", [False, True], ids=["sharded batches", "plain batches"])
 @pytest.mark.parametrize("form", FORMS)
-def test_as_one_process(form, plain):
+def test_equals_one_process(form, plain):
     steps, sizes, evaluated = expected()
 
     def program(mesh):
@@ -98,8 +98,8 @@ def test_as_one_process(form, plain):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [Muon, Shampoo])
 @pytest.mark.parametrize(("shape", "where"), [((2, 2), "tp and fsdp"), ((2, 2), "replicas"), ((4,), "fsdp")])
-def test_saved_and_gone_on_with_on_another_mesh(kind, shape, where, tmp_path):
-    """Optimizer state and averages by way of a checkpoint, into new objects: the losses of a run that was not interrupted."""
+def test_resumed_on_another_mesh(kind, shape, where, tmp_path):
+    """Loading optimizer state and averages from a checkpoint into new objects gives the losses of an uninterrupted run."""
 
     def program(mesh, where, resume):
         model = placed(mesh, PLACES[where])

@@ -1,4 +1,4 @@
-"""What is made of what the ranks show: each rank's page is written by hand."""
+"""Diagnoses from trace buffers that the tests write by hand."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def call_on(hands: list[Hand], *chosen: int, **call: object) -> None:
 # -- nothing wrong -----------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_call_the_same(four: list[Hand]) -> None:
+def test_equal_calls_are_healthy(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2, 3)
     assert [rank.diagnosed(waited=LONG_S) for rank in four] == [None] * 4
 
 
-def test_ranks_that_have_not_come_yet(four: list[Hand]) -> None:
+def test_missing_ranks_are_waited_for(four: list[Hand]) -> None:
     call_on(four, 1, 2)
     assert four[1].diagnosed(waited=LONG_S) is None
 
 
-def test_a_rank_that_is_far_ahead_has_come(four: list[Hand]) -> None:
-    """Its row shows the last 64 collectives only: nobody knows any more what it called, but it has."""
+def test_rank_that_is_far_ahead_has_arrived(four: list[Hand]) -> None:
+    """Its row holds only the last 64 collectives: what it called is no longer known, only that it did."""
     call_on(four, 0, 1, 2)
     for _ in range(70):
         four[3].call()
@@ -52,8 +52,8 @@ def test_a_rank_that_is_far_ahead_has_come(four: list[Hand]) -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 63, 64, 65, 1000])
-def test_numbers_that_begin_anew(four: list[Hand], ahead: int) -> None:
-    """Fingerprints carry 16 bits of the number: after 65,536 collectives they come again."""
+def test_fingerprint_numbers_wrap(four: list[Hand], ahead: int) -> None:
+    """Fingerprints carry 16 bits of the number, so numbers repeat after 65,536 collectives."""
     for rank in four:
         rank.recorder().called = (1 << 16) - 2
     for _ in range(4):
@@ -66,8 +66,8 @@ def test_numbers_that_begin_anew(four: list[Hand], ahead: int) -> None:
     assert late is False
 
 
-def test_a_row_of_an_earlier_round_is_not_taken_for_this_one(four: list[Hand]) -> None:
-    """Collective 64 stands where collective 0 stood, which a slow rank still shows."""
+def test_row_of_an_earlier_round_is_ignored(four: list[Hand]) -> None:
+    """Collective 64 is stored in the place of collective 0, which a slow rank still shows."""
     call_on(four, 0, 1, 2, 3)
     for _ in range(64):
         four[0].call("all_gather")
@@ -77,7 +77,7 @@ def test_a_row_of_an_earlier_round_is_not_taken_for_this_one(four: list[Hand]) -
 
 # -- mismatches --------------------------------------------------------------------------------------------------------
 
-ODD_CALLS = {
+OUTLIER_CALLS = {
     "operation": {"op": "all_gather", "how": ""},
     "reduction": {"how": "max"},
     "dtype": {"dtype": torch.float64},
@@ -87,21 +87,21 @@ ODD_CALLS = {
 }
 
 
-@pytest.mark.parametrize("field", ODD_CALLS)
-@pytest.mark.parametrize("odd", range(4))
-def test_the_odd_one_of_four(four: list[Hand], field: str, odd: int) -> None:
-    rest = [rank for rank in range(4) if rank != odd]
+@pytest.mark.parametrize("field", OUTLIER_CALLS)
+@pytest.mark.parametrize("outlier", range(4))
+def test_outlier_of_four_ranks(four: list[Hand], field: str, outlier: int) -> None:
+    rest = [rank for rank in range(4) if rank != outlier]
     call_on(four, *rest, tag="f32[4] @ P() -> P()")
-    four[odd].call(**{"tag": "f32[4] @ P() -> P()"} | ODD_CALLS[field])  # type: ignore[arg-type]
+    four[outlier].call(**{"tag": "f32[4] @ P() -> P()"} | OUTLIER_CALLS[field])  # type: ignore[arg-type]
     verdicts = [rank.diagnosed() for rank in four]
     assert verdicts == [verdicts[0]] * 4
     found = verdicts[0]
     assert found is not None
-    assert (found.kind, found.ranks, found.field) == ("mismatch", (odd,), field)
-    assert found.seen[0].rank == odd
+    assert (found.kind, found.ranks, found.field) == ("mismatch", (outlier,), field)
+    assert found.seen[0].rank == outlier
     assert {seen.rank for seen in found.seen} == {0, 1, 2, 3}
     assert all(seen.place.rpartition("/")[2].startswith("hands.py:") for seen in found.seen)
-    assert f"rank {odd} called another collective than ranks {', '.join(map(str, rest))}" in found.text
+    assert f"rank {outlier} called another collective than ranks {', '.join(map(str, rest))}" in found.text
 
 
 def test_the_source_of_a_broadcast(four: list[Hand]) -> None:
@@ -115,7 +115,7 @@ def test_the_source_of_a_broadcast(four: list[Hand]) -> None:
 @pytest.mark.parametrize(
     ("tag", "field"), [("f64[4] @ P() -> P()", "dtype"), ("f32[2, 2] @ P() -> P()", "shape"), ("f32[4] @ P('x') -> P()", "layout")]
 )
-def test_what_differs_in_a_layout(four: list[Hand], tag: str, field: str) -> None:
+def test_layout_difference_is_named(four: list[Hand], tag: str, field: str) -> None:
     call_on(four, 0, 1, 2, tag="f32[4] @ P() -> P()")
     four[3].call(tag=tag)
     found = four[0].diagnosed()
@@ -127,7 +127,7 @@ def lineage(line: int, order: int, since: int, layout: int = 0) -> int:
     return line << 48 | order << 32 | since << 16 | layout
 
 
-def test_values_that_were_made_differently(four: list[Hand]) -> None:
+def test_lineage_difference_is_an_outlier(four: list[Hand]) -> None:
     call_on(four, 0, 1, 3, lineage=lineage(1, 2, 3))
     four[2].call(lineage=lineage(4, 5, 6))
     found = four[0].diagnosed()
@@ -137,13 +137,13 @@ def test_values_that_were_made_differently(four: list[Hand]) -> None:
 
 
 @pytest.mark.parametrize("other", [lineage(1, 5, 6), lineage(4, 2, 6), lineage(4, 5, 3), lineage(1, 2, 6), 0])
-def test_one_hash_in_common_is_enough(four: list[Hand], other: int) -> None:
+def test_one_common_hash_is_enough(four: list[Hand], other: int) -> None:
     call_on(four, 0, 1, 3, lineage=lineage(1, 2, 3))
     four[2].call(lineage=other)
     assert four[0].diagnosed(waited=LONG_S) is None
 
 
-def test_unlike_looks_at_all_three_hashes() -> None:
+def test_unlike_compares_all_three_hashes() -> None:
     top = (1 << 16) - 1
     assert unlike(lineage(1, 2, 3), lineage(4, 5, 6))
     assert unlike(lineage(top, top, top), lineage(0, 0, 1))
@@ -166,19 +166,19 @@ def test_unlike_looks_at_all_three_hashes() -> None:
         ((1, 3, 64 + 4, 128 + 5), (1, 2), 7, False),
     ],
 )
-def test_a_rank_with_a_line_of_its_own_and_a_tensor_for_itself(ours, theirs, layout: int, expected: bool) -> None:
-    pages = TraceBuffer.private(0, 2), TraceBuffer.private(1, 2)
-    for page, lines in zip(pages, (ours, theirs), strict=True):
+def test_rank_with_its_own_line_and_tensor(ours, theirs, layout: int, expected: bool) -> None:
+    buffers = TraceBuffer.private(0, 2), TraceBuffer.private(1, 2)
+    for buffer, lines in zip(buffers, (ours, theirs), strict=True):
         for line in lines:
-            page.note_line(line)
+            buffer.note_line(line)
     one, other = lineage(1, 2, 3, 7), lineage(4, 5, 6, layout)
-    assert differ(one, pages[0], other, pages[1]) is differ(other, pages[1], one, pages[0]) is expected
-    assert not differ(one, pages[0], lineage(1, 5, 6, layout), pages[1])
-    assert differ(one, None, other, pages[1])
+    assert differ(one, buffers[0], other, buffers[1]) is differ(other, buffers[1], one, buffers[0]) is expected
+    assert not differ(one, buffers[0], lineage(1, 5, 6, layout), buffers[1])
+    assert differ(one, None, other, buffers[1])
 
 
-def test_a_healthy_rank_with_a_line_of_its_own_is_not_blamed_with_the_odd_one(four: list[Hand]) -> None:
-    """Ranks 0 and 1 differ in one hash, as they may; rank 3 in all of both."""
+def test_healthy_rank_with_its_own_line_is_not_an_outlier(four: list[Hand]) -> None:
+    """Ranks 0 and 1 differ in one hash, which is allowed; rank 3 differs from both in all hashes."""
     call_on(four, 0, 2, lineage=lineage(1, 2, 3))
     four[1].call(lineage=lineage(9, 2, 3))
     four[3].call(lineage=lineage(4, 5, 6))
@@ -206,7 +206,7 @@ def test_one_against_one_is_a_tie(tmp_path: Path) -> None:
     assert found.ranks == ()
 
 
-def test_two_odd_ranks_in_ways_of_their_own(tmp_path: Path) -> None:
+def test_two_different_outliers(tmp_path: Path) -> None:
     five = played(tmp_path, 5)
     call_on(five, 0, 1, 4)
     five[2].call(how="max")
@@ -216,7 +216,7 @@ def test_two_odd_ranks_in_ways_of_their_own(tmp_path: Path) -> None:
     assert found.ranks == (2, 3)
 
 
-def test_votes_that_could_still_turn_are_waited_for(four: list[Hand]) -> None:
+def test_undecided_votes_are_waited_for(four: list[Hand]) -> None:
     four[0].call()
     four[1].call(how="max")
     assert four[0].diagnosed() is None  # ranks 2 and 3 decide
@@ -228,7 +228,7 @@ def test_votes_that_could_still_turn_are_waited_for(four: list[Hand]) -> None:
     assert found.ranks == (1,)
 
 
-def test_a_majority_need_not_wait(four: list[Hand]) -> None:
+def test_majority_does_not_wait(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2)
     for _ in range(3):
         call_on(four, 0, 1, 2)
@@ -238,8 +238,8 @@ def test_a_majority_need_not_wait(four: list[Hand]) -> None:
     assert found.ranks == (3,)
 
 
-def test_votes_that_never_come_make_a_tie(four: list[Hand]) -> None:
-    """But they are waited for: a rank may load a module for some seconds, as on machines with other work to do."""
+def test_missing_votes_make_a_tie(four: list[Hand]) -> None:
+    """They are waited for first: on a busy machine a rank may need seconds to load a module."""
     four[0].call()
     four[1].call(how="max")
     assert four[0].diagnosed(waited=LONG_S) is None
@@ -249,7 +249,7 @@ def test_votes_that_never_come_make_a_tie(four: list[Hand]) -> None:
     assert "ranks 2, 3: not there yet" in found.text
 
 
-def test_each_group_votes_for_itself(four: list[Hand]) -> None:
+def test_groups_vote_separately(four: list[Hand]) -> None:
     four[0].call(ranks=(0, 1, 2))
     four[1].call(ranks=(0, 1, 2))
     four[2].call("barrier", "", torch.uint8, 0, ranks=(0, 1, 2))
@@ -267,13 +267,13 @@ def send(rank: Hand, dst: int | None, src: int | None, moved: int = 16) -> None:
     rank.call("permute", "", size=-1, route=route_of(dst, src), moved=moved)
 
 
-def test_a_ring_fits(four: list[Hand]) -> None:
+def test_ring_matches(four: list[Hand]) -> None:
     for n, rank in enumerate(four):
         send(rank, (n + 1) % 4, (n - 1) % 4)
     assert diagnose.wrong_route(four[0].monitor, four[0].recorder(), 0) is None
 
 
-def test_the_one_that_sends_the_other_way(four: list[Hand]) -> None:
+def test_rank_that_sends_in_the_other_direction(four: list[Hand]) -> None:
     for n, rank in enumerate(four[:3]):
         send(rank, (n + 1) % 4, (n - 1) % 4)
     send(four[3], 2, 0)
@@ -282,7 +282,7 @@ def test_the_one_that_sends_the_other_way(four: list[Hand]) -> None:
     assert (found.kind, found.ranks, found.field) == ("mismatch", (3,), "route")
 
 
-def test_a_message_of_another_size(four: list[Hand]) -> None:
+def test_message_of_another_size(four: list[Hand]) -> None:
     send(four[0], 1, None, moved=8)
     send(four[1], None, 0, moved=16)
     found = diagnose.wrong_route(four[1].monitor, four[1].recorder(), 0)
@@ -292,13 +292,13 @@ def test_a_message_of_another_size(four: list[Hand]) -> None:
     assert "16 bytes from rank 0" in found.text
 
 
-def test_a_message_that_nobody_expects(four: list[Hand]) -> None:
+def test_unexpected_message(four: list[Hand]) -> None:
     send(four[0], 1, None)
     send(four[1], None, None)
     assert diagnose.wrong_route(four[0].monitor, four[0].recorder(), 0) is not None
 
 
-def test_messages_of_those_who_have_not_come_are_not_judged(four: list[Hand]) -> None:
+def test_messages_of_missing_ranks_are_not_diagnosed(four: list[Hand]) -> None:
     send(four[0], 1, 3)
     assert diagnose.wrong_route(four[0].monitor, four[0].recorder(), 0) is None
 
@@ -327,7 +327,7 @@ def test_all_dead_ranks_are_named_together(four: list[Hand]) -> None:
     assert found.ranks == (1, 2)
 
 
-def test_a_dead_rank_that_had_come_is_not_waited_for(four: list[Hand]) -> None:
+def test_dead_rank_that_had_arrived_is_not_waited_for(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2, 3)
     four[2].die()
     assert four[0].diagnosed() is None  # the collective may have what it needs
@@ -337,7 +337,7 @@ def test_a_dead_rank_that_had_come_is_not_waited_for(four: list[Hand]) -> None:
     assert "rank 2 died, while ranks 0, 1, 3 wait" in found.text
 
 
-def test_a_rank_that_ended_well_may_be_gone(four: list[Hand]) -> None:
+def test_rank_that_ended_normally_is_no_error(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2, 3)
     four[2].end()
     four[2].die()
@@ -345,7 +345,7 @@ def test_a_rank_that_ended_well_may_be_gone(four: list[Hand]) -> None:
     assert diagnose.lost(four[0].monitor, four[0].recorder(), 0) is None
 
 
-def test_a_host_that_cannot_be_reached(four: list[Hand]) -> None:
+def test_unreachable_host(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2, 3)
     for rank in (2, 3):
         four[rank].buffer.words[Header.DOING] = four[rank].buffer.text("host b is silent")
@@ -356,7 +356,7 @@ def test_a_host_that_cannot_be_reached(four: list[Hand]) -> None:
     assert "cannot be reached (host b is silent)" in found.text
 
 
-def test_the_one_that_ended_early(four: list[Hand]) -> None:
+def test_rank_that_ended_early(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2)
     four[3].end()
     found = four[0].diagnosed()
@@ -365,7 +365,7 @@ def test_the_one_that_ended_early(four: list[Hand]) -> None:
     assert "rank 3 ended the program while ranks 0, 1, 2 wait" in found.text
 
 
-def test_the_one_that_calls_once_more(four: list[Hand]) -> None:
+def test_rank_with_an_extra_call(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2, 3)
     four[1].call("all_gather", "")
     for rank in (0, 2, 3):
@@ -385,7 +385,7 @@ def test_half_of_the_ranks_ended(four: list[Hand]) -> None:
     assert (found.kind, found.ranks) == ("left", ())
 
 
-def test_who_may_still_come_is_waited_for(four: list[Hand]) -> None:
+def test_ranks_that_may_still_arrive_are_waited_for(four: list[Hand]) -> None:
     four[0].call()
     four[3].end()
     assert four[0].diagnosed() is None
@@ -398,7 +398,7 @@ def test_who_may_still_come_is_waited_for(four: list[Hand]) -> None:
     assert found.ranks == (3,)
 
 
-def test_of_messages_that_do_not_fit_the_largest_share_and_then_the_most() -> None:
+def test_worst_correspondent_by_share_then_count() -> None:
     worst = worst_correspondent
     assert worst([0, 1, 2, 3], [(0, 1, True), (0, 2, False), (0, 3, True)]) == (2,)  # all of rank 2's, a third of rank 0's
     assert worst([4, 5, 6, 7], [(0, 1, False), (0, 2, False), (0, 3, False)]) == (4,)
@@ -406,7 +406,7 @@ def test_of_messages_that_do_not_fit_the_largest_share_and_then_the_most() -> No
 
 
 @pytest.mark.parametrize("why", ["it waits elsewhere", "it has died", "it has ended"])
-def test_votes_of_ranks_that_will_not_come_are_not_waited_for(four: list[Hand], why: str) -> None:
+def test_votes_of_ended_ranks_are_not_waited_for(four: list[Hand], why: str) -> None:
     four[0].call()
     four[1].call(how="max")
     for rank in four[2:]:
@@ -435,7 +435,7 @@ def wait_in(rank: Hand, groups: tuple[tuple[int, ...], ...], **call: object) -> 
     rank.block(rank.call(ranks=of(groups, rank.rank), **call))  # type: ignore[arg-type]
 
 
-def test_a_circle_is_a_deadlock(four: list[Hand]) -> None:
+def test_wait_cycle_is_a_deadlock(four: list[Hand]) -> None:
     """0 waits for 1 in its row, 1 for 3 in its column, 3 for 2 in its row, 2 for 0 in its column."""
     for rank, groups in ((0, ROWS), (1, COLUMNS), (3, ROWS), (2, COLUMNS)):
         wait_in(four[rank], groups)
@@ -445,14 +445,14 @@ def test_a_circle_is_a_deadlock(four: list[Hand]) -> None:
     assert {seen.rank for seen in found.seen} == {0, 1, 2, 3}
 
 
-def test_a_circle_is_not_judged_at_once(four: list[Hand]) -> None:
+def test_wait_cycle_is_not_diagnosed_at_once(four: list[Hand]) -> None:
     for rank, groups in ((0, ROWS), (1, COLUMNS), (3, ROWS), (2, COLUMNS)):
         wait_in(four[rank], groups)
     assert four[0].diagnosed(ranks=(0, 1)) is None
 
 
-def test_the_one_that_waits_in_another_axis(four: list[Hand]) -> None:
-    """Ranks are in their rows, rank 3 in its column: 2 waits for 3, 3 for 1, and 1 for 0, which has not come to the column."""
+def test_rank_that_waits_on_another_axis(four: list[Hand]) -> None:
+    """Ranks wait in their rows, rank 3 in its column: 2 waits for 3, 3 for 1, and 1 for 0, which has not called the column's collective."""
     everyone = ((0, 1, 2, 3),)
     for rank in (0, 1, 2):
         wait_in(four[rank], everyone)
@@ -463,7 +463,7 @@ def test_the_one_that_waits_in_another_axis(four: list[Hand]) -> None:
     assert found.seen[0].rank == 3
 
 
-def test_a_rank_in_another_group_is_odd_whatever_came_before(four: list[Hand]) -> None:
+def test_rank_in_another_group_is_the_outlier_whatever_came_before(four: list[Hand]) -> None:
     """Ranks have called different numbers of collectives before, so that their histories cannot be compared."""
     everyone = ((0, 1, 2, 3),)
     for _ in range(3):
@@ -476,7 +476,7 @@ def test_a_rank_in_another_group_is_odd_whatever_came_before(four: list[Hand]) -
     assert (found.kind, found.ranks) == ("deadlock", (0,))
 
 
-def test_a_rank_that_computes_breaks_the_circle(four: list[Hand]) -> None:
+def test_computing_rank_breaks_the_cycle(four: list[Hand]) -> None:
     everyone = ((0, 1, 2, 3),)
     for rank in (0, 1, 2):
         wait_in(four[rank], everyone)
@@ -493,7 +493,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_rank_that_does_not_come(four: list[Hand]) -> None:
+def test_missing_rank_is_a_stall(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2, 3)
     call_on(four, 0, 1, 2)
     assert four[0].diagnosed(1, waited=0.5) is None
@@ -505,14 +505,14 @@ def test_a_rank_that_does_not_come(four: list[Hand]) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_nobody_stalls_while_a_rank_is_paused(four: list[Hand]) -> None:
+def test_stall_is_not_reported_while_a_rank_is_paused(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2)
     with four[3].monitor.paused():
         assert four[0].diagnosed(waited=1.5) is None
 
 
 @pytest.mark.usefixtures("soon")
-def test_the_time_of_a_pause_is_not_held_against_a_rank(four: list[Hand]) -> None:
+def test_paused_time_does_not_count_towards_a_stall(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2)
     with four[3].monitor.paused():
         pass
@@ -524,7 +524,7 @@ def test_the_time_of_a_pause_is_not_held_against_a_rank(four: list[Hand]) -> Non
 
 
 @pytest.mark.usefixtures("soon")
-def test_the_end_of_the_chain_is_to_blame(four: list[Hand]) -> None:
+def test_stall_names_the_end_of_the_chain(four: list[Hand]) -> None:
     """0 waits for 1, which waits for 3, which computes."""
     wait_in(four[0], ((0, 1),))
     wait_in(four[1], ((1, 3),))
@@ -534,7 +534,7 @@ def test_the_end_of_the_chain_is_to_blame(four: list[Hand]) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_frozen_rank_is_said_to_be_frozen(four: list[Hand]) -> None:
+def test_frozen_rank_is_reported_as_frozen(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2)
     four[3].buffer.words[Header.HEARTBEAT] -= 5_000_000_000
     found = four[0].diagnosed(waited=1.5)
@@ -558,7 +558,7 @@ def test_parties_by() -> None:
     assert parties_by(range(5), lambda n: n % 2) == [[0, 2, 4], [1, 3]]
 
 
-def test_those_who_have_not_come_agree_with_everybody() -> None:
+def test_missing_ranks_agree_with_all_parties() -> None:
     assert agree([])
     assert agree([Member(0, None, False), Member(1, None, True, 7), Member(2, None, None)])
     assert not agree([Member(0, None, True, 8), Member(1, None, True, 7)])

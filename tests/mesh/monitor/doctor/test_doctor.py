@@ -1,4 +1,4 @@
-"""`python -m shardmesh doctor`: how it reads what is so, and what it does on real ranks."""
+"""`python -m shardmesh doctor`: how it collects facts, and what it does on real ranks."""
 
 from __future__ import annotations
 
@@ -76,20 +76,20 @@ def test_meminfo():
     assert meminfo("") == {}
 
 
-def test_the_place_of_a_process_in_its_job():
+def test_rank_of_a_process_in_its_job():
     assert Place.of({}) == Place("none", 0, 1, 0, 1, False)
     assert Place.of(JOB) == Place("torchrun", 1, 4, 1, 4, True)
     assert Place.of(SLURM | {"SLURM_STEP_NUM_NODES": "2", "WORLD_SIZE": "4"}).local_size == 2
     assert Place.of({"RANK": "x", "WORLD_SIZE": "-1"}).size == 1
 
 
-def test_a_probe_that_does_not_answer_is_left():
+def test_unresponsive_probe_is_abandoned():
     assert within(PATIENCE_S, lambda: 1, 0) == 1
     assert within(0.05, lambda: time.sleep(5.0) or 1, 0) == 0
     assert within(PATIENCE_S, lambda: os.listdir("/no/such/folder"), None) is None
 
 
-def test_devices_that_cannot_be_asked():
+def test_devices_that_cannot_be_queried():
     def ended(stdout: str = "", stderr: str = "", status: int = 0):
         return lambda: subprocess.CompletedProcess([], status, stdout, stderr)
 
@@ -104,7 +104,7 @@ def test_devices_that_cannot_be_asked():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_who_listens_on_a_port_is_known():
+def test_process_that_listens_on_a_port_is_found():
     with socket.socket() as mine:
         mine.bind(("127.0.0.1", 0))
         mine.listen()
@@ -134,7 +134,7 @@ def test_this_host_has_a_loopback_interface():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_what_dead_jobs_leave_is_found_and_what_lives_is_not(tmp_path):
+def test_files_of_dead_jobs_are_found_and_of_live_jobs_are_not(tmp_path):
     done = subprocess.Popen(["true"])
     done.wait()
     for name, pid in (("dead", done.pid), ("alive", os.getpid())):
@@ -165,7 +165,7 @@ def write_page(folder: Path, pid: int) -> None:
         (["--mesh", "dp=2,tp=2", "--nprocs", "3"], "--nprocs is 3"),
     ],
 )
-def test_arguments_that_make_no_sense(arguments, said, capsys, monkeypatch):
+def test_invalid_arguments_raise(arguments, said, capsys, monkeypatch):
     monkeypatch.setattr(command, "facts", facts)
     with pytest.raises(SystemExit) as left:
         main(["doctor", *arguments])
@@ -174,7 +174,7 @@ def test_arguments_that_make_no_sense(arguments, said, capsys, monkeypatch):
 
 
 def environment() -> dict[str, str]:
-    """This one's, without a job's variables."""
+    """Return this process's environment, without a job's variables."""
     return {name: value for name, value in os.environ.items() if name not in (*JOB, *BY_HAND)}
 
 
@@ -193,7 +193,7 @@ def doctor(*arguments: str, env: dict[str, str], before: str = "") -> subprocess
 
 
 @pytest.mark.slow
-def test_alone_it_starts_processes_and_measures():
+def test_outside_a_job_it_starts_processes_and_measures():
     done = doctor("--json", "--nprocs", "2", env=environment())
     found = json.loads(done.stdout)
     checks = {check["name"]: check for check in found["checks"]}
@@ -209,7 +209,7 @@ def test_alone_it_starts_processes_and_measures():
         assert row["gigabytes_per_second"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
 
 
-def test_ranks_that_never_meet_are_given_up():
+def test_ranks_that_never_connect_time_out():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -221,7 +221,7 @@ def test_ranks_that_never_meet_are_given_up():
     assert "not done within" in done.stdout
 
 
-def test_without_what_is_needed_to_meet_nothing_is_tried(monkeypatch, capsys):
+def test_faults_that_prevent_a_rendezvous_skip_it(monkeypatch, capsys):
     monkeypatch.setattr(command, "facts", lambda: facts({"GLOO_SOCKET_IFNAME": "ib0"}))
     monkeypatch.setattr(command, "launch", None)
     assert main(["doctor"]) == 1
@@ -237,7 +237,7 @@ def examine_as_rank(arguments: list[str]) -> tuple[int, str]:
         return main(["doctor", *arguments]), shown.getvalue()
 
 
-def test_in_a_job_it_uses_its_ranks_and_one_speaks_for_all(world4):
+def test_in_a_job_it_uses_its_ranks_and_one_prints(world4):
     results = world4(examine_as_rank, ["--json", "--mesh", "dp=2,tp=2"])
     found = json.loads(results[0][1])
     checks = {check["name"]: check for check in found["checks"]}

@@ -1,4 +1,4 @@
-"""`python -m shardmesh doctor`: what it says of healthy and faulty hosts and jobs, given their facts."""
+"""`python -m shardmesh doctor`: its report for healthy and faulty hosts and jobs, given their facts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_of_a_healthy_host_it_says_that_all_is_well(name):
+def test_healthy_host_passes_all_checks(name):
     assert {check: found for check, found in findings(HEALTHY[name]).items() if found.status != "ok"} == {}
 
 
@@ -179,19 +179,19 @@ FAULTY = [
 
 
 @pytest.mark.parametrize(("have", "check", "status", "found", "fix"), [row[1:] for row in FAULTY], ids=[row[0] for row in FAULTY])
-def test_it_names_what_is_wrong_and_the_fix(have, check, status, found, fix):
+def test_faults_are_named_with_a_fix(have, check, status, found, fix):
     said = findings(have)[check]
     assert said.status == status, said
     assert found in said.found
     assert fix in said.fix
 
 
-def test_every_check_of_a_host_and_job_can_complain():
+def test_every_check_of_a_host_and_job_can_fail():
     """But `python`, which only says what there is."""
     assert {row[2] for row in FAULTY} == set(findings(ALONE)) - {"python"}
 
 
-def test_what_needs_mending_has_a_fix_and_what_does_not_has_none():
+def test_failed_checks_have_a_fix_and_others_do_not():
     everything = [said for row in FAULTY for said in findings(row[1]).values()]
     assert [said for said in everything if bool(said.fix) != (said.status != "ok")] == []
 
@@ -199,13 +199,13 @@ def test_what_needs_mending_has_a_fix_and_what_does_not_has_none():
 # ------------------------------------------------------------------------------------------------- ranks together
 
 
-def test_ranks_that_say_the_same_speak_once_and_others_are_named():
+def test_equal_reports_are_printed_once_and_others_are_named():
     same, other = {"a": ok("fine"), "b": fault("broken", "mend it")}, {"a": warning("slow", "hurry"), "b": fault("broken", "mend it")}
     assert merged([same, same]) == same
     assert merged([same, other, same, other]) == {"a": warning("ranks 1, 3: slow", "hurry"), "b": fault("broken", "mend it")}
 
 
-def test_ranks_that_differ_in_what_is_wrong_are_told_apart():
+def test_ranks_with_different_faults_are_listed_separately():
     found = merged([{"a": ok("fine")}, {"a": fault("no x", "get x")}, {"a": fault("no y", "get y")}])
     assert found == {"a": fault("rank 1: no x; rank 2: no y", "get x")}
 
@@ -220,7 +220,7 @@ def row(op: str = "all_reduce", gigabytes: float = 10.0, correct: bool = True) -
     return Bandwidth("dp", 2, op, int(gigabytes * 1e9), 1.0, 1e-5, correct)
 
 
-def test_wrong_results_are_a_fault():
+def test_wrong_results_fail():
     assert collectives([row(), row("all_to_all")]).status == "ok"
     assert collectives([row(), row("all_to_all", correct=False)]).found == "wrong results: all_to_all along dp"
 
@@ -236,11 +236,11 @@ def test_wrong_results_are_a_fault():
         (20.0, "cuda", False, "ok"),
     ],
 )
-def test_what_is_slow_for_its_hardware_is_a_warning(gigabytes, device_type, many, status):
+def test_slow_hardware_warns(gigabytes, device_type, many, status):
     assert speed([row(gigabytes=gigabytes)], device_type, many).status == status
 
 
-def test_the_report_for_people_and_as_json():
+def test_report_as_text_and_json():
     report = Report("a host", {"a": ok("fine"), "long name": fault("broken", "mend it")}, [row()])
     assert str(report).splitlines() == [
         "shardmesh doctor: a host",
@@ -289,7 +289,7 @@ def test_the_report_for_people_and_as_json():
         ("ib,eth", "eth0", True),
     ],
 )
-def test_how_nccl_is_told_of_interfaces(pattern, name, expected):
+def test_nccl_interface_variables(pattern, name, expected):
     assert matches(pattern, name) is expected
 
 

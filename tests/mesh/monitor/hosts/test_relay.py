@@ -1,4 +1,4 @@
-"""Between hosts, which here are folders of one machine: what one writes is read on the other, whoever speaks, until one falls silent."""
+"""The relay between hosts, simulated by folders of one machine: records of one host are read on the other until it becomes silent."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def record(buffer: TraceBuffer, number: int, call: str, place: str = "train.py:1
     buffer.write_record(number, (number, buffer.text(call), buffer.text(place), 10, 20, 7, 100, 200))
 
 
-# -- copies of pages ---------------------------------------------------------------------------------------------------
+# -- copies of trace buffers --------------------------------------------------------------------------------------------
 
 
 def carry(source: BufferSource, copy: BufferCopy) -> int:
-    """Bytes that it took."""
+    """Copy once; return the number of bytes sent."""
     found = source.changed()
     missing = copy.missing(source.versions)
     assert set(missing) <= set(found)
@@ -55,7 +55,7 @@ def pair(tmp_path: Path) -> tuple[TraceBuffer, BufferSource, BufferCopy]:
     return buffer, BufferSource(buffer), make_copy(tmp_path / "rank2.trace")
 
 
-def test_a_copy_says_what_the_page_says(pair):
+def test_copy_equals_the_trace_buffer(pair):
     buffer, source, copy = pair
     buffer.add_group(99, "dp\t0,2")
     buffer.words[Header.DOING] = buffer.text("loading data")
@@ -73,7 +73,7 @@ def test_a_copy_says_what_the_page_says(pair):
     assert (other.read_stack(), other.words[Header.RANK], other.words[Header.PID_SPACE]) == ("  File train.py, line 3", 2, 0)
 
 
-def test_only_what_changes_is_sent(pair):
+def test_only_changes_are_sent(pair):
     buffer, source, copy = pair
     for number in range(2 * RECORDS + 100):
         record(buffer, number, "call")
@@ -85,7 +85,7 @@ def test_only_what_changes_is_sent(pair):
     assert copy.buffer.last == buffer.last
 
 
-def test_times_are_those_of_the_reader(pair):
+def test_times_are_on_the_readers_clock(pair):
     buffer, source, copy = pair
     buffer.words[Header.HEARTBEAT], buffer.words[Header.BLOCKED_SINCE], buffer.words[Header.BLOCKED] = 5_000_000_000, 2_000_000_000, 1
     carry(source, copy)
@@ -98,7 +98,7 @@ def test_times_are_those_of_the_reader(pair):
     assert copy.buffer.words[Header.HEARTBEAT] == beat, "its watchdog has not moved"
 
 
-def test_a_lost_rank_comes_back(pair):
+def test_lost_rank_comes_back(pair):
     buffer, source, copy = pair
     carry(source, copy)
     copy.set_reason("host-b is down")
@@ -108,7 +108,7 @@ def test_a_lost_rank_comes_back(pair):
     assert (copy.buffer.words[Header.STATE], copy.buffer.words[Header.DOING]) == (RankState.RUNNING, 0)
 
 
-def test_a_page_of_another_rank_is_never_written_to(tmp_path):
+def test_buffer_of_another_rank_is_never_written(tmp_path):
     path = tmp_path / "rank2.trace"
     path.write_bytes(bytes(BUFFER_BYTES))
     buffer = TraceBuffer(bytearray(BUFFER_BYTES))
@@ -144,7 +144,7 @@ class Ranks:
         return relay
 
     def beat(self) -> None:
-        """What the ranks' watchdogs do."""
+        """Do what the ranks' watchdogs do."""
         for monitor, relay in zip(self.monitors, self.relays, strict=False):
             if not relay._over.is_set():
                 monitor.buffer.words[Header.HEARTBEAT] = time.monotonic_ns()
@@ -182,7 +182,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     made.close()
 
 
-def test_all_ranks_see_all_pages_until_they_end(ranks):
+def test_all_ranks_see_all_buffers_until_they_end(ranks):
     record(ranks.monitors[3].buffer, 0, "all_reduce")
     soon(lambda: ranks.buffer(0, 3).last is not None and ranks.buffer(0, 3).last.call == "all_reduce")
     assert (ranks.buffer(0, 3).words[Header.PID_SPACE], ranks.buffer(0, 1).words[Header.PID_SPACE] > 0) == (0, True)
@@ -194,7 +194,7 @@ def test_all_ranks_see_all_pages_until_they_end(ranks):
     soon(ranks.sees(1, 3, RankState.ENDED))
 
 
-def test_another_rank_speaks_when_the_first_one_goes(ranks):
+def test_another_rank_relays_after_the_first_one_ends(ranks):
     ranks.monitors[0].buffer.words[Header.STATE] = RankState.ENDED
     ranks.relays[0].close()
     record(ranks.monitors[1].buffer, 0, "broadcast")
@@ -204,7 +204,7 @@ def test_another_rank_speaks_when_the_first_one_goes(ranks):
     soon(lambda: ranks.buffer(1, 2).last is not None)
 
 
-def test_a_verdict_goes_to_all_hosts_before_a_rank_goes(ranks):
+def test_verdict_reaches_all_hosts_before_a_rank_ends(ranks):
     verdict = Verdict("raised", (3,), "ValueError", (), "rank 3 raised ValueError: the reason")
     ranks.monitors[3].fail(verdict)
     ranks.relays[3].close()
@@ -212,7 +212,7 @@ def test_a_verdict_goes_to_all_hosts_before_a_rank_goes(ranks):
     assert ranks.monitors[1].standing() == verdict
 
 
-def test_a_stack_is_asked_for_and_comes(ranks):
+def test_stack_is_requested_and_received(ranks):
     asking, asked = ranks.buffer(1, 3).words, ranks.monitors[3].buffer
     for text in ("first", "second"):
         asking[Header.STACK_WANTED] += 1
@@ -222,7 +222,7 @@ def test_a_stack_is_asked_for_and_comes(ranks):
         assert ranks.buffer(1, 3).read_stack() == text
 
 
-def test_a_silent_host_is_lost_and_may_come_back(ranks):
+def test_silent_host_is_lost_and_may_come_back(ranks):
     for rank in (2, 3):
         ranks.relays[rank]._over.set()
         ranks.relays[rank]._thread.join()
@@ -236,7 +236,7 @@ def test_a_silent_host_is_lost_and_may_come_back(ranks):
 
 
 class Broken:
-    """A connection that breaks once, with what it should carry."""
+    """A connection that breaks once, while sending."""
 
     def __init__(self, whole: PrefixStore) -> None:
         self.whole = whole
@@ -253,14 +253,14 @@ class Broken:
         return self.whole
 
 
-def test_nothing_is_missing_after_the_connection_broke(ranks):
+def test_nothing_is_lost_after_a_broken_connection(ranks):
     ranks.relays[2]._store = Broken(ranks.relays[2]._store)
     record(ranks.monitors[2].buffer, 0, "lost on its way")
     soon(lambda: ranks.beat() or ((last := ranks.buffer(0, 2).last) is not None and last.call == "lost on its way"))
     assert [relay for relay in ranks.relays if relay._is_speaker()] == [ranks.relays[0], ranks.relays[2]], "it was not told by rank 3"
 
 
-def test_without_the_store_all_others_are_lost(ranks):
+def test_without_the_store_all_other_hosts_are_lost(ranks):
     for relay in ranks.relays:
         relay._try_to = lambda act: time.sleep(0.01)  # type: ignore[method-assign]
     soon(ranks.sees(1, 2, RankState.LOST))
@@ -268,7 +268,7 @@ def test_without_the_store_all_others_are_lost(ranks):
     assert re.search(r"has no answer from the store at here:1 since \d\.\d s, and so knows nothing of \S+ \(ranks 2, 3\)", reason), reason
 
 
-def test_a_relay_only_where_there_may_be_other_hosts(monkeypatch, tmp_path):
+def test_relay_only_runs_if_there_may_be_other_hosts(monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(tmp_path))
     monitor = Monitor(SimpleWorld(0), JobDirectory("job", 0, 1))
     assert start_relay(monitor, HashStore()) is None
@@ -291,7 +291,7 @@ def lineage_of(*hashes: int) -> int:
 
 
 def seat_after(count: int, wrong: dict[int, tuple[int, int]]) -> SimpleNamespace:
-    """A seat whose row holds the last fingerprints of `count` collectives, in which some (fingerprint, lineage) are others."""
+    """Return a recorder whose row holds the last fingerprints of `count` collectives, some of which (fingerprint, lineage) differ."""
     buffer = TraceBuffer.private(0, 2)
     row = row_of(0)
     for sequence in range(max(0, count - 64), count):

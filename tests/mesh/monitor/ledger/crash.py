@@ -1,6 +1,6 @@
-"""Four gloo ranks of which one is killed; a program of its own, which forks the ranks after it has imported torch.
+"""Four gloo ranks of which one is killed; a separate program, which forks the ranks after importing torch.
 
-    python crash.py PORT     prints nothing; the ranks' pages stay in SHARDMESH_WATCH_DIR
+    python crash.py PORT     prints nothing; the ranks' trace buffers stay in SHARDMESH_WATCH_DIR
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ledger: what it says of each collective, of other ranks, while they run and after a crash."""
+"""The ledger: its entries for the collectives of all ranks, while they run and after a crash."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.pool import Pool
 CRASH = str(Path(__file__).with_name("crash.py"))
 
 
-def test_each_collective_is_there_with_what_it_moves() -> None:
+def test_every_collective_is_listed_with_its_bytes() -> None:
     with null_world(4, rank=1) as world:
         every_collective(1)
         found = ledger().entries
@@ -49,7 +49,7 @@ def test_each_collective_is_there_with_what_it_moves() -> None:
     assert all(e.end is not None and e.start <= e.end for e in found)
 
 
-def test_times_are_those_of_the_clock() -> None:
+def test_times_are_wall_clock_times() -> None:
     with null_world(2) as world:
         before = time.time()
         world.group([0, 1]).all_reduce(torch.ones(1))
@@ -57,7 +57,7 @@ def test_times_are_those_of_the_clock() -> None:
     assert before - 0.001 <= entry.start <= time.time() + 0.001
 
 
-def test_a_redistribution_has_its_layouts_and_lineage() -> None:
+def test_redistribution_has_its_layouts_and_lineage() -> None:
     def fn() -> list[tuple[str, str]]:
         mesh = init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
         x = sm.device_put(torch.ones(8, 4), mesh, sm.P("dp"))
@@ -74,7 +74,7 @@ def test_a_redistribution_has_its_layouts_and_lineage() -> None:
     assert text == f"all_gather(float32, 16 elements) for {layout}"
 
 
-def test_the_newest_4096_stay() -> None:
+def test_newest_4096_records_are_kept() -> None:
     with null_world(2) as world:
         for _ in range(RECORDS + 10):
             world.group([0, 1]).barrier()
@@ -104,7 +104,7 @@ def test_steps() -> None:
     assert all(a.start <= b.start for a, b in pairwise(steps))
 
 
-def test_off_notes_nothing_down() -> None:
+def test_off_records_nothing() -> None:
     before = settings().mode
     collective_check("off")
     try:
@@ -116,8 +116,8 @@ def test_off_notes_nothing_down() -> None:
         collective_check(before)
 
 
-def test_it_can_be_read_while_the_rank_goes_on() -> None:
-    """What a reader sees of a record belongs to one collective."""
+def test_ledger_can_be_read_while_the_rank_runs() -> None:
+    """A record read concurrently belongs to one collective."""
     traces: list[TraceBuffer] = []
     over = threading.Event()
 
@@ -143,8 +143,8 @@ def test_it_can_be_read_while_the_rank_goes_on() -> None:
         thread.join()
 
 
-def test_what_a_copy_of_a_page_lacks_is_left_off() -> None:
-    """Of ranks on other hosts only the records since the copying began are there, and not all groups."""
+def test_records_missing_from_a_copy_are_omitted() -> None:
+    """Copies from other hosts only have the records since the copying began, and not all groups."""
     with null_world(4) as world:
         every_collective(0)
         buffer = world.trace_buffer
@@ -156,7 +156,7 @@ def test_what_a_copy_of_a_page_lacks_is_left_off() -> None:
     assert "broadcast(src=2, bfloat16, 8 elements)" in found.report()
 
 
-def test_what_a_rank_waits_in_is_told() -> None:
+def test_current_collective_of_a_waiting_rank_is_shown() -> None:
     with null_world(4) as world:
         every_collective(0)
         words = world.trace_buffer.words
@@ -169,7 +169,7 @@ def test_what_a_rank_waits_in_is_told() -> None:
     assert "in number 0 over dp: all_reduce(max, float32, 8 elements) at " in waiting
 
 
-def test_a_collective_is_the_same_on_all_ranks() -> None:
+def test_collectives_match_across_ranks() -> None:
     found = ledger_of(every_collective)
     parts = list(found.collectives())
     assert len(parts) == 2 + 2 * 2 + 5
@@ -184,7 +184,7 @@ def test_a_collective_is_the_same_on_all_ranks() -> None:
 
 
 def _meet() -> tuple[str, dict[int, str], list[LedgerEntry], str]:
-    """The job's folder, the states of all ranks, each one's last entry as this rank sees it, and the own text."""
+    """Return the job's folder, the states of all ranks, each rank's last entry as seen by this rank, and the ledger's text."""
     mesh = init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
     world = current_world()
     mesh.group().all_reduce(torch.ones(3 + 4))
@@ -196,7 +196,7 @@ def _meet() -> tuple[str, dict[int, str], list[LedgerEntry], str]:
     return str(world.monitor.directory.folder), states, last, str(found)
 
 
-def test_all_ranks_of_a_running_job_are_read_from_one_of_them_and_from_outside(world4: Pool) -> None:
+def test_running_job_is_read_from_one_rank_and_from_outside(world4: Pool) -> None:
     found = world4(_meet)
     for folder, states, last, text in found:
         assert folder == found[0][0]
@@ -215,7 +215,7 @@ def test_all_ranks_of_a_running_job_are_read_from_one_of_them_and_from_outside(w
 
 @pytest.fixture(scope="module")
 def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that a job left of which rank 2 was killed."""
+    """Return the folder left behind by a job whose rank 2 was killed."""
     folder = tmp_path_factory.mktemp("watch")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -229,7 +229,7 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return job
 
 
-def test_a_killed_rank_leaves_its_collectives(crashed: Path) -> None:
+def test_collectives_of_a_killed_rank_are_kept(crashed: Path) -> None:
     found = Ledger.read(crashed)
     assert found.verdict is not None
     assert (found.verdict.kind, found.verdict.ranks) == ("lost", (2,))
@@ -245,7 +245,7 @@ def test_a_killed_rank_leaves_its_collectives(crashed: Path) -> None:
     assert any(found.ranks[rank].entries[-1].is_under_way for rank in (0, 1, 3))
 
 
-def test_the_command_tells_what_happened(crashed: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_shows_what_happened(crashed: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(crashed.parent))
     trace, dumps = tmp_path / "trace.json", tmp_path / "dumps"
     assert main(["ledger", "--last", "2", "--trace", str(trace), "--flight-recorder", str(dumps)]) == 0
@@ -264,7 +264,7 @@ def test_the_command_shows_stragglers(crashed: Path, capsys: pytest.CaptureFixtu
     assert [line.split()[0] for line in said.splitlines() if line[:2] in ("0 ", "1 ", "2 ")] == ["0", "1", "2"]
 
 
-def test_the_command_says_what_it_looked_for(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_without_jobs_says_where_it_looked(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(tmp_path))
     for arguments in ([], [str(tmp_path / "nowhere")]):
         with pytest.raises(SystemExit):

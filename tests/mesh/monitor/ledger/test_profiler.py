@@ -27,6 +27,6 @@ def test_each_redistribution_has_a_name() -> None:
     assert len(found) >= 4  # and the way back of the gradient
 
 
-def test_without_a_profiler_nothing_is_made() -> None:
+def test_without_a_profiler_no_events_are_created() -> None:
     with named(CommTag("a")) as first, named(CommTag("b")) as second:
         assert first is second is None

@@ -1,4 +1,4 @@
-"""Who waited for whom."""
+"""Stragglers: which rank waited for which."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def two_steps(rank: int) -> None:
 
 
 def report(times: dict[int, list[tuple[int, int]]]) -> StragglerReport:
-    """Of `two_steps`, with these starts and ends in ms for each rank."""
+    """Return the report of `two_steps`, with these starts and ends in ms for each rank."""
     buffers = run(two_steps)
     _set(buffers, times)
     return StragglerReport.of(Ledger(buffers))
@@ -46,7 +46,7 @@ LATE = {
 }
 
 
-def test_all_wait_for_the_last_one_and_a_source_only_until_it_is_done() -> None:
+def test_ranks_wait_for_the_last_one_and_sources_until_they_are_done() -> None:
     found = report(LATE)
     assert found.ranks == [0, 1, 2, 3]
     assert found.left_out == 0
@@ -73,14 +73,14 @@ def test_the_tables() -> None:
     assert "test_stragglers.py:" in lines
 
 
-def test_what_some_have_not_come_to_is_left_out() -> None:
+def test_collectives_not_reached_by_all_are_omitted() -> None:
     buffers = run(lambda rank: two_steps(rank) if rank != 1 else None)
     found = StragglerReport.of(Ledger(buffers))
     assert (found.steps, found.left_out) == ({}, 4)
     assert str(found) == "no collective that all ranks have come to (4 others)"
 
 
-def test_nobody_waits_when_all_come_at_once() -> None:
+def test_simultaneous_ranks_do_not_wait() -> None:
     found = report({rank: [(0, 1), (2, 3), (4, 5), (6, 7)] for rank in range(4)})
     assert found.all.total == 0
     assert found.all.straggler is None
@@ -111,7 +111,7 @@ def _sleepy() -> tuple[int | None, float, dict[int, float]]:
     return waits.straggler, waits.total, waits.by_rank
 
 
-def test_a_rank_that_sleeps_is_found(world4: Pool) -> None:
+def test_sleeping_rank_is_found(world4: Pool) -> None:
     for straggler, total, by_rank in world4(_sleepy):
         assert straggler == 2
         assert total > 3 * 2 * 0.2

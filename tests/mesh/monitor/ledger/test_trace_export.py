@@ -1,4 +1,4 @@
-"""The ledger as a trace, and as torch's Flight Recorder would have written it."""
+"""The ledger exported as a trace and in the format of torch's Flight Recorder."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_same_collective_has_the_same_name_on_all_ranks() -> None:
     assert sorted(map(sorted, where.values())) == sorted([[0, 2], [1, 3], *[[0, 1], [2, 3]] * 2, *[[0, 1, 2, 3]] * 5])
 
 
-def test_what_overlaps_is_on_different_threads() -> None:
+def test_overlapping_collectives_are_on_different_threads() -> None:
     buffers = run(lambda rank: [init_device_mesh("cpu", (4,)).group().all_reduce(torch.ones(2)) for _ in range(4)] and None)
     for buffer in buffers.values():
         for number, times in enumerate([(1000, 9000), (2000, 3000), (4000, 5000), (9000, 9500)]):
@@ -65,7 +65,7 @@ def test_what_overlaps_is_on_different_threads() -> None:
     assert [e["tid"] for e in slices] == [1, 2, 2, 1]
 
 
-def test_arrows_lead_from_who_came_last_to_those_who_waited() -> None:
+def test_arrows_lead_from_the_last_rank_to_waiting_ranks() -> None:
     buffers = run(lambda rank: init_device_mesh("cpu", (4,)).group().all_reduce(torch.ones(2)))
     for rank, buffer in buffers.items():
         set_times(buffer, 0, 1_000_000 * (rank + 1 if rank != 1 else 7), 9_000_000)
@@ -81,7 +81,7 @@ def test_arrows_lead_from_who_came_last_to_those_who_waited() -> None:
         assert e["tid"] == its["tid"]
 
 
-def test_what_is_under_way_lasts_until_the_last_sign_of_life() -> None:
+def test_unfinished_collectives_last_until_the_last_heartbeat() -> None:
     buffers = run(lambda rank: init_device_mesh("cpu", (4,)).group().all_reduce(torch.ones(2)))
     set_times(buffers[0], 0, 1000, 0)
     buffers[0].words[Header.HEARTBEAT] = 5000
@@ -90,7 +90,7 @@ def test_what_is_under_way_lasts_until_the_last_sign_of_life() -> None:
     assert (event["ts"], event["dur"]) == pytest.approx((1.0, 4.0), abs=0.01)
 
 
-def test_a_report_and_the_ledger_make_the_same_kind_of_event() -> None:
+def test_report_and_ledger_have_the_same_event_format() -> None:
     with null_world(4), comm_report() as report:
         every_collective(0)
         mine = _slices(trace_export.events(ledger()))
@@ -104,7 +104,7 @@ def test_a_report_and_the_ledger_make_the_same_kind_of_event() -> None:
 
 
 def _analysed(found: Ledger, folder: Path) -> Any:
-    """What torch's analyzer makes of the files."""
+    """Return the output of torch's analyzer for the files."""
     found.save_flight_recorder(folder)
     out = folder.parent / "analysis"
     fr_trace.main([str(folder), "--output", str(out)])
@@ -139,7 +139,7 @@ def _odd_dtype(rank: int) -> None:
     ("program", "kind", "sequence"),
     [(_odd, "COLLECTIVE_TYPE_MISMATCH", 2), (_odd_size, "SIZE_OR_SYNTAX_MISMATCH", 1), (_odd_dtype, "COLLECTIVE_DTYPE_MISMATCH", 1)],
 )
-def test_torchs_analyzer_finds_who_is_odd(program: Any, kind: str, sequence: int, tmp_path: Path) -> None:
+def test_torchs_analyzer_finds_the_outlier(program: Any, kind: str, sequence: int, tmp_path: Path) -> None:
     found = _analysed(ledger_of(program), tmp_path / "dumps")
     (bad,) = [c for c in found.collectives if not c.pass_check]
     assert bad.collective_seq_id == sequence
@@ -149,14 +149,14 @@ def test_torchs_analyzer_finds_who_is_odd(program: Any, kind: str, sequence: int
     assert frame["line"] > 0
 
 
-def test_torchs_analyzer_finds_who_does_not_come(tmp_path: Path) -> None:
+def test_torchs_analyzer_finds_the_missing_rank(tmp_path: Path) -> None:
     found = _analysed(ledger_of(lambda rank: every_collective(rank) if rank != 3 else None), tmp_path / "dumps")
     missing = [c.missing_ranks for c in found.collectives if c.missing_ranks]
     assert missing
     assert all(ranks == {3} for ranks in missing)
 
 
-def test_the_files_have_what_torch_writes(tmp_path: Path) -> None:
+def test_files_have_torchs_fields(tmp_path: Path) -> None:
     ledger_of(every_collective).save_flight_recorder(tmp_path)
     dump = pickle.loads((tmp_path / "trace_rank_1").read_bytes())
     assert json.loads((tmp_path / "rank_1.json").read_text())["pg_config"] == dump["pg_config"]
@@ -171,8 +171,8 @@ def test_the_files_have_what_torch_writes(tmp_path: Path) -> None:
     assert first["frames"][0]["filename"].endswith("four_ranks.py")
 
 
-def test_every_field_of_torchs_own_entries_is_there() -> None:
-    """Those that `build_collectives` of torch's analyzer names, and what it asks for of each."""
+def test_every_field_of_torchs_entries_is_present() -> None:
+    """The fields that `build_collectives` of torch's analyzer reads."""
     entry = flight_recorder.dumps(ledger_of(every_collective))[0]["entries"][0]
     wanted = {
         "record_id", "pg_id", "process_group", "collective_seq_id", "p2p_seq_id", "op_id", "profiling_name", "time_created_ns",

@@ -1,4 +1,4 @@
-"""Buffers that are written to while a collective is under way, two threads in one group, exceptions of other threads."""
+"""Writes to buffers of pending collectives, two threads in one group, exceptions of other threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Start = Callable[[Group, Tensor], Any]
 
 @pytest.fixture
 def full() -> Iterator[None]:
-    """The monitor compares inputs with a copy."""
+    """Let the monitor compare inputs with a copy."""
     before = settings().mode
     collective_check("full")
     yield
@@ -61,20 +61,20 @@ def waited(start: Start, write: Callable[[Tensor], Any], x: Tensor | None = None
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 @pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x[1:].zero_(), lambda x: x.view(2, 2).copy_(torch.zeros(2, 2))])
-def test_a_write_while_under_way(start: Start, write: Callable[[Tensor], Any]) -> None:
+def test_write_to_a_pending_buffer_raises(start: Start, write: Callable[[Tensor], Any]) -> None:
     with pytest.raises(CollectiveError, match="its buffer was written to while it was under way") as caught:
         waited(start, write)
     assert "test_buffer_check.py:" in str(caught.value)
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_reading_is_no_write(start: Start, full: None) -> None:
+def test_reading_a_pending_buffer_is_allowed(start: Start, full: None) -> None:
     waited(start, lambda x: (x + 1, x[1:].clone(), x.view(2, 2).T, x.detach()))
 
 
 @pytest.mark.parametrize("start", INPUTS.values(), ids=INPUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16, torch.complex64])
-def test_a_write_that_operators_do_not_see(start: Start, dtype: torch.dtype, full: None) -> None:
+def test_write_that_bypasses_operators_is_found(start: Start, dtype: torch.dtype, full: None) -> None:
     def write(x: Tensor) -> None:
         x.data[0] = 0
 
@@ -84,8 +84,8 @@ def test_a_write_that_operators_do_not_see(start: Start, dtype: torch.dtype, ful
         waited(start, write, torch.ones(4, dtype=dtype))
 
 
-def test_a_write_to_another_part_of_the_memory() -> None:
-    """Buckets have the buffers of several collectives in one piece of memory."""
+def test_write_to_another_part_of_the_storage() -> None:
+    """Buckets hold the buffers of several collectives in one storage."""
 
     def program(mesh: sm.DeviceMesh) -> None:
         memory = torch.ones(8)
@@ -119,7 +119,7 @@ def test_an_asynchronous_redistribution() -> None:
 
 
 class _Blocking:
-    """Lets a collective wait until it is told to go on."""
+    """Blocks a collective until it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, group: Group) -> None:
         self.inside, self.released = threading.Event(), threading.Event()
@@ -148,7 +148,7 @@ def test_two_threads_in_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
         group.all_gather(torch.empty(8), torch.ones(2))
 
 
-def test_threads_one_after_the_other() -> None:
+def test_threads_may_use_a_group_in_turn() -> None:
     with null_world(4):
         group = sm.init_device_mesh("cpu", (4,), axis_names=("a",)).group("a")
         for _ in range(2):
@@ -159,7 +159,7 @@ def test_threads_one_after_the_other() -> None:
 
 
 def test_a_thread_whose_collective_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in none any longer, though it goes on."""
+    """It is in no collective any more, though it keeps running."""
     with null_world(4):
         group = sm.init_device_mesh("cpu", (4,), axis_names=("a",)).group("a")
         failed, over = threading.Event(), threading.Event()

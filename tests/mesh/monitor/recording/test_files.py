@@ -1,4 +1,4 @@
-"""The watch's files: a folder that is full, that vanishes, that others sweep or cannot see costs the diagnosis, and nothing else."""
+"""The monitor's files: a folder that is full, deleted, swept or invisible to others only costs the diagnosis."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def two(tmp_path: Path) -> list[Hand]:
 
 
 def test_files_are_allocated_before_they_are_mapped(tmp_path: Path) -> None:
-    found = make_file(tmp_path / "page", BUFFER_BYTES).stat()
+    found = make_file(tmp_path / "buffer", BUFFER_BYTES).stat()
     assert found.st_size == BUFFER_BYTES
     assert found.st_blocks * 512 >= BUFFER_BYTES
 
 
-def test_a_file_keeps_what_is_in_it(tmp_path: Path) -> None:
+def test_reopened_file_keeps_its_contents(tmp_path: Path) -> None:
     path = tmp_path / "alarm"
     path.write_bytes(b"12345678")
     assert make_file(path, 8).read_bytes() == b"12345678"
@@ -59,7 +59,7 @@ def test_a_file_keeps_what_is_in_it(tmp_path: Path) -> None:
     assert make_file(path, 16).read_bytes() == b"12345678" + bytes(8)
 
 
-def test_without_room_there_is_an_error_and_no_rest(tmp_path: Path) -> None:
+def test_full_disk_raises_and_leaves_no_file(tmp_path: Path) -> None:
     program = f"""
 import os, resource
 resource.setrlimit(resource.RLIMIT_FSIZE, ({BUFFER_BYTES // 2}, {BUFFER_BYTES // 2}))
@@ -75,7 +75,7 @@ except OSError as error:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != BUFFER_BYTES // 2
 
 
-def test_where_shared_memory_is_small_the_files_lie_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_small_shared_memory_uses_another_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SHARDMESH_WATCH_DIR", raising=False)
     monkeypatch.setattr(files, "_SHARED_MEMORY", tmp_path)
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
@@ -85,13 +85,13 @@ def test_where_shared_memory_is_small_the_files_lie_elsewhere(monkeypatch: pytes
     assert parent_folder(0) != tmp_path / "none"
 
 
-def test_a_relative_folder_is_that_of_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_relative_folder_is_resolved_at_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", "watched")
     monkeypatch.chdir(tmp_path)
     assert parent_folder() == Path(files._start_folder, "watched")
 
 
-def test_hosts_with_one_folder_do_not_look_up_each_others_processes(monkeypatch: pytest.MonkeyPatch, two: list[Hand]) -> None:
+def test_hosts_sharing_a_folder_do_not_look_up_each_others_processes(monkeypatch: pytest.MonkeyPatch, two: list[Hand]) -> None:
     """All hosts have the same number for the set of processes outside containers."""
     buffer = two[0].monitor.directory.buffer_of(1)
     assert buffer is not None
@@ -115,13 +115,13 @@ def make_old(parent: Path, count: int, buffers: int = 4) -> None:
         os.utime(folder, (long_ago := time.time() - 600 - n, long_ago))
 
 
-def test_many_may_sweep_at_once(old_folders: Path) -> None:
+def test_concurrent_sweeps(old_folders: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(sweep, [old_folders] * 8))  # raises what one of them raises
     assert sorted(path.name for path in old_folders.iterdir()) == sorted(f"{folder_prefix()}dead{n}" for n in range(10))
 
 
-def test_a_folder_that_vanishes_while_it_is_looked_at(old_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_deleted_while_it_is_listed(old_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def vanishing(path: Path, pattern: str) -> Iterator[Path]:
         """What `glob` does where the folder is gone when it begins to read."""
@@ -132,7 +132,7 @@ def test_a_folder_that_vanishes_while_it_is_looked_at(old_folders: Path, monkeyp
     sweep(old_folders)
 
 
-def test_what_a_killed_sweep_has_left(tmp_path: Path) -> None:
+def test_remains_of_a_killed_sweep_are_removed(tmp_path: Path) -> None:
     gone = tmp_path / f"{folder_prefix()}dead.gone"
     gone.mkdir()
     sweep(tmp_path)
@@ -143,7 +143,7 @@ def test_what_a_killed_sweep_has_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_old_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_of_ten_thousand_old_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_old(tmp_path, 10_000, buffers=1)
     sweep(tmp_path)  # of one start: some of them
     assert 10 < len(list(tmp_path.iterdir())) < 10_000
@@ -155,14 +155,14 @@ def test_ten_thousand_old_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # -- the folder is gone, and the job goes on ---------------------------------------------------------------------------
 
 
-def test_a_verdict_reaches_the_others_without_the_folder(two: list[Hand]) -> None:
+def test_verdict_reaches_other_ranks_without_the_folder(two: list[Hand]) -> None:
     shutil.rmtree(two[0].monitor.directory.folder)
     assert two[1].monitor.directory.post(VERDICT) == VERDICT
     assert two[0].monitor.directory.verdict() == VERDICT
     two[0].monitor.close()
 
 
-def test_a_verdict_that_is_longer_than_there_is_room(two: list[Hand]) -> None:
+def test_long_verdict_is_truncated(two: list[Hand]) -> None:
     two[1].monitor.directory.post(Verdict("raised", (1,), "ValueError", (), "x" * 1_000_000))
     found = two[0].monitor.directory.verdict()
     assert found is not None
@@ -170,14 +170,14 @@ def test_a_verdict_that_is_longer_than_there_is_room(two: list[Hand]) -> None:
     assert found.text.startswith("xxx")
 
 
-def test_a_process_that_is_stopped_while_it_writes_does_not_stop_the_others(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_stopped_while_writing_does_not_block_others(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory_module, "_TO_LOCK_S", 0.05)
     with (two[1].monitor.directory.folder / "alarm").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert two[0].monitor.directory.post(VERDICT) == VERDICT
 
 
-def test_of_a_verdict_and_giving_up_the_first_stands(two: list[Hand], tmp_path: Path) -> None:
+def test_first_of_verdict_and_giving_up_wins(two: list[Hand], tmp_path: Path) -> None:
     one, other = two[0].monitor.directory, two[1].monitor.directory
     assert one.give_up()
     assert not other.give_up()
@@ -189,7 +189,7 @@ def test_of_a_verdict_and_giving_up_the_first_stands(two: list[Hand], tmp_path: 
     assert four.monitor.directory.alarm[0] == Alarm.VERDICT
 
 
-def test_ranks_that_gave_up_only_note_down(two: list[Hand], capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_gave_up_only_record(two: list[Hand], capsys: pytest.CaptureFixture[str]) -> None:
     recorder = two[0].monitor.add_recorder(two[0].world.group((0, 1)))
     two[0].world.monitor = two[0].monitor
     two[1].monitor.give_up("the folder is full")
@@ -212,7 +212,7 @@ class _Done:
         return True
 
 
-def test_a_verdict_is_still_raised_where_the_folder_is_gone(two: list[Hand]) -> None:
+def test_verdict_is_raised_after_the_folder_is_deleted(two: list[Hand]) -> None:
     shutil.rmtree(two[0].monitor.directory.folder)
     two[1].monitor.raised(ValueError("no such file"))
     with pytest.raises(PeerError, match="no such file"):
@@ -222,13 +222,13 @@ def test_a_verdict_is_still_raised_where_the_folder_is_gone(two: list[Hand]) -> 
 # -- the store ---------------------------------------------------------------------------------------------------------
 
 
-def test_who_has_seen_all_asks_nobody(two: list[Hand]) -> None:
+def test_rank_that_has_seen_all_does_not_poll(two: list[Hand]) -> None:
     asking = Agreement(HashStore(), "job", "stale", 0, 2)
     asking.check_visible(two[0].monitor, (0, 1))
     assert asking._thread is None
 
 
-def test_giving_up_does_not_wait_where_the_main_thread_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_giving_up_does_not_block_with_the_main_thread(capsys: pytest.CaptureFixture[str]) -> None:
     store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     waiting = threading.Thread(target=store.get, args=("soon",))
     waiting.start()
@@ -248,36 +248,36 @@ def test_giving_up_does_not_wait_where_the_main_thread_does(capsys: pytest.Captu
 
 def assert_all_train(ended: list[Ended], monitor: str, warnings: int) -> None:
     assert statuses(ended) == [0] * 4, [rank.output for rank in ended]
-    assert all(f"result 40.0 watch {monitor}" in rank.output for rank in ended)
+    assert all(f"result 40.0 monitor {monitor}" in rank.output for rank in ended)
     assert sum(rank.output.count("this job is not monitored") for rank in ended) == warnings
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("ranks", [[2], [0, 1, 2, 3]])
-def test_ranks_without_room_train_on_with_the_others(forked: Forked, ranks: list[int]) -> None:
+def test_ranks_without_room_keep_training(forked: Forked, ranks: list[int]) -> None:
     ended = forked(programs.no_room, 4, ranks)
     assert_all_train(ended, "off", 1)
     assert any("its files cannot be made: [Errno 28] No space left on device" in rank.output for rank in ended)
 
 
-def test_ranks_that_do_not_see_each_others_files(forked: Forked) -> None:
+def test_ranks_that_cannot_see_each_others_files(forked: Forked) -> None:
     assert_all_train(forked(programs.other_folders, 4, [2]), "off", 1)
 
 
-def test_a_folder_that_is_full(forked: Forked) -> None:
+def test_full_folder(forked: Forked) -> None:
     ended = forked(programs.simply_trains, 4, mounts={"watch": "size=1m"})
     assert_all_train(ended, "off", 1)
     assert any("No space left on device" in rank.output for rank in ended)
 
 
-def test_a_folder_that_fills_up_later(forked: Forked) -> None:
+def test_folder_that_fills_up_later(forked: Forked) -> None:
     """All memory was allocated at the start: even a verdict has room."""
     ended = forked(programs.fills_up, 4, mounts={"watch": "size=16m"})
     assert statuses(ended) == [1] * 4
-    assert all("result 40.0 watch on" in rank.output and "ValueError: no more data" in rank.output for rank in ended)
+    assert all("result 40.0 monitor on" in rank.output and "ValueError: no more data" in rank.output for rank in ended)
 
 
-def test_a_folder_that_cannot_be_written_to(forked: Forked) -> None:
+def test_read_only_folder(forked: Forked) -> None:
     ended = forked(programs.simply_trains, 4, mounts={"watch": "ro"})
     assert_all_train(ended, "off", 1)
     assert any("Read-only file system" in rank.output for rank in ended)
@@ -286,7 +286,7 @@ def test_a_folder_that_cannot_be_written_to(forked: Forked) -> None:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", ["size=64m", "size=1m", "ro"])
 def test_shared_memory_of_a_container(forked: Forked, options: str) -> None:
-    """Where it has no room the files lie in the temporary folder."""
+    """If it is full, the files are put into the temporary folder."""
     assert_all_train(forked(programs.simply_trains, 4, own=False, mounts={"/dev/shm": options}), "on", 0)
 
 
@@ -294,23 +294,23 @@ def test_containers_with_shared_memory_of_their_own(forked: Forked) -> None:
     assert_all_train(forked(programs.in_containers, 4, own=False, mounts={"/dev/shm": "size=64m"}), "off", 1)
 
 
-def test_nobody_is_ended_where_there_is_no_watch(forked: Forked) -> None:
+def test_processes_are_not_ended_without_a_monitor(forked: Forked) -> None:
     ended = forked(programs.raises_without_a_watch, 4, SHARDMESH_EXIT_S="1")
     assert statuses(ended) == [0, 1, 0, 0]
     assert ["went on" in rank.output for rank in ended] == [True, False, True, True]
 
 
-def test_a_folder_that_vanishes_before_all_have_looked(forked: Forked) -> None:
+def test_folder_deleted_before_all_ranks_have_opened_it(forked: Forked) -> None:
     assert_all_train(forked(programs.vanishes, 4, "early"), "off", 1)
 
 
-def test_a_folder_that_vanishes_later_costs_nothing(forked: Forked) -> None:
+def test_folder_deleted_later_is_harmless(forked: Forked) -> None:
     ended = forked(programs.vanishes, 4, "late")
     assert statuses(ended) == [1] * 4
-    assert all("result 40.0 watch on" in rank.output and "ValueError: no more data" in rank.output for rank in ended)
+    assert all("result 40.0 monitor on" in rank.output and "ValueError: no more data" in rank.output for rank in ended)
 
 
-def test_a_folder_that_vanishes_again_and_again(forked: Forked) -> None:
+def test_folder_deleted_repeatedly(forked: Forked) -> None:
     ended = forked(programs.vanishes, 4, "always")
     assert statuses(ended) == [0] * 4, [rank.output for rank in ended]
     assert all("result 40.0" in rank.output for rank in ended)

@@ -1,4 +1,4 @@
-"""The name of a job: the same on all its ranks, another in each attempt, whatever earlier ones have left in the store."""
+"""The name of a job: equal on all its ranks and different in each attempt, whatever earlier attempts left in the store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def info(rank: int, pid: int, here: bool = True) -> RankInfo:
 
 
 def names(store: Any, infos: Sequence[RankInfo], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What these processes find, one after the other."""
+    """Return the names found by these processes, one after the other."""
     found = []
     for one in infos:
         monkeypatch.setattr(job_name, "own_rank_info", lambda *_, one=one: one)
@@ -46,15 +46,15 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return living
 
 
-def test_all_ranks_find_one_name(monkeypatch: pytest.MonkeyPatch, alive: set[int]) -> None:
+def test_all_ranks_find_the_same_name(monkeypatch: pytest.MonkeyPatch, alive: set[int]) -> None:
     alive |= {10, 11, 12}
     assert len(set(names(HashStore(), [info(r, 10 + r) for r in range(3)], monkeypatch))) == 1
 
 
 @pytest.mark.parametrize("came", [{0, 1, 2}, {0}, {2}, {0, 1}, set()])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_the_next_attempt_finds_another(monkeypatch: pytest.MonkeyPatch, alive: set[int], came: set[int], order: Sequence[int]) -> None:
-    """Also where some ranks of the first one never came."""
+def test_next_attempt_finds_another_name(monkeypatch: pytest.MonkeyPatch, alive: set[int], came: set[int], order: Sequence[int]) -> None:
+    """Also if some ranks of the first attempt never arrived."""
     store = HashStore()
     alive |= {10, 11, 12}
     first = names(store, [info(r, 10 + r) for r in came], monkeypatch)
@@ -65,7 +65,7 @@ def test_the_next_attempt_finds_another(monkeypatch: pytest.MonkeyPatch, alive: 
     assert not set(first) & set(again)
 
 
-def test_ranks_of_another_host_are_known_by_their_own_cards(monkeypatch: pytest.MonkeyPatch, alive: set[int]) -> None:
+def test_ranks_of_another_host_are_identified_by_their_rank_info(monkeypatch: pytest.MonkeyPatch, alive: set[int]) -> None:
     store = HashStore()
     alive |= {20, 21}
     first = names(store, [info(0, 10, here=False), info(1, 11, here=False)], monkeypatch)
@@ -73,7 +73,7 @@ def test_ranks_of_another_host_are_known_by_their_own_cards(monkeypatch: pytest.
     assert again[0] == again[1] != first[0]
 
 
-def test_one_default_group_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_successive_default_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     found = [job_name.find_name(store, 0) for _ in range(3)]
     first = found[0]
@@ -81,8 +81,8 @@ def test_one_default_group_after_the_other(monkeypatch: pytest.MonkeyPatch) -> N
     assert found == [(first[0] + end, first[1]) for end in ("", "-2", "-3")]
 
 
-def test_who_came_before_learns_that_the_name_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank of a host where the first attempt left nothing cannot know better."""
+def test_earlier_ranks_learn_that_the_name_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on a host without files of the first attempt cannot know."""
     store = HashStore()
     found = job_name.find_name(store, 0)
     assert found is not None
@@ -95,7 +95,7 @@ def test_who_came_before_learns_that_the_name_is_stale(monkeypatch: pytest.Monke
     assert store.check([found[1]])
 
 
-def test_a_store_that_keeps_nothing() -> None:
+def test_store_that_keeps_nothing() -> None:
     class Fake:
         def compare_set(self, *_: Any) -> bytes:
             raise RuntimeError("not supported")

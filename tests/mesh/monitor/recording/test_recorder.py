@@ -1,4 +1,4 @@
-"""Seats: what a collective leaves in its rank's page, and the user's line that it names."""
+"""The recorder: what a collective writes into its rank's trace buffer, and the user's line that it names."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def group(world: World) -> Group:
 
 
 def places(world: World) -> list[int]:
-    """The lines in this file that collectives came from."""
+    """Return the lines in this file that called collectives."""
     found = [record.place.rpartition(":") for record in world.trace_buffer.records()]
     assert {file for file, _, _ in found} <= {HERE}
     return [int(line) for _, _, line in found]
 
 
 def line() -> int:
-    """Of the caller."""
+    """Return the caller's line."""
     return sys._getframe(1).f_lineno
 
 
 # -- what is noted down ------------------------------------------------------------------------------------------------
 
 
-def test_a_record_says_when_it_is_over(world: World, group: Group) -> None:
+def test_record_has_an_end_time(world: World, group: Group) -> None:
     group.all_reduce(torch.ones(4))
     (record,) = world.trace_buffer.records()
     assert 0 < record.start <= record.end
@@ -60,8 +60,8 @@ def test_a_record_says_when_it_is_over(world: World, group: Group) -> None:
     assert record.call.split("\t") == ["all_reduce", "sum", "float32", "4", ""]
 
 
-def test_one_that_raises_stays_under_way(world: World, group: Group) -> None:
-    """What a rank was doing when it died is what it had begun and not ended."""
+def test_collective_that_raises_stays_pending(world: World, group: Group) -> None:
+    """After a crash, the pending records show what the rank was doing."""
 
     class Odd(Exception):
         pass
@@ -75,7 +75,7 @@ def test_one_that_raises_stays_under_way(world: World, group: Group) -> None:
     assert world.trace_buffer.last.end == 0
 
 
-def test_numbers_count_for_each_group(world: World, group: Group) -> None:
+def test_numbers_count_per_group(world: World, group: Group) -> None:
     pair = world.group([0, 1])
     for one in (group, pair, group, pair, pair):
         one.barrier()
@@ -83,12 +83,12 @@ def test_numbers_count_for_each_group(world: World, group: Group) -> None:
     assert [world.trace_buffer.group_text(n).rpartition("\t")[2] for n in range(2)] == ["0,1,2,3", "0,1"]
 
 
-def test_a_group_of_one_notes_nothing(world: World) -> None:
+def test_group_of_one_records_nothing(world: World) -> None:
     world.group([0]).all_reduce(torch.ones(1))
     assert world.trace_buffer.words[Header.RECORDS] == 0
 
 
-def test_fingerprints_differ_where_calls_do(tmp_path: Path) -> None:
+def test_fingerprints_differ_if_calls_do(tmp_path: Path) -> None:
     (hand,) = played(tmp_path, 1)
     calls: list[dict[str, Any]] = [
         {}, {"op": "all_gather"}, {"how": "max"}, {"dtype": torch.float64}, {"size": 5}, {"size": -1}, {"tag": "f32[4] @ P() -> P()"},
@@ -123,7 +123,7 @@ def test_more_collectives_than_fit(tmp_path: Path) -> None:
     assert [m.came for m in members(hands[0].monitor, hands[0].recorder(), count)] == [False, False]
 
 
-def test_the_end_of_one_that_left_the_ring_is_not_written_over_another(world: World, group: Group) -> None:
+def test_end_of_an_overwritten_record_is_dropped(world: World, group: Group) -> None:
 
     def run() -> None:
         for _ in range(RECORDS):
@@ -158,7 +158,7 @@ def set_check() -> Iterator[Callable[[str], None]]:
     collective_check(before)
 
 
-def test_off_notes_nothing_and_on_begins_where_it_is(world: World, group: Group, set_check: Callable[[str], None]) -> None:
+def test_off_records_nothing_and_on_continues(world: World, group: Group, set_check: Callable[[str], None]) -> None:
     set_check("off")
     group.all_reduce(torch.ones(4))
     assert world.trace_buffer.words[Header.RECORDS] == 0
@@ -167,7 +167,7 @@ def test_off_notes_nothing_and_on_begins_where_it_is(world: World, group: Group,
     assert [record.call.split("\t")[0] for record in world.trace_buffer.records()] == ["barrier"]
 
 
-def test_off_still_tells_observers(world: World, group: Group, set_check: Callable[[str], None]) -> None:
+def test_off_still_notifies_observers(world: World, group: Group, set_check: Callable[[str], None]) -> None:
     set_check("off")
     with sm.debug.comm_budget() as used:
         group.all_reduce(torch.ones(4))
@@ -255,7 +255,7 @@ def reduce(group: Group) -> int:
     return line() - 1
 
 
-def test_two_lines_in_turns(world: World, group: Group) -> None:
+def test_alternating_lines(world: World, group: Group) -> None:
     expected = []
     for _ in range(3):
         group.all_reduce(torch.ones(4))
@@ -271,8 +271,8 @@ def test_two_calls_on_one_line(world: World, group: Group) -> None:
     assert places(world) == [line() - 1] * 4
 
 
-def test_one_line_from_deeper_and_from_less_deep(world: World, group: Group) -> None:
-    """The last call came from so many frames above: what is there now is another function, or nothing at all."""
+def test_one_line_at_different_depths(world: World, group: Group) -> None:
+    """At the depth of the last call there is now another function, or no frame."""
 
     def deep(n: int) -> int:
         return reduce(group) if n == 0 else deep(n - 1)
@@ -283,7 +283,7 @@ def test_one_line_from_deeper_and_from_less_deep(world: World, group: Group) -> 
 
 
 def test_two_functions_of_the_same_shape(world: World, group: Group) -> None:
-    """Their calls stand at the same place in their code."""
+    """Their calls have the same offset in their code."""
     made: dict[str, Any] = {}
     exec(compile("def f(group, x):\n    group.all_reduce(x)\n", HERE, "exec"), made)
     exec(compile("\n\n\n\ndef g(group, x):\n    group.all_reduce(x)\n", HERE, "exec"), made)
@@ -304,7 +304,7 @@ def test_lambdas_and_comprehensions(world: World, group: Group) -> None:
 
 
 def test_a_call_from_the_outermost_frame(group: Group, world: World) -> None:
-    """With less frames above than the last time."""
+    """With fewer frames than the last call."""
     import threading
 
     reduce(group)
@@ -315,7 +315,7 @@ def test_a_call_from_the_outermost_frame(group: Group, world: World) -> None:
     assert world.trace_buffer.last.place.rpartition("/")[2].startswith("threading.py:")
 
 
-def test_sharded_tensors_come_by_many_ways(world: World) -> None:
+def test_calls_through_different_methods_name_the_users_line(world: World) -> None:
     """The same collective with the same tag, from methods of different depth."""
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("x",))
     x = sm.device_put(torch.ones(8, 8), mesh, P("x"), src_data_rank=None)
@@ -333,7 +333,7 @@ def test_sharded_tensors_come_by_many_ways(world: World) -> None:
     assert places(world)[before:] == expected
 
 
-def test_backward_names_the_line_that_asked_for_it(world: World) -> None:
+def test_backward_names_the_line_that_called_it(world: World) -> None:
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("x",))
     w = sm.device_put(torch.ones(8, 8), mesh, P(), src_data_rank=None).requires_grad_()
     x = sm.device_put(torch.ones(8, 8), mesh, P("x"), src_data_rank=None)
@@ -360,7 +360,7 @@ class Truth:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_lines_of_random_programs(seed: int) -> None:
-    """What a seat remembers is what a walk up the stack finds, in every collective of every rank."""
+    """The cached line equals the result of a full stack walk, in every collective of every rank."""
     found: dict[int, tuple[list[str], list[Record]]] = {}
 
     def one_rank(program: Program, mesh: Any) -> None:

@@ -1,4 +1,4 @@
-"""Pages: what a rank writes and others read, its bounds, and the folder that the pages of a job lie in."""
+"""Trace buffers: what a rank writes and others read, their limits, and the job's folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def record(buffer: TraceBuffer, number: int, group: int = 0, call: str = "barrie
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_record_comes_back(buffer: TraceBuffer) -> None:
+def test_record_round_trip(buffer: TraceBuffer) -> None:
     record(buffer, 0, group=3, call="all_reduce\tsum")
     found = buffer.last
     assert found is not None
@@ -48,7 +48,7 @@ def test_a_record_comes_back(buffer: TraceBuffer) -> None:
     assert found[5:] == (10, 20, 30, 40, 50)
 
 
-def test_a_page_without_records(buffer: TraceBuffer) -> None:
+def test_buffer_without_records(buffer: TraceBuffer) -> None:
     assert buffer.last is None
     assert buffer.blocked is None
     assert list(buffer.records()) == []
@@ -56,7 +56,7 @@ def test_a_page_without_records(buffer: TraceBuffer) -> None:
     assert buffer.record(-1) is None
 
 
-def test_the_newest_records_stay(buffer: TraceBuffer) -> None:
+def test_newest_records_are_kept(buffer: TraceBuffer) -> None:
     for number in range(RECORDS + 3):
         record(buffer, number)
     assert buffer.record(2) is None
@@ -74,7 +74,7 @@ def test_large_numbers(buffer: TraceBuffer) -> None:
     assert (found.group, found.sequence, found.lineage) == (0xFFFF, number, (1 << 64) - 1)
 
 
-def test_the_collective_that_it_waits_in(buffer: TraceBuffer) -> None:
+def test_current_collective(buffer: TraceBuffer) -> None:
     record(buffer, 0, call="all_gather")
     record(buffer, 1)
     buffer.words[Header.BLOCKED] = 1
@@ -86,7 +86,7 @@ def test_the_collective_that_it_waits_in(buffer: TraceBuffer) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "f32[8, 4] @ P('dp')", "größe", "\N{SNOWMAN}" * 9, "a\tb\nc"])
-def test_texts_come_back(buffer: TraceBuffer, text: str) -> None:
+def test_text_round_trip(buffer: TraceBuffer, text: str) -> None:
     assert buffer.read_text(buffer.text(text)) == text
 
 
@@ -97,16 +97,16 @@ def test_a_text_is_written_once(buffer: TraceBuffer) -> None:
     assert buffer.words[Header.TEXT_END] == end
 
 
-def test_long_texts_are_cut(buffer: TraceBuffer) -> None:
+def test_long_texts_are_truncated(buffer: TraceBuffer) -> None:
     assert buffer.read_text(buffer.text("x" * 10_000)) == "x" * 4096
 
 
-def test_a_lone_surrogate_does_no_harm(buffer: TraceBuffer) -> None:
-    """As in a file name that is no UTF-8."""
+def test_lone_surrogate_is_accepted(buffer: TraceBuffer) -> None:
+    """As in a file name that is not UTF-8."""
     assert buffer.read_text(buffer.text("bad\udcff.py:3")) == "bad?.py:3"
 
 
-def test_when_the_table_of_texts_is_full(buffer: TraceBuffer) -> None:
+def test_full_table_of_texts(buffer: TraceBuffer) -> None:
     texts = [f"{n:04} " + "x" * 4000 for n in range(TEXT_BYTES // 4000 + 5)]
     places = [buffer.text(text) for text in texts]
     lost = places[-1]
@@ -121,7 +121,7 @@ def test_when_the_table_of_texts_is_full(buffer: TraceBuffer) -> None:
 
 
 @pytest.mark.parametrize("place", [-1, 0, TEXT_BYTES - 4, TEXT_BYTES, 1 << 40])
-def test_what_is_no_place_of_a_text(buffer: TraceBuffer, place: int) -> None:
+def test_invalid_text_offset(buffer: TraceBuffer, place: int) -> None:
     assert buffer.read_text(place) == ""
 
 
@@ -145,7 +145,7 @@ def test_a_full_table_of_groups(buffer: TraceBuffer) -> None:
     assert buffer.words[Header.GROUPS] == GROUPS
 
 
-def test_the_group_that_has_no_place_in_the_table_has_no_text(buffer: TraceBuffer) -> None:
+def test_group_outside_the_table_has_no_text(buffer: TraceBuffer) -> None:
     for n in range(300):
         buffer.text(f"{n} " * 1000)  # so that something stands where its text would be
     assert buffer.group_text(0xFFFF) == ""
@@ -158,7 +158,7 @@ def test_hashes_do_not_depend_on_the_process() -> None:
 # -- stacks ------------------------------------------------------------------------------------------------------------
 
 
-def test_stacks_come_back_and_are_cut(buffer: TraceBuffer) -> None:
+def test_stacks_round_trip_and_are_truncated(buffer: TraceBuffer) -> None:
     buffer.words[Header.STACK_WANTED] = 3
     buffer.write_stack("File a.py, line 1")
     assert buffer.read_stack() == "File a.py, line 1"
@@ -180,7 +180,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_others_see_what_a_rank_writes(parent: Path) -> None:
+def test_other_ranks_see_writes(parent: Path) -> None:
     mine, other = JobDirectory("job", 0, 2), JobDirectory("job", 1, 2)
     record(mine.buffer, 0, call="all_reduce")
     seen = other.buffer_of(0)
@@ -194,7 +194,7 @@ def test_others_see_what_a_rank_writes(parent: Path) -> None:
     assert mine.folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_page_that_is_not_there_or_none(parent: Path) -> None:
+def test_missing_or_invalid_buffer(parent: Path) -> None:
     directory = JobDirectory("job", 0, 2)
     assert directory.buffer_of(1) is None
     directory.path(1).write_bytes(b"")
@@ -205,7 +205,7 @@ def test_a_page_that_is_not_there_or_none(parent: Path) -> None:
     assert open_buffer(directory.path(1)) is None  # too short
 
 
-def test_the_first_verdict_stands(parent: Path) -> None:
+def test_first_verdict_wins(parent: Path) -> None:
     one, two = JobDirectory("job", 0, 2), JobDirectory("job", 1, 2)
     first = Verdict("mismatch", (1,), "shape", (Observation(1, "all_reduce", "a.py:1"),), "rank 1 differs")
     assert one.alarm[0] == two.alarm[0] == 0
@@ -216,7 +216,7 @@ def test_the_first_verdict_stands(parent: Path) -> None:
     assert not list(one.folder.glob("verdict.*.*"))
 
 
-def test_a_verdict_where_the_folder_has_gone(parent: Path) -> None:
+def test_verdict_after_the_folder_is_deleted(parent: Path) -> None:
     directory = JobDirectory("job", 0, 2)
     for path in directory.folder.iterdir():
         path.unlink()
@@ -225,7 +225,7 @@ def test_a_verdict_where_the_folder_has_gone(parent: Path) -> None:
     assert directory.post(verdict) == verdict
 
 
-def test_the_last_rank_takes_the_folder_away(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_rank_removes_the_folder(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     one, two = JobDirectory("job", 0, 2), JobDirectory("job", 1, 2)
     one.leave(RankState.ENDED)
@@ -234,8 +234,8 @@ def test_the_last_rank_takes_the_folder_away(parent: Path, monkeypatch: pytest.M
     assert not one.folder.exists()
 
 
-def test_a_rank_that_ends_before_others_have_come_leaves_its_page(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They learn from it that nobody will come."""
+def test_rank_that_ends_before_others_arrive_leaves_its_buffer(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others learn from it that the rank has ended."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     one = JobDirectory("job", 0, 3)
     one.leave(RankState.ENDED)
@@ -249,7 +249,7 @@ def test_a_rank_that_ends_before_others_have_come_leaves_its_page(parent: Path, 
     assert not one.folder.exists()
 
 
-def test_the_folder_stays_where_something_went_wrong(parent: Path) -> None:
+def test_folder_is_kept_after_an_error(parent: Path) -> None:
     directory = JobDirectory("job", 0, 1)
     directory.post(Verdict("lost", (0,), "", (), "died"))
     directory.leave(RankState.ENDED)
@@ -264,7 +264,7 @@ def folder_of(parent: Path, job: str, age_s: float, *, dead: bool = True) -> Pat
     return directory.folder
 
 
-def test_what_dead_jobs_have_left_is_swept_but_for_the_newest(parent: Path) -> None:
+def test_files_of_dead_jobs_are_swept_except_the_newest(parent: Path) -> None:
     old = [folder_of(parent, f"old{n}", 1000 + n) for n in range(14)]
     other = parent / "somebody-elses"
     other.mkdir()
@@ -273,7 +273,7 @@ def test_what_dead_jobs_have_left_is_swept_but_for_the_newest(parent: Path) -> N
     assert other.exists()
 
 
-def test_jobs_that_live_and_new_folders_are_left_alone(parent: Path) -> None:
+def test_live_jobs_and_new_folders_are_not_swept(parent: Path) -> None:
     living = [folder_of(parent, f"living{n}", 2000, dead=False) for n in range(3)]
     empty_and_new = parent / f"{folder_prefix()}begins"
     empty_and_new.mkdir()
@@ -283,7 +283,7 @@ def test_jobs_that_live_and_new_folders_are_left_alone(parent: Path) -> None:
     assert sum(folder.exists() for folder in old) == 9  # the new one is among the ten
 
 
-def test_jobs_of_another_container_are_left_alone(parent: Path) -> None:
+def test_jobs_of_another_container_are_not_swept(parent: Path) -> None:
     directory = JobDirectory("job", 0, 1)
     directory.buffer.words[Header.PID_SPACE] += 1
     directory.buffer.words[Header.BORN] += 1

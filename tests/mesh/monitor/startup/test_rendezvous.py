@@ -1,4 +1,4 @@
-"""Ranks that do not fit each other: each fault is named on every rank, with the guilty one, within seconds."""
+"""Startup faults: each is named on every rank within seconds, with the rank that caused it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def by_launcher(size: int, launcher: dist.TCPStore, **common: str) -> list[dict[
 
 
 def the_error(outcomes: list[Outcome]) -> str:
-    """What all ranks raised, the same. It is not that they have waited in vain, which has another text."""
+    """Return the error that all ranks raised. It is not a timeout, which has another text."""
     texts = {outcome.text for outcome in outcomes}
     assert len(texts) == 1, texts
     (text,) = texts
@@ -52,7 +52,7 @@ def assert_all_started(outcomes: list[Outcome]) -> None:
     assert [outcome.text for outcome in outcomes] == [""] * len(outcomes)
 
 
-def test_ranks_that_fit_start(start: Starter) -> None:
+def test_matching_ranks_start(start: Starter) -> None:
     assert_all_started(start(by_hand(4)))
 
 
@@ -88,7 +88,7 @@ def test_a_rank_beyond_the_world(start: Starter) -> None:
     assert "cannot start: RANK=5 with WORLD_SIZE=3: ranks go from 0 to WORLD_SIZE - 1" in text
 
 
-def test_the_rank_that_serves_the_store_cannot_start(start: Starter) -> None:
+def test_rank_that_serves_the_store_cannot_start(start: Starter) -> None:
     envs = by_hand(3)
     envs[0]["WORLD_SIZE"] = "three"
     text = the_error(start(envs))
@@ -96,15 +96,15 @@ def test_the_rank_that_serves_the_store_cannot_start(start: Starter) -> None:
     assert "cannot start: WORLD_SIZE='three': it must be a whole number" in text
 
 
-@pytest.mark.parametrize(("odd", "size"), [(2, "8"), (0, "2")])
-def test_another_world_size(odd: int, size: str, start: Starter) -> None:
+@pytest.mark.parametrize(("outlier", "size"), [(2, "8"), (0, "2")])
+def test_another_world_size(outlier: int, size: str, start: Starter) -> None:
     envs = by_hand(4)
-    envs[odd]["WORLD_SIZE"] = size
+    envs[outlier]["WORLD_SIZE"] = size
     outcomes = start(envs)
     text = the_error(outcomes)
-    rest = ", ".join(str(rank) for rank in range(4) if rank != odd)
-    assert text.startswith(f"rank {odd} does not fit the others:\n  WORLD_SIZE: rank {odd} has {size}, ranks {rest} have 4")
-    assert f"rank {odd} is process {outcomes[odd].pid} on host" in text
+    rest = ", ".join(str(rank) for rank in range(4) if rank != outlier)
+    assert text.startswith(f"rank {outlier} does not fit the others:\n  WORLD_SIZE: rank {outlier} has {size}, ranks {rest} have 4")
+    assert f"rank {outlier} is process {outcomes[outlier].pid} on host" in text
 
 
 def test_another_version_of_torch_and_another_setting(start: Starter) -> None:
@@ -152,8 +152,8 @@ def test_another_job_by_hand_on_one_port(start: Starter) -> None:
     assert all("The job has started already, with process" in late.text for late in (intruder, stray))
 
 
-def test_processes_that_torchrun_starts_again(start: Starter, launcher: dist.TCPStore) -> None:
-    """What an attempt leaves in the launcher's store, where rank 2 never came, does not count for the next one."""
+def test_processes_restarted_by_torchrun(start: Starter, launcher: dist.TCPStore) -> None:
+    """Keys that an attempt without rank 2 left in the launcher's store do not affect the next attempt."""
     envs = by_launcher(3, launcher, TORCHELASTIC_MAX_RESTARTS="1", TORCHELASTIC_RUN_ID="job")
     died = start([Rank(env, dies=1.0) for env in envs[:2]])
     assert all("has died" in outcome.text for outcome in died)
@@ -161,13 +161,13 @@ def test_processes_that_torchrun_starts_again(start: Starter, launcher: dist.TCP
     assert_all_started(start(envs))
 
 
-def test_something_else_has_the_port(start: Starter) -> None:
+def test_port_is_used_by_another_program(start: Starter) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         (outcome,) = start(by_hand(2, server.getsockname()[1])[:1])
     assert "the port is in use by " in outcome.text
 
 
-def test_a_mesh_that_a_rank_has_already_made_is_no_new_one(start: Starter) -> None:
+def test_mesh_that_a_rank_already_has_is_not_new(start: Starter) -> None:
     shapes = [[4], [2, 2], [4, 1]]
     again = [[4], [4], [2, 2], [4], [4, 1], [2, 2], [4, 1]]
     assert_all_started(start([Rank(env, shapes=again if env["RANK"] == "2" else shapes) for env in by_hand(4)]))
@@ -195,7 +195,7 @@ def info(rank: int, **alike: str) -> RankInfo:
     return own_rank_info(rank, {"WORLD_SIZE": "4", **alike}, 0, {})
 
 
-def test_the_most_common_value_is_right() -> None:
+def test_most_common_value_wins() -> None:
     assert disagreement([info(rank, x="1") for rank in range(4)]) == ""
     text = disagreement([info(0, x="1"), info(1, x="2"), info(2, x="1"), info(3, x="3")])
     assert "ranks 1, 3 do not fit the others:\n  x: rank 1 has 2, rank 3 has 3, ranks 0, 2 have 1\n" in text
@@ -205,13 +205,13 @@ def test_ranks_that_have_no_vote_are_named() -> None:
     assert "  ranks 2, 3 had not come yet\n" in disagreement([info(0, x="1"), info(1, x="2")], missing=[2, 3])
 
 
-def test_what_must_agree_leaves_out_what_may_differ() -> None:
+def test_values_that_may_differ_are_not_compared() -> None:
     env = {"NCCL_ALGO": "Ring", "NCCL_SOCKET_IFNAME": "eth7", "SHARDMESH_MONITOR": "on", "SHARDMESH_WATCH_DIR": "/x", "PYTHONHASHSEED": "1"}
     found = what_must_agree(2, "cpu", "gloo", env)
     assert list(found) == ["WORLD_SIZE", "shardmesh", "torch", "Python", "device type", "backend", "NCCL_ALGO", "SHARDMESH_MONITOR"]
 
 
-def test_a_file_store_that_a_killed_job_left(tmp_path) -> None:
+def test_file_store_of_a_killed_job(tmp_path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 2)
     assert file_store_fault(store, 0) == ""
     assert file_store_fault(store, 0) == ""  # this process, again
@@ -220,7 +220,7 @@ def test_a_file_store_that_a_killed_job_left(tmp_path) -> None:
     assert "process 4194309 on host host has ended, so the file was left by a job that was killed" in file_store_fault(store, 1)
 
 
-def test_a_port_where_nothing_like_a_store_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_store, "_ANSWER_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = job_store.Address("127.0.0.1", server.getsockname()[1], False)
@@ -228,7 +228,7 @@ def test_a_port_where_nothing_like_a_store_listens(monkeypatch: pytest.MonkeyPat
             job_store.opened(address, 1, 2, Progress(1, 5.0))
 
 
-def test_a_host_that_has_no_address() -> None:
+def test_host_without_an_address() -> None:
     address = job_store.Address("no-such-host.invalid", free_port(), True)
     with pytest.raises(LaunchEnvironmentError, match=r"rank 1 cannot reach the launcher's store at MASTER_ADDR=no-such-host\.invalid"):
         job_store.opened(address, 1, 2, Progress(1, 0.1))

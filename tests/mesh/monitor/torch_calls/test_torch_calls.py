@@ -1,4 +1,4 @@
-"""What programs call on torch.distributed themselves: noted down once, everything put back, nothing in the compiler's way."""
+"""The program's own calls of torch.distributed: recorded once, torch restored afterwards, and torch.compile unaffected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def outputs(ended: list[Ended]) -> list[str]:
     return [rank.output for rank in ended]
 
 
-def test_every_call_is_noted_down(forked: Forked) -> None:
+def test_every_call_is_recorded(forked: Forked) -> None:
     for rank, output in enumerate(outputs(forked(programs.notes_everything_down, 2))):
         for text in (
             "0 all_reduce(max, float32, 4 elements) over torch's default group",
@@ -40,7 +40,7 @@ def test_the_setting(forked: Forked) -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["stopped", "destroyed"])
-def test_torch_is_put_back(forked: Forked, how: str) -> None:
+def test_torch_is_restored(forked: Forked, how: str) -> None:
     for output in outputs(forked(programs.is_put_back, 2, how)):
         assert "watched True as before True inner groups 0" in output
 
@@ -56,7 +56,7 @@ def test_torch_compile(forked: Forked) -> None:
         assert "compiled [3.0, 3.0] calls 0" in output
 
 
-def test_a_watch_that_gives_up(forked: Forked) -> None:
+def test_monitor_that_gives_up(forked: Forked) -> None:
     for output in outputs(forked(programs.goes_on_after_the_watch_has_given_up, 2)):
         assert "went on" in output
 
@@ -65,7 +65,7 @@ def test_a_watch_that_gives_up(forked: Forked) -> None:
 
 
 def buffers(*histories: str) -> dict[int, TraceBuffer]:
-    """A page for each rank; a call is op:axes."""
+    """Return a trace buffer for each rank; a call is op:axes."""
     found = {}
     for rank, history in enumerate(histories):
         buffer = found[rank] = TraceBuffer.private(rank, len(histories))
@@ -85,7 +85,7 @@ def buffers(*histories: str) -> dict[int, TraceBuffer]:
 
 
 @pytest.mark.parametrize(
-    ("histories", "stuck", "odd"),
+    ("histories", "stuck", "outlier"),
     [
         (["ar:x ar:x", "ar:x b:d", "ar:x b:d", "ar:x b:d"], (1, 1, 1, 1), (0,)),
         (["ar:x ar:x", "ar:x ar:x", "ar:x b:d", "ar:x b:d"], (1, 1, 1, 1), ()),
@@ -96,5 +96,5 @@ def buffers(*histories: str) -> dict[int, TraceBuffer]:
         (["b:d ar:x b:d ar:x", "ar:x b:d ar:x", "ar:x b:d ar:x", "ar:x b:d ar:x"], (3, 2, 2, 2), ()),  # too long ago
     ],
 )
-def test_who_left_the_order(histories: list[str], stuck: tuple[int, ...], odd: tuple[int, ...]) -> None:
-    assert left_the_order(buffers(*histories), dict(enumerate(stuck))) == odd
+def test_rank_that_left_the_order(histories: list[str], stuck: tuple[int, ...], outlier: tuple[int, ...]) -> None:
+    assert left_the_order(buffers(*histories), dict(enumerate(stuck))) == outlier

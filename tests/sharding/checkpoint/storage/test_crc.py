@@ -9,7 +9,7 @@ from shardmesh.sharding.checkpoint.storage.files import Sink
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 1000, 70001])
-def test_checksums_of_parts_make_that_of_the_whole(length):
+def test_checksums_of_parts_combine(length):
     rng = random.Random(length)
     a, b = rng.randbytes(777), rng.randbytes(length)
     assert crc32_combine(zlib.crc32(a), zlib.crc32(b), length) == zlib.crc32(a + b)
@@ -17,8 +17,8 @@ def test_checksums_of_parts_make_that_of_the_whole(length):
 
 @pytest.mark.parametrize("shape", [(), (3,), (100, 700)])
 @pytest.mark.parametrize("torch_has_one", [True, False])
-def test_the_elements_of_a_tensor_are_summed_once(shape, torch_has_one, tmp_path, monkeypatch):
-    """By torch.save, where it does so; the checksum is that of the file's bytes either way."""
+def test_checksum_of_a_tensor_is_computed_once(shape, torch_has_one, tmp_path, monkeypatch):
+    """By torch.save if it does so; in both cases the checksum is that of the file's bytes."""
     summed, whole = [], zlib.crc32
     monkeypatch.setattr(zlib, "crc32", lambda data, crc=0: (summed.append(memoryview(data).nbytes), whole(data, crc))[1])
     before = torch.serialization.get_crc32_options()

@@ -1,4 +1,4 @@
-"""Two jobs and one folder of checkpoints: nothing hangs, and nothing of a job that is alive is removed."""
+"""Two jobs with one checkpoint folder: nothing hangs, and no file of a live job is removed."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.sharding.ranks import on_mesh, same_error
 
 @pytest.fixture
 def short(monkeypatch):
-    """Waits of tenths of a second."""
+    """Shorten waits to tenths of a second."""
     for name, seconds in {"_WAIT_S": 1.0, "_STALE_S": 0.4, "_BEAT_S": 0.05, "_POLL_S": 0.02}.items():
         monkeypatch.setattr(leases, name, seconds)
 
 
 def elsewhere(folder: Path, number: int = 1) -> Path:
-    """The file of an owner on another machine."""
+    """Write the file of an owner on another machine."""
     mine = leases._self()
     card = replace(mine.card, host="far", pid=77, machine="another", job="night")
     path = folder / f".owner-{number:08d}.json"
@@ -63,7 +63,7 @@ def save_until_stopped(folder: Path, stop: Path) -> list[int]:
 
 
 def save_once(folder: Path) -> tuple[str, int]:
-    """(the error's text, process of rank 0)."""
+    """Save once; return (the error's text, the process of rank 0)."""
     leases._WAIT_S = 0.5
     mesh = sm.init_device_mesh("cpu", (2,), axis_names=("dp",))
     pid = mesh.group("dp").all_gather_object(os.getpid())[0]
@@ -83,7 +83,7 @@ def save_and_be_killed(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_job_is_told_of_the_first(tmp_path):
+def test_second_job_raises_an_error_that_names_the_first(tmp_path):
     folder, stop, results = tmp_path / "checkpoints", tmp_path / "stop", []
     first = threading.Thread(target=lambda: results.append(sm.launch(save_until_stopped, 2, (folder, stop))))
     first.start()
@@ -105,7 +105,7 @@ def test_a_second_job_is_told_of_the_first(tmp_path):
 
 
 @pytest.mark.slow
-def test_after_a_job_that_was_killed_in_a_save(tmp_path):
+def test_save_after_a_job_was_killed_in_a_save(tmp_path):
     with pytest.raises(LaunchError, match="SIGKILL"):
         sm.launch(save_and_be_killed, 2, (tmp_path,))
     assert owners(tmp_path)
@@ -120,7 +120,7 @@ def test_after_a_job_that_was_killed_in_a_save(tmp_path):
 
 @pytest.mark.parametrize("skew", [-1e6, 0.0, 1e6])
 @pytest.mark.usefixtures("short")
-def test_another_machine_that_does_not_save_is_replaced(tmp_path, skew):
+def test_idle_owner_on_another_machine_is_replaced(tmp_path, skew):
     path = elsewhere(tmp_path)
     os.utime(path, (time.time() + skew,) * 2)
     on_mesh((2,), lambda mesh: save({"n": 1}, tmp_path))
@@ -129,7 +129,7 @@ def test_another_machine_that_does_not_save_is_replaced(tmp_path, skew):
 
 @pytest.mark.parametrize("skew", [-1e6, 1e6])
 @pytest.mark.usefixtures("short")
-def test_another_machine_that_saves_is_left_alone(tmp_path, skew):
+def test_saving_owner_on_another_machine_is_respected(tmp_path, skew):
     path, unfinished, ended = elsewhere(tmp_path), tmp_path / "step-00000003.tmp-aa", threading.Event()
     unfinished.mkdir()
 
@@ -152,7 +152,7 @@ def test_another_machine_that_saves_is_left_alone(tmp_path, skew):
     assert not unfinished.exists()
 
 
-def test_a_job_whose_folder_was_taken(tmp_path):
+def test_replaced_owner_raises(tmp_path):
     lease = take_lease(tmp_path, kept=True)
     lease.end()
     take_lease(tmp_path, kept=True).end()
@@ -171,7 +171,7 @@ def test_a_job_whose_folder_was_taken(tmp_path):
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_one_of_many_follows_a_dead_owner(tmp_path, links, monkeypatch):
+def test_one_of_many_replaces_a_dead_owner(tmp_path, links, monkeypatch):
     if not links:
         monkeypatch.setattr(os, "link", lambda *paths: (_ for _ in ()).throw(PermissionError("no hard links here")))
     for last in range(20):
@@ -184,8 +184,8 @@ def test_one_of_many_follows_a_dead_owner(tmp_path, links, monkeypatch):
         assert owners(tmp_path) == [f".owner-{last + 1:08d}.json"]
 
 
-def test_numbers_that_began_again(tmp_path):
-    """Whoever looked before the owner let go is not first, though nobody has its number."""
+def test_owner_numbers_that_restart(tmp_path):
+    """A process that looked before the owner released the folder does not win, though no file has its number."""
     elsewhere(tmp_path, 1)
     late = Lease(tmp_path, leases._self(), kept=False)
     assert not late.claim(5)
@@ -193,8 +193,8 @@ def test_numbers_that_began_again(tmp_path):
 
 
 @pytest.mark.usefixtures("short")
-def test_a_file_that_says_nothing(tmp_path):
-    """Its process was killed before it had written, on a filesystem without hard links."""
+def test_empty_owner_file(tmp_path):
+    """Its process was killed before writing it, on a file system without hard links."""
     (tmp_path / ".owner-00000004.json").write_text("")
     on_mesh((2,), lambda mesh: save({"n": 1}, tmp_path))
     assert owners(tmp_path) == []
@@ -209,15 +209,15 @@ def test_two_saves_of_one_process(tmp_path):
     on_mesh((2,), lambda mesh: save({"n": 1}, tmp_path))
 
 
-def test_a_failed_save_lets_go(tmp_path, monkeypatch):
+def test_failed_save_releases_the_folder(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         same_error((2,), lambda mesh: save({"n": 1}, tmp_path), CheckpointError, silent=False)
     assert owners(tmp_path) == []
 
 
-def test_an_unfinished_folder_that_somebody_removes(tmp_path, monkeypatch):
-    """Rank 0 does not wait for files that cannot come."""
+def test_unfinished_folder_removed_by_another_process(tmp_path, monkeypatch):
+    """Rank 0 does not wait for files that can no longer appear."""
     opened, whole = threading.Event(), os.write
 
     def write(fd, data):

@@ -100,7 +100,7 @@ def test_one_flipped_bit_is_found_and_named(seed):
 # -- what the error says -----------------------------------------------------------------------------------------------
 
 
-def test_the_odd_rank_is_named_with_index_and_values():
+def test_outlier_is_named_with_index_and_values():
     def program(mesh):
         x = place(mesh, torch.zeros(4, 6), Shard(1), Replicate())
         x._local[2, 1] = 1.5 * (mesh.world.rank == 4)
@@ -133,7 +133,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_differs_is_said(case):
+def test_kind_of_difference_is_named(case):
     make, text, ranks = CASES[case]
 
     def program(mesh):
@@ -155,7 +155,7 @@ def test_layouts_that_differ():
     assert "['x'] is f32[6] @ P(None) on (a=3) on ranks 0, 2; f32[6] @ P('a') on (a=3) on rank 1" in text
 
 
-def test_meshes_of_other_ranks_are_no_agreement():
+def test_meshes_of_other_ranks_differ():
     def program(mesh):
         ranks = [0, 1, 2] if mesh.world.rank != 1 else [0, 1, 3]
         assert_replicated(sm.zeros((6,), sm.DeviceMesh(DEVICE, ranks), P()), mesh)
@@ -164,7 +164,7 @@ def test_meshes_of_other_ranks_are_no_agreement():
     assert "by rank 0 on ranks 0, 1, 2 and by rank 1 on ranks 0, 1, 3" in text
 
 
-def test_what_cannot_be_compared():
+def test_unsupported_values_raise():
     assert "['f'] is a builtin_function_or_method" in same_error((2,), lambda mesh: assert_replicated({"f": len}), TypeError, silent=False)
 
 
@@ -172,7 +172,7 @@ def test_what_cannot_be_compared():
 
 
 @every_rank(2, 2)
-def test_what_differs_rightly_is_no_difference(mesh):
+def test_expected_differences_are_ignored(mesh):
     """Shards, contributions to a sum, and tensors on meshes that other ranks have no part in."""
     rank = mesh.world.rank
     pending = sm.ShardedTensor.from_local(torch.full((2,), float(rank)), mesh, [Partial(), Partial()])
@@ -197,8 +197,8 @@ def test_equal_copies_take_one_small_collective(mesh):
 
 
 @every_rank(3)
-def test_a_rank_outside_the_mesh_takes_no_part(mesh):
-    """Of the mesh that is given, or on which everything lies."""
+def test_rank_outside_the_mesh_does_not_compare(mesh):
+    """The mesh is given, or that of all tensors."""
     inner, is_outside = sm.DeviceMesh(DEVICE, [0, 2]), mesh.world.rank == 1
     with collectives() as records:
         assert_replicated(torch.tensor(is_outside), inner)
@@ -206,7 +206,7 @@ def test_a_rank_outside_the_mesh_takes_no_part(mesh):
     assert len(records) == (0 if is_outside else 2)
 
 
-def test_a_world_without_values():
+def test_null_world():
     with sm.debug.null_world(64):
         mesh = sm.init_device_mesh("meta", (8, 8), axis_names=("a", "b"))
         assert_replicated([sm.empty((16,), mesh, P("a")), 1])
@@ -242,7 +242,7 @@ def test_training_is_checked_every_so_often(mesh):
 
 
 @every_rank(3)
-def test_a_setting_is_named_before_the_weights_it_changed(mesh):
+def test_settings_are_named_before_the_weights(mesh):
     model, optimizer = trained(mesh)
     optimizer.param_groups[0]["lr"] += mesh.world.rank == 1
     check = check_replicas(model, optimizer, every=1)
@@ -266,7 +266,7 @@ def test_every_is_a_number_of_steps():
 # -- the hash ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_hash_depends_on_each_bit_and_its_place():
+def test_hash_depends_on_each_bit_and_its_position():
     """Pairs of flipped signs, swapped elements and shifts, too, which plain sums do not tell apart."""
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
     seen = {int(bit_hash(x)), int(bit_hash(x.flip(0))), int(bit_hash(x.roll(1))), int(bit_hash(x[:-1])), int(bit_hash(-x))}
@@ -290,14 +290,14 @@ def unmixed(word: int, place: int) -> int:
     return word ^ place * 0x9E3779B97F4A7C15 % whole
 
 
-def test_no_word_is_mixed_into_what_another_one_is():
-    """So a single word that differs always shows."""
+def test_mixing_is_a_bijection_per_word():
+    """A single word that differs always changes the hash."""
     words = torch.randint(-(1 << 62), 1 << 62, (1000,)) * 2 + 1
     for place_, (word, found) in enumerate(zip(words.tolist(), _mixed(words.view(torch.uint8), 0).tolist(), strict=True)):
         assert unmixed(found % (1 << 64), place_) == word % (1 << 64)
 
 
-def test_the_hash_is_of_values_in_order_whatever_the_memory():
+def test_hash_does_not_depend_on_strides():
     x = torch.arange(24, dtype=torch.int16).view(4, 6)
     for same in (x.t().contiguous().t(), torch.arange(-1, 24, dtype=torch.int16)[1:], x.to_sparse(), x.clone()):
         assert int(bit_hash(same)) == int(bit_hash(x))
@@ -308,7 +308,7 @@ def test_the_hash_is_of_values_in_order_whatever_the_memory():
 
 
 @pytest.mark.parametrize("chunk", [8, 64])
-def test_the_hash_of_parts_is_that_of_the_whole(monkeypatch, chunk):
+def test_hash_of_parts_combines(monkeypatch, chunk):
     x = torch.randn(1001)
     whole = int(bit_hash(x))
     monkeypatch.setattr("shardmesh.sharding.debug.replicas.bit_hash._AT_A_TIME", chunk)
@@ -320,9 +320,9 @@ def test_the_hash_of_parts_is_that_of_the_whole(monkeypatch, chunk):
 
 def test_on_processes(world4):
     names = [
-        "test_what_differs_rightly_is_no_difference",
+        "test_expected_differences_are_ignored",
         "test_equal_copies_take_one_small_collective",
         "test_training_is_checked_every_so_often",
-        "test_a_setting_is_named_before_the_weights_it_changed",
+        "test_settings_are_named_before_the_weights",
     ]
     assert world4(run_programs, "tests.sharding.debug.replicas.test_check", names)[0] == len(names)

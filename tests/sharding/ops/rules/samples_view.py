@@ -1,4 +1,4 @@
-"""Sample calls of operators that arrange elements anew."""
+"""Sample calls of operators that rearrange elements."""
 
 import torch
 

@@ -129,7 +129,7 @@ def test_arguments_by_name_in_place_and_out(mesh):
     assert aten.add.Tensor(pending, pending).placements == (Partial(),)
 
 
-def test_an_operator_without_a_public_function_is_an_error():
+def test_operator_without_a_public_function_raises():
     def program(mesh):
         x = place(mesh, torch.ones(2, 3))
         torch.ops.aten._cdist_forward(x, x, 2.0, None)

@@ -1,4 +1,4 @@
-"""Forms of calls: operators, attributes, lists, numbers, and what has no rule or no meaning."""
+"""Forms of calls: operators, attributes, lists, numbers, and unsupported functions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_binary_operators(op):
 
 
 @pytest.mark.parametrize("op", [operator.and_, operator.or_, operator.xor])
-def test_operators_on_truth_values(op):
+def test_bool_operators(op):
     prove(op, (b(4, 3), b(3)), **SMALL)
     prove(lambda x: op(x, True), (b(4, 3),), **SMALL)
 
@@ -88,7 +88,7 @@ def test_iteration_and_membership():
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def test_plain_numbers_are_taken_as_they_are():
+def test_plain_numbers():
     two = torch.tensor(2.0, dtype=torch.float64)
     for func in (
         lambda x: x * two,
@@ -103,8 +103,8 @@ def test_plain_numbers_are_taken_as_they_are():
         prove(func, (X,), **SMALL)
 
 
-def test_zero_and_other_numbers_are_told_apart():
-    """Where a call with 0 is linear and the same call with another number is not."""
+def test_zero_is_distinguished_from_other_numbers():
+    """A call with 0 may be linear where the same call with another number is not."""
 
     def program(mesh):
         x, mask = place(X, mesh, P(unreduced={"a"})), sm.distribute_tensor(X > 0, mesh)
@@ -116,7 +116,7 @@ def test_zero_and_other_numbers_are_told_apart():
     on_mesh((2,), program)
 
 
-def test_a_plain_tensor_beside_a_sharded_one_is_an_error():
+def test_mixing_plain_and_sharded_tensors_raises():
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a"))
         for call in (
@@ -155,7 +155,7 @@ GATHERED = {
 
 @pytest.mark.parametrize("name", GATHERED)
 def test_gathered(name, warned):
-    """Right, also backward, and said once."""
+    """Correct, also in backward, and warned once."""
     func, args = GATHERED[name]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*has no sharding rule")
@@ -163,7 +163,7 @@ def test_gathered(name, warned):
     assert warned
 
 
-def test_the_warning_names_operator_and_bytes_once(warned):
+def test_warning_names_operator_and_bytes_once(warned):
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a"))
         with warnings.catch_warnings(record=True) as caught:
@@ -179,7 +179,7 @@ def test_the_warning_names_operator_and_bytes_once(warned):
 
 
 @pytest.mark.filterwarnings("ignore:.*has no sharding rule")
-def test_functions_that_draw_give_the_same_everywhere():
+def test_random_functions_are_equal_on_every_rank_and_mesh():
     """On every rank and every mesh: they run gathered, from one seed."""
     p = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.25, 0.25], [0.3, 0.3, 0.4], [0.8, 0.1, 0.1]])
 
@@ -226,7 +226,7 @@ def refusals(x):
 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce")
-def test_refused_before_any_communication():
+def test_unsupported_calls_raise_before_communication():
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a"))
         for kind, words, call in refusals(x):
@@ -241,7 +241,7 @@ def test_refused_before_any_communication():
     on_mesh((2,), program)
 
 
-def test_two_meshes_are_refused():
+def test_two_meshes_raise():
     def program(mesh):
         x, y = (sm.distribute_tensor(X, m, P(m.axis_names[0])) for m in (mesh["a"], mesh["b"]))
         with pytest.raises(ValueError, match="are on two meshes"):

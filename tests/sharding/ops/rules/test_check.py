@@ -1,4 +1,4 @@
-"""`check_rule` finds wrong rules, says where, and counts what it tried."""
+"""`check_rule` finds wrong rules, names the layouts, and counts what it tried."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_a_wrong_kind_of_reduction(monkeypatch):
     wrong(monkeypatch, torch.prod, lambda x, dim: reduction(x, dim, False), pos(4, 3), 0, match=r"P\('a', None\)")
 
 
-def test_a_dim_that_must_be_whole(monkeypatch):
+def test_dim_that_must_be_unsharded(monkeypatch):
     wrong(monkeypatch, torch.softmax, lambda x, dim: broadcast(x), X, 0, match=r"P\('a', None\)")
 
 
-def test_a_result_that_is_said_to_be_split_elsewhere(monkeypatch):
+def test_result_declared_with_the_wrong_dim(monkeypatch):
     wrong(monkeypatch, torch.t, lambda x: einrule("m n -> m n", x), X, match="rule of t gives dims")
     wrong(monkeypatch, torch.t, lambda x: einrule("m n -> m n", x), f(4, 4), match="its rule is wrong|not close")
 
@@ -69,7 +69,7 @@ def test_the_message_names_function_and_layouts(monkeypatch):
     assert "softmax is wrong for tensors laid out as\n  f64[4, 3] @ P('a', None) on (a=2)" in str(caught.value)
 
 
-def test_an_in_place_operator_may_refuse_but_not_fail():
+def test_in_place_operator_may_raise_but_not_be_wrong():
     assert 0 < check_rule(torch.Tensor.atan2_, X, f(3)) < check_rule(torch.atan2, X, f(3))
     assert check_rule(torch.Tensor.exp_, X) == 3 + 1 + 3 + 1 + 11
 

@@ -53,7 +53,7 @@ def _exists(sample: Callable[[], _Sample]) -> _Sample | None:
 @pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:.*no sharding rule")
 @pytest.mark.parametrize(("func", "call"), list(_cases()))
-def test_one_number_after_another(func: Callable[..., Any], call: Call) -> None:
+def test_successive_float_arguments(func: Callable[..., Any], call: Call) -> None:
     made = [lambda: _Sample.of(func, _changed(list(call.args)), _changed(call.kwargs), ("sum",))]
     made.append(lambda: _Sample.of(func, call.args, call.kwargs, ("sum",)))
     both = [sample for sample in map(_exists, made) if sample is not None]

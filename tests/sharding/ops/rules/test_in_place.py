@@ -1,4 +1,4 @@
-"""In-place operators write where the tensor lies, through views, or say why they cannot."""
+"""In-place operators write to the tensor's memory, through views, or raise."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ MOVED = {
 
 
 @pytest.mark.parametrize("name", MOVED)
-def test_a_view_of_a_moved_base_cannot_be_written(name):
-    """The base lies on other ranks too: the write would be lost."""
+def test_writing_to_a_view_of_a_moved_base_raises(name):
+    """The base is on other ranks too: the write would be lost."""
 
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a"))
@@ -72,7 +72,7 @@ def test_a_view_of_a_moved_base_cannot_be_written(name):
     on_mesh((3,), program)
 
 
-def test_a_clone_of_such_a_view_can():
+def test_clone_of_such_a_view_can_be_written():
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a"))
         assert torch.equal(x[1].clone().add_(1).full_tensor(), X[1] + 1)
@@ -87,7 +87,7 @@ KEEP = {
 
 
 @pytest.mark.parametrize("name", KEEP)
-def test_what_would_change_the_layout_is_refused(name):
+def test_changing_the_layout_raises(name):
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a"))
         with pytest.raises(CannotKeep, match="would have to change its layout"):
@@ -97,7 +97,7 @@ def test_what_would_change_the_layout_is_refused(name):
     on_mesh((2,), program)
 
 
-def test_a_pending_tensor_takes_only_what_is_linear():
+def test_pending_tensor_accepts_only_linear_writes():
     def program(mesh):
         x, y = place(X, mesh, P(unreduced={"a"})), sm.distribute_tensor(X, mesh)
         for write in (
@@ -114,7 +114,7 @@ def test_a_pending_tensor_takes_only_what_is_linear():
     on_mesh((2,), program)
 
 
-def test_a_pending_operand_is_reduced_before_it_is_written_into_a_whole_one():
+def test_pending_operand_is_reduced_before_writing_into_a_reduced_one():
     def program(mesh):
         x, y = sm.distribute_tensor(X, mesh), place(X, mesh, P(unreduced={"a"}))
         torch.testing.assert_close(x.mul_(y).to_local(), X * X)
@@ -151,7 +151,7 @@ def test_masks_and_indices():
     assert all(torch.equal(x, expected) for x in on_mesh((3,), program))
 
 
-def test_gradients_flow_through_what_was_written():
+def test_gradients_flow_through_writes():
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a")).requires_grad_()
         y = x * 1
@@ -170,7 +170,7 @@ def test_gradients_flow_through_what_was_written():
 
 
 def test_on_one_rank_everything_can_be_written():
-    """A mesh axis of one rank splits nothing, whatever the spec says."""
+    """A mesh axis of one rank shards nothing, whatever the spec."""
 
     def program(mesh):
         both(mesh, P("a"), lambda x: x.__setitem__(1, 0.0))

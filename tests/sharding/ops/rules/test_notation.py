@@ -1,4 +1,4 @@
-"""Patterns, factors of shapes, and what does not fit."""
+"""Patterns, factors of shapes, and mismatches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_brackets_name_whole_factors():
     assert rule.outputs == ((("b",), ("n",)),)
 
 
-def test_missing_operands_leave_with_their_part_of_the_pattern():
+def test_omitted_operands_drop_their_part_of_the_pattern():
     rule = einrule("... k, n k, n -> ... n", meta(4, 3), meta(5, 3), None, linear=((0, 2), (1, 2)), additive=(2,))
     assert len(rule.inputs) == 2
     assert rule.linear == ((0,), (1,))
@@ -65,7 +65,7 @@ def test_composite_dims_take_sizes():
     ("pattern", "operands"),
     [("m k, k n -> m n", (meta(4, 3), meta(3))), ("a, b -> a", (meta(4),)), ("... a b -> ...", (meta(3),))],
 )
-def test_what_does_not_fit(pattern, operands):
+def test_mismatches_raise(pattern, operands):
     with pytest.raises(NoMatch, match="->"):
         einrule(pattern, *operands)
 
@@ -82,12 +82,12 @@ def test_split_and_merge():
     assert not whole
 
 
-def test_shapes_that_cut_across_each_other_are_whole():
+def test_incompatible_shapes_are_unsharded():
     before, after, _, whole = factor_shapes((6, 4), (4, 6))
     assert whole == {f for dim in (*before, *after) for f in dim}
 
 
-def test_only_the_dims_that_clash_are_whole():
+def test_only_incompatible_dims_are_unsharded():
     before, after, _, whole = factor_shapes((5, 6, 4, 7), (5, 4, 6, 7))
     assert before[0] == after[0]
     assert before[3] == after[3]

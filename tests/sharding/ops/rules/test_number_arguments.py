@@ -1,4 +1,4 @@
-"""Tensors where torch takes numbers: alpha, beta and value, as 0-d tensors of every layout."""
+"""Tensors in place of numbers: alpha, beta and value as 0-d tensors of every layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def numbers(mesh, value):
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("value", [torch.tensor(-1.5, dtype=torch.float64), torch.tensor(3), torch.tensor(0.0)], ids=str)
-def test_a_tensor_of_no_dims_is_the_number_it_holds(name, value):
+def test_0d_tensor_is_its_value(name, value):
     call = CALLS[name]
     expected = call(X.clone(), Y, Z, SQUARE, value.item())
 
@@ -44,7 +44,7 @@ def test_a_tensor_of_no_dims_is_the_number_it_holds(name, value):
     on_mesh((4,), program)
 
 
-def test_another_value_at_the_same_line_is_another_number():
+def test_changed_value_on_the_same_line_is_used():
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a"), src_data_rank=None)
         for value in (2.0, -1.0):
@@ -66,7 +66,7 @@ def test_only_a_pending_number_communicates():
 
 
 @pytest.mark.parametrize("number", [torch.ones(2), torch.ones((), requires_grad=True)], ids=["dims", "gradient"])
-def test_what_is_no_number_is_refused(number):
+def test_non_numbers_raise(number):
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a"), src_data_rank=None)
         x.add_(x, alpha=sm.distribute_tensor(number, mesh, P(), src_data_rank=None))
@@ -74,7 +74,7 @@ def test_what_is_no_number_is_refused(number):
     assert "'alpha' must be Number" in same_error((2,), program, TypeError)
 
 
-def test_ranks_outside_the_mesh_go_on():
+def test_ranks_outside_the_mesh_continue():
     def program(mesh):
         sub = sm.DeviceMesh("cpu", [0, 2])
         x = sm.distribute_tensor(torch.ones(4), sub, [sm.Shard(0)], src_data_rank=None)

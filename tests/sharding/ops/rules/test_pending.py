@@ -106,7 +106,7 @@ def test_a_product_of_two_sums_reduces_one_of_them():
     on_mesh((3,), program)
 
 
-def test_reduced_to_a_shard_beside_a_shard():
+def test_reduced_to_a_shard_next_to_a_sharded_operand():
     def program(mesh):
         x, s = place(X, mesh, PENDING), sm.distribute_tensor(X, mesh, P(None, "a"))
         with collectives() as records:
@@ -118,7 +118,7 @@ def test_reduced_to_a_shard_beside_a_shard():
 
 
 def test_backward_of_what_passes_needs_one_reduction():
-    """Two layers, column then row: nothing forward up to the loss, and one all_reduce for the replicated input."""
+    """Two layers, column then row: no communication up to the loss, and one all_reduce for the replicated input."""
 
     def program(mesh):
         x = sm.distribute_tensor(f(4, 6), mesh).requires_grad_()
@@ -135,7 +135,7 @@ def test_backward_of_what_passes_needs_one_reduction():
 
 
 @pytest.mark.parametrize("kind", ["max", "min", "product"])
-def test_other_kinds_pass_where_values_only_move(kind):
+def test_other_kinds_pass_through_operators_that_only_move_values(kind):
     def program(mesh):
         x = sm.from_local(f(4, 6, seed=mesh.world.rank), mesh, P(unreduced={"a": kind}))
         with collectives() as records:
@@ -149,7 +149,7 @@ def test_other_kinds_pass_where_values_only_move(kind):
     on_mesh((2,), program)
 
 
-def test_a_pending_value_read_as_a_number_is_the_same_everywhere():
+def test_pending_value_read_as_a_number_is_equal_on_every_rank():
     def program(mesh):
         x = place(pos(3), mesh, PENDING)
         total = x.sum()
@@ -161,7 +161,7 @@ def test_a_pending_value_read_as_a_number_is_the_same_everywhere():
     assert first[0] == pytest.approx(float(pos(3).sum()))
 
 
-def test_truth_values_and_counts():
+def test_bools_and_counts():
     """any, all and counts over split dims are pending max, min and sum, exact also where a rank has nothing."""
 
     def program(mesh):

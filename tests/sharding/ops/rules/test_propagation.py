@@ -1,4 +1,4 @@
-"""The engine: what it chooses, what it keeps in place, and what cannot be represented."""
+"""The propagation engine: its choices, operands that stay in place, and results that cannot be represented."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def matmul(m=4, k=6, n=8):
 # -- choices -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_fits_stays():
+def test_matching_layouts_are_kept():
     assert run(matmul(), P("a"), P()) == ([P("a", None), P(None, None)], [P("a", None)])
     assert run(matmul(), P(), P(None, "a")) == ([P(None, None), P(None, "a")], [P(None, "a")])
 
 
-def test_a_split_sum_is_pending():
+def test_contraction_of_a_sharded_dim_is_pending():
     assert run(matmul(), P(None, "a"), P("a")) == ([P(None, "a"), P("a", None)], [P(None, None, unreduced={"a"})])
 
 
-def test_cheapest_way_wins():
-    """With long sums, slicing one operand and adding up the result is less than gathering the other operand."""
+def test_cheapest_choice_wins():
+    """For long contractions, slicing one operand and reducing the result is cheaper than gathering the other operand."""
     assert run(matmul(k=64), P(), P("a"))[0] == [P(None, "a"), P("a", None)]
     assert run(matmul(k=6), P(), P("a"))[0] == [P(None, None), P(None, None)]
 
@@ -61,7 +61,7 @@ def test_the_smaller_operand_moves():
     assert run(rule, P("a"), P("a"))[0][0] == P("a", None)
 
 
-def test_pending_passes_where_the_operator_is_linear():
+def test_pending_passes_linear_operators():
     assert run(matmul(), P(unreduced={"a"}), P())[1] == [P(None, None, unreduced={"a"})]
     both = einrule("..., ... -> ...", meta(4), meta(4), linear=((0, 1),))
     assert run(both, P(unreduced={"a"}), P(unreduced={"a"})) == (
@@ -70,13 +70,13 @@ def test_pending_passes_where_the_operator_is_linear():
     )
 
 
-def test_pending_is_reduced_where_it_is_not_linear():
+def test_pending_is_reduced_for_nonlinear_operators():
     assert run(einrule("... -> ...", meta(4)), P(unreduced={"a"})) == ([P(None)], [P(None)])
     both = einrule("..., ... -> ...", meta(4), meta(4), linear=((0, 1),))
     assert run(both, P(unreduced={"a"}), P())[0] == [P(None), P(None)]
 
 
-def test_pending_is_reduced_to_a_shard_where_the_other_operand_is_split():
+def test_pending_is_reduced_to_a_shard_if_the_other_operand_is_sharded():
     rule = einrule("..., ... -> ...", meta(8), meta(8))
     assert run(rule, P(unreduced={"a"}), P("a")) == ([P("a"), P("a")], [P("a")])
 
@@ -87,7 +87,7 @@ def test_two_pending_factors_of_a_product_do_not_both_pass():
     assert bool(out.unreduced) == any(t.unreduced for t in targets)
 
 
-def test_other_kinds_pass_only_where_values_are_moved():
+def test_other_kinds_pass_only_operators_that_move_values():
     maximum = P(unreduced={"a": "max"})
     moved = einrule("m n -> n m", meta(4, 6), linear=((0,),), transparent=True)
     doubled = einrule("m n -> m n", meta(4, 6), linear=((0,),))
@@ -96,25 +96,25 @@ def test_other_kinds_pass_only_where_values_are_moved():
     assert run(doubled, P(unreduced={"a": "avg"}))[1] == [P(None, None, unreduced={"a": "avg"})]
 
 
-def test_truth_values_are_never_added():
+def test_bools_are_never_added():
     rule = einrule("... -> ...", meta(4).bool(), linear=((0,),))
     layout = sm.Layout.of(MESH, P(unreduced={"a"}), (4,), torch.bool)
     assert assign(rule, [layout]).outputs == (P(None),)
 
 
-def test_a_bias_joins_the_sum_on_one_rank():
+def test_bias_is_added_on_one_rank():
     rule = einrule("m k, n k, n -> m n", meta(4, 6), meta(8, 6), meta(8), linear=((0, 2), (1, 2)), additive=(2,))
     targets, (out,) = run(rule, P(None, "a"), P(None, "a"), P())
     assert targets[2] == P(None, unreduced={"a"})
     assert out == P(None, None, unreduced={"a"})
 
 
-def test_whole_factors_are_gathered():
+def test_bracketed_factors_are_gathered():
     assert run(einrule("b [n] -> b [n]", meta(4, 6)), P(None, "a")) == ([P(None, None)], [P(None, None)])
     assert run(einrule("b [n] -> b [n]", meta(4, 6)), P("a")) == ([P("a", None)], [P("a", None)])
 
 
-def test_axes_are_decided_each_by_itself():
+def test_axes_are_decided_independently():
     targets, (out,) = run(matmul(), P("a", "b"), P("b"), mesh=MESH2)
     assert targets == [P("a", "b"), P("b", None)]
     assert out == P("a", None, unreduced={"b"})
@@ -130,7 +130,7 @@ def test_axis_order_inside_a_dim_follows_the_largest_operand():
 # -- composite dims ----------------------------------------------------------------------------------------------------
 
 
-def test_a_split_on_a_boundary_of_factors_is_followed():
+def test_shard_on_a_factor_boundary_is_kept():
     assert run(reshape_rule(meta(4, 6), (24,)), P("a"))[1] == [P("a")]
     assert run(reshape_rule(meta(24), (4, 6)), P("a"))[1] == [P("a", None)]
     assert run(reshape_rule(meta(24), (2, 12)), P(("a", "b")), mesh=MESH2)[1] == [P("a", "b")]
@@ -138,7 +138,7 @@ def test_a_split_on_a_boundary_of_factors_is_followed():
     assert run(reshape_rule(meta(2, 6), (12,)), P("a", "b"), mesh=MESH2)[1] == [P(("a", "b"))]
 
 
-def test_a_split_that_the_result_cannot_have_is_gathered():
+def test_shard_that_the_result_cannot_represent_is_gathered():
     """Five rows on two ranks are 3 and 2 rows, 9 and 6 elements; fifteen elements would be 8 and 7."""
     assert run(reshape_rule(meta(5, 3), (15,)), P("a")) == ([P(None, None)], [P(None)])
     assert run(reshape_rule(meta(15), (5, 3)), P("a")) == ([P(None)], [P(None, None)])
@@ -149,7 +149,7 @@ def test_uneven_shards_of_a_dim_that_stays_are_kept():
     assert run(reshape_rule(meta(5, 6), (5, 2, 3)), P("a"))[1] == [P("a", None, None)]
 
 
-def test_minor_factors_are_split_only_below_fully_split_major_ones():
+def test_minor_factors_are_sharded_only_below_fully_sharded_major_ones():
     assert run(reshape_rule(meta(4, 6), (24,)), P(None, "a")) == ([P(None, None)], [P(None)])
 
 
@@ -161,20 +161,20 @@ def added(*specs, mesh=MESH):
     return run(rule, *specs, mesh=mesh, fixed=0)
 
 
-def test_the_other_operand_comes_to_the_fixed_one():
+def test_other_operand_is_redistributed_to_the_fixed_one():
     assert added(P("a"), P(None, "a"))[0] == [P("a", None)] * 2
     assert added(P(), P("a"))[0] == [P(None, None)] * 2
     assert added(P(unreduced={"a"}), P(unreduced={"a"}))[0] == [P(None, None, unreduced={"a"})] * 2
 
 
-def test_the_fixed_operand_cannot_leave_its_layout():
+def test_fixed_operand_keeps_its_layout():
     with pytest.raises(CannotKeep):
         added(P(unreduced={"a"}), P())
     with pytest.raises(CannotKeep):
         run(einrule("[n] -> [n]", meta(4)), P("a"), fixed=0)
 
 
-def test_the_result_must_lie_as_the_fixed_operand_does():
+def test_result_has_the_layout_of_the_fixed_operand():
     """A replicated x times a pending y is pending: x.mul_(y) has to reduce y first."""
     rule = einrule("..., ... -> ...", meta(4), meta(4), linear=PRODUCT)
     assert run(rule, P(), P(unreduced={"a"}), fixed=0) == ([P(None), P(None)], [P(None)])
@@ -187,7 +187,7 @@ def test_the_order_of_axes_is_that_of_the_fixed_operand():
     assert targets[1].dims[0] == ("b", "a")
 
 
-def test_an_axis_of_one_rank_never_stands_in_the_way():
+def test_axes_of_one_rank_are_ignored():
     one = sm.AbstractMesh((1,), ("a",))
     assert run(einrule("[n] -> [n]", meta(4)), P("a"), mesh=one, fixed=0)[0] == [P("a")]
 
@@ -198,8 +198,8 @@ PATTERNS = ["... m k, k n -> ... m n", "..., ... -> ...", "b [k], n [k] -> b n",
 
 
 @given(st.data())
-def test_what_moves_nothing_is_remembered_for_all_shapes(data):
-    """The mesh is one for all examples, so that most of them find the choice that was made for other sizes."""
+def test_choices_without_communication_are_cached_for_all_shapes(data):
+    """All examples share the mesh, so most of them find a choice cached for other sizes."""
     pattern = data.draw(st.sampled_from(PATTERNS))
     size = {name: data.draw(st.sampled_from([0, 1, 2, 3, 5, 8])) for name in "bmkn"}
     dims = [[size[n] for n in part if n in size] for part in pattern.partition("->")[0].split(",")]

@@ -1,4 +1,4 @@
-"""Operators on ragged operands: sizes are kept where every operand can be cut so, else the operand is moved first."""
+"""Operators on ragged operands: sizes are kept if all operands can have them, otherwise an operand is moved first."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CALLS = {
 @given(data=st.data())
 @settings(max_examples=12, deadline=None)
 def test_operators_equal_the_single_process(name, data):
-    """Values and gradients, whichever way the operands are cut, uneven, empty, alike or not."""
+    """Values and gradients for any sharding of the operands: uneven, empty, equal or not."""
     call, *shapes = CALLS[name]
     mesh_shape = data.draw(st.sampled_from([(2,), (3,), (2, 2)]))
     mesh = sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)])
@@ -135,8 +135,8 @@ def test_sizes_are_kept_without_communication(call, shapes, specs, result):
         (lambda x: x.unflatten(0, (4, 2)), [(8, 4)], [P("a", sizes={"a": (3, 5)})], P("a")),  # a cut inside a row
     ],
 )
-def test_one_is_moved(call, shapes, specs, result):
-    """One exchange, by which the smaller operand, or the one that the operator cannot take, becomes cut as it must be."""
+def test_one_operand_is_moved(call, shapes, specs, result):
+    """One all_to_all gives the smaller operand, or the one that is not supported, the required sizes."""
 
     def program(mesh):
         operands = [laid_out(mesh, shape, spec) for shape, spec in zip(shapes, specs, strict=True)]
@@ -167,7 +167,7 @@ def test_several_axes(spec):
     on_mesh((2, 2), program)
 
 
-def test_axes_of_one_rank_are_no_hindrance():
+def test_axes_of_one_rank_are_ignored():
     def program(mesh):
         x = laid_out(mesh, (8, 4), P(("a", "b", "c"), sizes={("a", "b"): (3, 5)}))
         y = laid_out(mesh, (8, 1), P("b", sizes={"b": (3, 5)}))
@@ -181,7 +181,7 @@ def test_axes_of_one_rank_are_no_hindrance():
     on_mesh((1, 2, 1), program)
 
 
-def test_reducing_what_is_pending_leaves_the_parts_where_they_are():
+def test_reducing_pending_values_does_not_move_parts():
     """Nothing but reductions over the other axis."""
     kept = P("a", sizes={"a": (1, 7)})
 
@@ -204,7 +204,7 @@ def test_reducing_what_is_pending_leaves_the_parts_where_they_are():
 
 
 @pytest.mark.parametrize(("written", "other"), list(product([ROWS, P("a"), P("a", sizes={"a": (0, 8, 0)})], repeat=2)))
-def test_what_is_written_stays_where_it_is(written, other):
+def test_written_tensor_does_not_move(written, other):
     def program(mesh):
         x, y = laid_out(mesh, (8, 1), written), laid_out(mesh, (8, 1), other)
         expected = (x.full_tensor() + y.full_tensor()) * 3
@@ -222,7 +222,7 @@ def test_what_is_written_stays_where_it_is(written, other):
     on_mesh((3,), program)
 
 
-def test_an_operator_that_would_have_to_move_what_it_writes():
+def test_moving_the_written_tensor_raises():
     def program(mesh):
         x = laid_out(mesh, (8, 4), ROWS)
         with pytest.raises(CannotKeep, match="would have to change its layout"):
@@ -245,7 +245,7 @@ def test_random_fills_do_not_depend_on_the_layout():
 
 
 def test_check_rule_tries_ragged_operands():
-    """An operator that is right on equal parts only."""
+    """An operator that is correct on equal parts only."""
 
     def halves(x):
         if not isinstance(x, sm.ShardedTensor):

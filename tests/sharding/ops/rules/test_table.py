@@ -1,4 +1,4 @@
-"""Every function of the operator table, on every combination of placements, against the single process."""
+"""Every function of the operator table on every combination of placements, compared with one process."""
 
 from __future__ import annotations
 

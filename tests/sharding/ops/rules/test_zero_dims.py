@@ -1,4 +1,4 @@
-"""Operators on 0-d tensors, to which torch lets one name dim 0 or -1."""
+"""Operators on 0-d tensors, for which torch accepts dim 0 or -1."""
 
 from __future__ import annotations
 

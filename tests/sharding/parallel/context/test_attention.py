@@ -1,4 +1,4 @@
-"""Attention over a split sequence, against whole attention in one process."""
+"""Attention over a sharded sequence, compared with full attention in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ORDERS = [(False, False), (True, False), (True, True)]  # is_causal, balanced
 
 
 def whole(q, k, v, pull, **options):
-    """The output of torch's own attention and the gradients of q, k and v."""
+    """Return the output of torch's own attention and the gradients of q, k and v."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(*leaves, enable_gqa=True, **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, pull)]
@@ -75,7 +75,7 @@ CASES = {
 @pytest.mark.one_in(2, each=["case", "method"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_whole_attention(case, method):
+def test_equals_full_attention(case, method):
     shape, of_q, of_k, axis = CASES[case]
     even = not of_q.sizes and "features" not in case
     for causal, balanced in ORDERS if even else ORDERS[:2]:
@@ -99,7 +99,7 @@ def test_it_is_whole_attention(case, method):
     group=st.integers(1, 3), length=st.integers(0, 9), order=st.sampled_from(ORDERS), method=st.sampled_from(METHODS[:2]),
 )  # fmt: skip
 def test_heads_and_batch_anywhere(shape, split, heads, group, length, order, method):
-    """Batch, heads or neither of queries and of keys split over the other axis, whatever the numbers."""
+    """Batch, heads or neither of queries and of keys sharded over the other axis, for any sizes."""
     q, k, v = randn(3, heads * group, length, E, seed=0), randn(3, heads, length, E, seed=1), randn(3, heads, length, E, seed=2)
     of_q, of_k = (P(*[axis if place == dim else None for dim, axis in enumerate("bb")], "a") for place in split)
     options = {"is_causal": order[0], "balanced": order[1], "method": method}
@@ -108,8 +108,8 @@ def test_heads_and_batch_anywhere(shape, split, heads, group, length, order, met
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_other_lengths_of_keys(method):
-    """More keys than queries, fewer, and none: then nothing is seen."""
+def test_key_lengths_that_differ_from_queries(method):
+    """More keys than queries, fewer, and none."""
     pull = randn(B, H, S, E, seed=5)
 
     def program(mesh, k, **options):
@@ -146,7 +146,7 @@ def test_on_processes(world4):
 
 
 def test_low_precision_is_rounded_once():
-    """In bfloat16 blocks are added up in float32: as far from the exact result as one rounding of it and of the gradients."""
+    """In bfloat16, blocks are accumulated in float32: the error is that of rounding the result and the gradients once."""
     q, k, v, pull = (x.bfloat16() for x in (Q, K, VALUE, PULL))
     expected = whole(*(x.double() for x in (q, k, v, pull)), is_causal=True)
     for found in on_mesh((4,), lambda mesh: ours(mesh, (q, k, v), [SEQUENCE] * 3, pull, is_causal=True)):
@@ -165,7 +165,7 @@ def test_autocast():
 
 
 def test_ranks_outside_the_mesh():
-    """They take part in nothing, and the gradient goes through them to tensors on other meshes."""
+    """They take part in no collective, and gradients flow through them to tensors on other meshes."""
     expected = whole(Q, K, VALUE, PULL)
 
     def program():
@@ -183,7 +183,7 @@ def test_ranks_outside_the_mesh():
 
 
 def _moved(shape, spec, of_k, method, causal=True, balanced=False, length=16):
-    """By rank, what moves forward and backward: (collectives, bytes received)."""
+    """Return, by rank, the communication of forward and backward: (collectives, bytes received)."""
     q, k = randn(B, H, length, E, seed=0), randn(B, G, length, E, seed=1)
 
     def program(mesh):
@@ -197,8 +197,8 @@ def _moved(shape, spec, of_k, method, causal=True, balanced=False, length=16):
     return on_mesh(shape, program)
 
 
-def test_what_a_ring_moves():
-    """n - 1 blocks of keys and values; backward as many, and n - 1 blocks of gradients. The mask and the order change nothing."""
+def test_bytes_of_a_ring():
+    """n - 1 blocks of keys and values; in backward the same plus n - 1 blocks of gradients, independent of mask and order."""
     n, block = 4, 2 * B * G * (16 // 4) * E * 8
     for causal, balanced in ORDERS:
         for forward, backward in _moved((4,), SEQUENCE, SEQUENCE, "ring", causal, balanced):
@@ -206,7 +206,7 @@ def test_what_a_ring_moves():
             assert backward == (["permute"] * 2 * (n - 1), 2 * (n - 1) * block)
 
 
-def test_what_an_uneven_ring_moves():
+def test_bytes_of_an_uneven_ring():
     """Of a sequence of 16 in parts of (7, 0, 5, 4): all blocks but one's own; gradients of all but the block of the rank before."""
     sizes, row = (7, 0, 5, 4), 2 * B * G * E * 8
     spec = P(None, None, "a", sizes={"a": sizes})
@@ -215,15 +215,15 @@ def test_what_an_uneven_ring_moves():
         assert backward[1] == (16 - sizes[rank]) * row + (16 - sizes[rank - 1]) * row
 
 
-def test_what_gathering_moves():
+def test_bytes_of_all_gather():
     n, block = 4, 2 * B * G * (16 // 4) * E * 8
     for forward, backward in _moved((4,), SEQUENCE, SEQUENCE, "all_gather"):
         assert forward == (["all_gather"], (n - 1) * block)
         assert backward == (["reduce_scatter"], (n - 1) * block)
 
 
-def test_what_an_exchange_of_heads_moves():
-    """(n - 1) / n of this rank's q, k, v there, and of its output back."""
+def test_bytes_of_all_to_all_over_heads():
+    """(n - 1) / n of this rank's q, k and v before, and of its output after."""
     n, q, k = 4, B * H * (16 // 4) * E * 8, B * G * (16 // 4) * E * 8
     moved = (q + 2 * k + q) * (n - 1) // n
     for forward, backward in _moved((4,), SEQUENCE, SEQUENCE, "all_to_all"):
@@ -232,15 +232,15 @@ def test_what_an_exchange_of_heads_moves():
 
 
 def test_key_heads_are_not_repeated():
-    """On a mesh with heads split, a rank sends the key heads that its query heads look at, no more."""
+    """If heads are sharded, a rank only sends the key heads that the query heads need."""
     half = 2 * B * (G // 2) * (16 // 2) * E * 8
     for of_k in (P(None, "b", "a"), P(None, None, "a")):
         for forward, _ in _moved((2, 2), P(None, "b", "a"), of_k, "ring"):
             assert forward == (["permute"], half)
 
 
-def test_it_is_evaluated_without_data():
-    """On a mesh of 8 ranks that is not here: a rank needs its parts and two blocks, and scores of some queries at a time."""
+def test_eval_shape_of_attention():
+    """On an abstract mesh of 8 ranks, a rank needs its parts, two blocks, and scores of some queries at a time."""
     mesh = sm.AbstractMesh((8,), ("a",))
     x = sm.Layout.of(mesh, SEQUENCE, (1, 8, 1 << 15, 64), torch.bfloat16)
     found = sm.debug.eval_shape(lambda x: context_parallel_attention(x, x, x, axis="a", is_causal=True, balanced=True), x)
@@ -251,7 +251,7 @@ def test_it_is_evaluated_without_data():
 
 
 def _products(balanced):
-    """By rank, the floating-point operations of the matrix products of a causal ring, forward and backward."""
+    """Return, by rank, the floating-point operations of the matrix products of a causal ring, forward and backward."""
     q = randn(1, 1, 32, E, seed=0)
 
     def program(mesh):
@@ -265,7 +265,7 @@ def _products(balanced):
     return on_mesh((4,), program)
 
 
-def test_balanced_ranks_multiply_as_much(monkeypatch):
+def test_balanced_ranks_have_equal_flops(monkeypatch):
     """Two products of 2 * e flops for each pair forward, five backward. A piece is 4 long: (2n + 1) * 4 * 4 pairs for every rank;
     where the sequence lies in its own order, rank i has i + 1 blocks of 8 * 8."""
     monkeypatch.setattr(blockwise, "kernel_for", lambda *_: None)  # products that torch counts
@@ -273,7 +273,7 @@ def test_balanced_ranks_multiply_as_much(monkeypatch):
     assert _products(balanced=False) == [((i + 1) * 64 * 2 * 2 * E, (i + 1) * 64 * 5 * 2 * E) for i in range(4)]
 
 
-def test_blocks_travel_while_a_rank_computes(monkeypatch):
+def test_blocks_are_sent_while_a_rank_computes(monkeypatch):
     happened = {}
     attend = ring.attend
 
@@ -295,7 +295,7 @@ def test_blocks_travel_while_a_rank_computes(monkeypatch):
         assert events == ["permute", "attend", "permute", "attend", "attend"]
 
 
-def test_backward_keeps_no_block_of_others():
+def test_backward_saves_no_block_of_other_ranks():
     """Saved are this rank's q, k, v, output and lse."""
 
     def program(mesh):
@@ -313,7 +313,7 @@ def test_backward_keeps_no_block_of_others():
 @pytest.mark.parametrize("scores", [3 * B * H * 4, 1 << 20], ids=["pieces", "whole"])
 @pytest.mark.parametrize("width", [E, V])
 def test_without_torchs_kernel(monkeypatch, width, scores):
-    """By matrix products, some queries of a block at a time where it is long; features of values may differ from those of keys."""
+    """Uses matrix products over chunks of queries; features of values may differ from those of keys."""
     monkeypatch.setattr(blockwise, "kernel_for", lambda *_: None)
     monkeypatch.setattr(blockwise, "_SCORES", scores)
     v, pull = K[..., :width] + 1, randn(B, H, S, width, seed=6)
@@ -338,7 +338,7 @@ X, WEIGHT = randn(2, 12, 6, seed=7), randn(6, 24, seed=8)
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "checkpointed"])
-def test_a_model_unchanged(method, again):
+def test_unmodified_model(method, again):
     plain = [x.clone().requires_grad_() for x in (X, WEIGHT)]
     expected = torch.autograd.grad(_model(*plain).square().mean(), plain)
 
@@ -358,7 +358,7 @@ def test_a_model_unchanged(method, again):
 
 
 def test_a_language_model_with_rotary_positions():
-    """As it is: its tokens, targets and tables of angles are balanced, and its attention goes round the ring."""
+    """Unmodified: its tokens, targets and rotary tables are balanced, and its attention runs on the ring."""
     config = Config(positions=12, kv_heads=2)
     inputs, targets = tokens(b=4, s=12)
     plain = gpt(config)
@@ -379,7 +379,7 @@ def test_a_language_model_with_rotary_positions():
         close(found, [loss.detach(), *[p.grad for p in plain.parameters()]])
 
 
-def test_blocks_nest_and_end():
+def test_contexts_nest_and_end():
     def program(mesh):
         q = sm.distribute_tensor(Q, mesh, SEQUENCE, src_data_rank=None)
 
@@ -402,8 +402,8 @@ def test_blocks_nest_and_end():
     assert on_mesh((2,), program) == [(True, ["permute"], ["all_to_all"] * 2, ["permute"])] * 2
 
 
-def test_what_is_not_split_is_left_to_the_rule():
-    """Queries or keys that are whole, and plain tensors."""
+def test_unsharded_operands_use_the_operator_rule():
+    """Unsharded queries or keys, and plain tensors."""
 
     def program(mesh):
         split, kept = sm.distribute_tensor(Q, mesh, SEQUENCE, src_data_rank=None), place(mesh, Q)
@@ -423,7 +423,7 @@ def test_what_is_not_split_is_left_to_the_rule():
 
 @pytest.mark.parametrize("sizes", [(7, 6), (13, 0)])
 def test_plain_parts(sizes):
-    """Each rank gives its own rows, on a mesh whose other axis has other batches; the loss is the sum of all ranks'."""
+    """Each rank passes its own rows, on a mesh whose other axis shards the batch; the loss is the sum over ranks."""
     expected = whole(Q, K, VALUE, PULL, is_causal=True)
 
     def program():
@@ -482,7 +482,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_cannot_be(name):
+def test_unsupported_arguments_raise(name):
     call, kind, words = ERRORS[name]
     assert words in same_error((2, 2), call, kind)
 
@@ -496,7 +496,7 @@ def test_two_meshes():
     assert "two meshes" in same_error((2, 2), program, ValueError)
 
 
-def test_a_block_for_another_mesh():
+def test_context_for_another_mesh():
     def program(mesh):
         with context_parallel("cp"):
             F.scaled_dot_product_attention(*_given(mesh, q=K))
@@ -509,8 +509,8 @@ def test_a_block_for_another_mesh():
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
-def test_torchs_kernel_takes_what_it_is_given():
-    """Its operators are private: their arguments are checked here, on tensors without values."""
+def test_torchs_kernel_accepts_the_arguments():
+    """Its operators are private: their arguments are checked here, on meta tensors."""
     q, k, out = (torch.empty(2, n, length, 64, dtype=torch.bfloat16, device="meta") for n, length in ((4, 256), (2, 128), (4, 256)))
     mix, lse = flash.on_cuda(q, k, k, 0.1, False)
     grads = flash.on_cuda_grads(out, q, k, k, mix, lse, 0.1, False)
@@ -521,7 +521,7 @@ def test_torchs_kernel_takes_what_it_is_given():
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_torchs_kernel_is_used(causal):
-    """Half precision on CUDA: each block by the flash kernel, forward and backward, and never the scores in memory."""
+    """Half precision on CUDA uses the flash kernel for each block, forward and backward, without storing scores."""
     length, heads, width = 256, 4, 64
     q, k, v, pull = (torch.randn(2, h, length, width, device="cuda", dtype=torch.bfloat16) for h in (heads, 2, 2, heads))
     expected = whole(*(x.double() for x in (q, k, v, pull)), is_causal=causal)

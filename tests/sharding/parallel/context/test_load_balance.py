@@ -1,4 +1,4 @@
-"""The order of a sequence over ranks: what a causal mask shows each, and balanced sequences."""
+"""Sequence order over ranks: visible blocks under a causal mask, and balanced sequences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _positions(runs):
 
 @given(SIZES, st.lists(st.integers(0, 3), min_size=1, max_size=4), st.booleans(), st.data())
 def test_blocks_are_the_causal_mask(sizes, others, zigzag, data):
-    """Every pair that is seen is in one block, and no other pair in any; diagonal blocks are squares of the same positions."""
+    """Every visible pair is in exactly one block, and no other pair is in any; diagonal blocks are squares of the same positions."""
     of_q = list(balanced(sum(sizes), len(sizes))) if zigzag else contiguous(sizes)
     of_k = contiguous(others) if data.draw(st.booleans()) else of_q
     queries, keys = data.draw(st.sampled_from(of_q)), data.draw(st.sampled_from(of_k))
@@ -46,7 +46,7 @@ def test_blocks_are_the_causal_mask(sizes, others, zigzag, data):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_balanced_parts_have_the_same_work(ranks):
-    """2n + 1 pairs of pieces each, whatever the rank; of pairs of positions as many, where pieces are equally long."""
+    """2n + 1 pairs of pieces on every rank; equally many pairs of positions if pieces have equal lengths."""
     w = 3
     length, work = 2 * ranks * w, []
     everyone = [i for runs in balanced(length, ranks) for i in _positions(runs)]
@@ -58,7 +58,7 @@ def test_balanced_parts_have_the_same_work(ranks):
 
 
 @given(st.integers(0, 40), st.integers(1, 6))
-def test_balanced_parts_are_about_as_long(length, ranks):
+def test_balanced_parts_have_similar_lengths(length, ranks):
     sizes = balanced_sizes(length, ranks)
     assert sum(sizes) == length
     assert max(sizes) - min(sizes) <= 1
@@ -75,7 +75,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("shape", "spec", "axis"), CASES, ids=str)
-def test_there_and_back(shape, spec, axis):
+def test_balance_and_unbalance(shape, spec, axis):
     whole = torch.randn(3, 13, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ranks = sm.AbstractMesh(shape, ("a", "b")[: len(shape)]).size(axis)
     order = torch.tensor([i for runs in balanced(13, ranks) for i in _positions(runs)])
@@ -96,7 +96,7 @@ def test_there_and_back(shape, spec, axis):
     on_mesh(shape, program)
 
 
-def test_positions_cost_nothing():
+def test_positions_need_no_communication():
     def program(mesh):
         with collectives() as records:
             positions = balance_sequence(sm.arange(10, device_mesh=mesh), 0, "a")
@@ -117,5 +117,5 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), ERRORS)
-def test_what_cannot_be_balanced(call, kind, words):
+def test_unsupported_sequences_raise(call, kind, words):
     assert words in same_error((2, 2), call, kind)

@@ -1,4 +1,4 @@
-"""Several micro-batches: gradients sharded in each of them, or whole until the end, as the form says."""
+"""Several micro-batches: gradients are sharded in each of them or whole until the end, depending on the form."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _parts(mesh, count):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_micro_batches(form):
-    """The mean over micro-batches is that of the batch, with `accumulate_grads` and by adding up `.grad`."""
+    """The mean over micro-batches equals that of the batch, with `accumulate_grads` and by accumulating into `.grad`."""
 
     def program(mesh):
         made = FORMS[form](model(), mesh)
@@ -71,8 +71,8 @@ def test_steps_with_accumulation_and_clipping(form):
 
 
 @pytest.mark.parametrize(("form", "whole"), [("zero1", True), ("zero2", False), ("fsdp", False)])
-def test_what_is_held_between_micro_batches(form, whole):
-    """ZeRO-1 keeps whole gradients; ZeRO-2 and FSDP this rank's parts, and nothing else."""
+def test_memory_between_micro_batches(form, whole):
+    """ZeRO-1 keeps whole gradients; ZeRO-2 and FSDP only this rank's parts."""
 
     def program(mesh):
         made = FORMS[form](model(), mesh)
@@ -88,7 +88,7 @@ def test_what_is_held_between_micro_batches(form, whole):
     assert set(on_ranks((4,), program)) == {(whole, not whole)}
 
 
-def test_a_part_that_took_part_in_one_micro_batch_only():
+def test_module_used_in_one_micro_batch_only():
     def program(mesh):
         for form in ("zero1", "ddp", "fsdp"):
             made = FORMS[form](model(), mesh)

@@ -1,4 +1,4 @@
-"""Buffers while a forward runs: on the mesh of the activations, and at rest as they were."""
+"""Buffers: on the mesh of the activations during forward, and unchanged otherwise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = 4
 
 
 class _Scaled(nn.Module):
-    """Has a buffer that it reads, one that it writes in place and one that it replaces."""
+    """Reads one buffer, writes one in place and replaces one."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def test_buffers_of_a_model_with_tensor_parallelism(plan_on, inputs, split):
     on_mesh((2, 2), program)
 
 
-def test_where_no_parameter_is_split_sharded_buffers_are_plain_in_use():
+def test_sharded_buffers_are_plain_during_forward_if_no_parameter_is_sharded():
     def program(mesh):
         made = parallelize(_model(), mesh, {})
         fully_shard(made, mesh, axes=mesh.axis_names)

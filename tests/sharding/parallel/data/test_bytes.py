@@ -1,4 +1,4 @@
-"""What a step of each form communicates: calls and bytes are closed forms."""
+"""Communication of a step in each form: calls and bytes equal closed forms."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _step(made, micro_batches=1):
 
 
 def _used(shape, shard, steps=1, micro_batches=1):
-    """Calls and bytes received of each operation, in a step after the first."""
+    """Return calls and bytes received of each operation, in a step after the first."""
 
     def program(mesh):
         made = _model()
@@ -108,7 +108,7 @@ def test_a_step(form):
 
 @pytest.mark.parametrize(("reshard", "again"), [(None, BLOCKS), (True, BLOCKS), (False, 0)])
 def test_fully_shard(reshard, again):
-    """Gathered again for backward: what was let go after forward, and is needed. The outermost unit's is not: its input has no gradient."""
+    """Units freed after forward are gathered again for backward, except the outermost one: its input needs no gradient."""
     expected = _expected((UNITS + again, ALL + again * BLOCK), (UNITS, ALL), (0, 0))
     assert _used((N,), lambda m, mesh: fully_shard(m, mesh, units=_Block, reshard_after_forward=reshard)) == expected
 
@@ -123,7 +123,7 @@ def test_reshard_after_forward_to_part_of_the_mesh():
 
 
 def test_hsdp():
-    """Inside `fsdp` as fully_shard; then each rank's part of the gradients is summed over `dp`."""
+    """Within `fsdp` as fully_shard; then each rank's part of the gradients is summed over `dp`."""
     expected = {
         "all_gather": (UNITS + BLOCKS, _gathered(2, ALL + BLOCKS * BLOCK)),
         "reduce_scatter": (UNITS, _reduced(2)),
@@ -133,7 +133,7 @@ def test_hsdp():
 
 
 def test_hybrid():
-    """Parameters split over `fsdp`, the optimizer over both: one more gather over `dp` of a part, after each step."""
+    """Parameters sharded over `fsdp`, the optimizer over both: one more gather of a part over `dp` after each step."""
     expected = {
         "all_gather": (2 * UNITS + BLOCKS, _gathered(2, ALL // 2) + _gathered(2, ALL + BLOCKS * BLOCK)),
         "reduce_scatter": (UNITS, _reduced(4)),
@@ -144,7 +144,7 @@ def test_hybrid():
 
 @pytest.mark.parametrize("form", TABLE)
 def test_micro_batches(form):
-    """FSDP and ZeRO-2 sum the gradients of each; DDP and ZeRO-1 keep whole gradients and sum them once. FSDP gathers for each."""
+    """FSDP and ZeRO-2 sum gradients per micro-batch, DDP and ZeRO-1 once. FSDP gathers per micro-batch."""
     axes, gathers, reduces, sums = TABLE[form]
     times = 3
     if form == "fsdp":
@@ -157,8 +157,8 @@ def test_micro_batches(form):
     assert found == _expected(gathers, reduces, sums)
 
 
-def test_frozen_parameters_have_no_sums():
-    """A frozen base with small trained parts: the base is gathered, and only the gradients of the rest are summed."""
+def test_frozen_parameters_are_not_reduced():
+    """With a frozen base and small trained parts, the base is gathered and only the gradients of the rest are summed."""
     rank = 2
 
     class Adapted(nn.Module):
@@ -205,8 +205,8 @@ def test_evaluation_gathers_once():
     assert on_ranks((N,), program)[0] == _expected((UNITS, ALL), (0, 0), (0, 0))
 
 
-def test_uneven_rows_cost_what_the_longest_piece_does():
-    """Per unit, rows of d and f: a piece is at most one row of each longer than its share."""
+def test_uneven_rows_cost_as_much_as_the_longest_piece():
+    """Per unit, a piece exceeds its share by at most one row of d and one of f."""
     d, f, n = 5, 7, 4
 
     def program(mesh):
@@ -222,7 +222,7 @@ def test_uneven_rows_cost_what_the_longest_piece_does():
 
 
 def test_scalars_are_summed_together():
-    """A scalar cannot be split: those of all units are summed together, in one message."""
+    """A scalar cannot be sharded: those of all units are summed in one collective."""
 
     def program(mesh):
         made = nn.Sequential(*[_Scaled() for _ in range(3)]).double()
@@ -246,8 +246,8 @@ class _Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["ddp", "hsdp"])
-def test_replicated_parameters_are_summed_while_backward_goes_on(form, monkeypatch):
-    """A unit's all_reduce is launched before backward comes to the units before it, and is done when backward is."""
+def test_all_reduces_overlap_with_backward(form, monkeypatch):
+    """A unit's all_reduce is launched before backward reaches the previous units, and is done at the end of backward."""
     monkeypatch.setattr(grad_bucketing, "FIRST_BUCKET_BYTES", 1)
     monkeypatch.setattr(grad_bucketing, "BUCKET_BYTES", 1)
 
@@ -267,8 +267,8 @@ def test_replicated_parameters_are_summed_while_backward_goes_on(form, monkeypat
         assert after == UNITS
 
 
-def test_small_units_are_summed_together_without_packing(monkeypatch):
-    """The first unit alone once it has enough bytes, the others together; from the second backward on they lie in one buffer."""
+def test_small_units_share_an_all_reduce_without_copies(monkeypatch):
+    """The first unit is reduced alone once it has enough bytes, the others together; from the second backward on they share one buffer."""
     monkeypatch.setattr(grad_bucketing, "FIRST_BUCKET_BYTES", 1)
 
     def made():
@@ -296,10 +296,10 @@ def test_small_units_are_summed_together_without_packing(monkeypatch):
 
 
 @pytest.mark.parametrize("find", [False, True])
-def test_in_backward_the_next_unit_is_gathered_when_less_is_in_memory(find, monkeypatch):
-    """While the sum of a unit is under way, half way through the next unit's gradients, so that at most three buffers of units are alive.
+def test_backward_delays_the_next_gather_while_a_reduction_is_pending(find, monkeypatch):
+    """During a unit's reduction, the gather waits for half of the next unit's gradients, so that at most three unit buffers are alive.
 
-    With `find_unused_parameters` ranks may have other gradients, and gather at the beginning."""
+    With `find_unused_parameters` gradients may differ between ranks, so they gather at the start."""
     gather, put, logs = Unit.gather, GradWriter.write, {}
 
     def gathers(unit):
@@ -330,8 +330,8 @@ def test_in_backward_the_next_unit_is_gathered_when_less_is_in_memory(find, monk
         assert log == [*first, *later, "gradient of 1", "gradient of "]
 
 
-def test_units_that_change_their_order_are_summed_all_the_same(monkeypatch):
-    """What was expected to lie side by side does not: it is packed."""
+def test_units_in_a_new_order_are_reduced(monkeypatch):
+    """Gradients that are no longer adjacent are packed."""
     monkeypatch.setattr(grad_bucketing, "FIRST_BUCKET_BYTES", 1)
 
     class Shuffled(nn.Module):
@@ -364,8 +364,8 @@ def test_units_that_change_their_order_are_summed_all_the_same(monkeypatch):
         torch.testing.assert_close(found, expected)
 
 
-def test_a_penalty_on_the_parameters_beside_the_loss():
-    """What comes to a parameter around its unit, and from several forwards, is added to what the unit sums."""
+def test_penalty_on_parameters_outside_the_units():
+    """Gradients that reach a parameter outside of its unit, or from several forwards, are added to those that the unit reduces."""
 
     def program(mesh, split):
         torch.manual_seed(0)

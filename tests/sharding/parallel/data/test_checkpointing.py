@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint` around units, inside them and inside modules of theirs: right gradients, and less memory."""
+"""`torch.utils.checkpoint` around units, inside them and inside their modules: correct gradients, less memory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_gradients(form, reentrant, place):
     on_ranks((2, 2), program)
 
 
-def test_units_are_gathered_as_often_as_without():
+def test_checkpointing_needs_no_more_gathers():
     """A unit that is checkpointed is gathered once for its recomputation and its backward."""
 
     def program(mesh, place):
@@ -100,7 +100,7 @@ def test_sharded_inputs(place):
 
 
 class _Checkpointing(nn.Module):
-    """Checkpoints part of its own forward, as the layers of Hugging Face do."""
+    """Checkpoints part of its own forward, as Hugging Face layers do."""
 
     def __init__(self):
         super().__init__()

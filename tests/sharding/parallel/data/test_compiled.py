@@ -134,7 +134,7 @@ def test_gradients_equal_one_process(how, order, form):
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("how", ["block.compile()", "torch.compile(block)"])
 def test_blocks_are_full_graphs(how, order):
-    """What gathers parameters lies outside of what is compiled."""
+    """Parameters are gathered outside of the compiled graph."""
 
     def main(mesh):
         sizes = []
@@ -152,7 +152,7 @@ def test_blocks_are_full_graphs(how, order):
 
 @pytest.mark.parametrize("full", [False, True])
 def test_layers_of_torch_compiled_before(full):
-    """Dynamo skips frames of torch.nn, unless the call of the wrapped module is inlined."""
+    """Dynamo skips frames of torch.nn unless the call of the wrapped module is inlined."""
 
     def main(mesh):
         sizes = []
@@ -180,7 +180,7 @@ def test_sharded_rows_run_eagerly(how):
     on_mesh((2,), main)
 
 
-def test_fullgraph_of_the_whole_model_says_what_breaks_it():
+def test_fullgraph_of_the_whole_model_names_the_graph_break():
     def main(mesh):
         made = torch.compile(fully_shard(model(), mesh, units=Block), backend="eager", fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="fully_shard and data_parallel gather a unit's parameters here"):
@@ -190,7 +190,7 @@ def test_fullgraph_of_the_whole_model_says_what_breaks_it():
 
 
 def test_gathered_parameters_are_not_kept_for_backward():
-    """AOTAutograd saves what autograd would: places in the gathered buffers."""
+    """AOTAutograd saves what autograd would: references into the gathered buffers."""
 
     def main(mesh):
         made = _in_place(fully_shard(model(), mesh, units=Block), "aot_eager", True)
@@ -215,7 +215,7 @@ def test_a_compiled_block_after_an_exception():
     on_mesh((2,), main)
 
 
-def test_copies_of_compiled_models_are_compiled_no_more():
+def test_copies_of_compiled_models_are_not_compiled():
     def main(mesh):
         made = _in_place(fully_shard(model(), mesh, units=Block), "eager", True)
         check_steps(copy.deepcopy(made), mesh, "plain", steps=2)

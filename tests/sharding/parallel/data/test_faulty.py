@@ -1,4 +1,4 @@
-"""Exceptions anywhere in a step leave the model as it was: parameters at rest, and the next step is right."""
+"""Exceptions anywhere in a step leave the model sharded, and the next step is correct."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _one_failure(mesh, form, place, where, kind, sharded):
 @pytest.mark.parametrize("where", [_in_forward, _in_backward])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", SOME)
-def test_the_next_step_is_right(form, kind, where):
+def test_next_step_is_correct(form, kind, where):
     on_ranks((2, 2), _one_failure, form, "blocks.0.b" if form == "fsdp" else "norm", where, kind, form == "fsdp")
 
 
@@ -74,7 +74,7 @@ def _all_failures(form):
 
 
 @pytest.mark.parametrize("form", ["ddp", "fsdp"])
-def test_the_next_step_is_right_on_processes(world4, form):
+def test_next_step_is_correct_on_processes(world4, form):
     world4(_all_failures, form)
 
 
@@ -95,7 +95,7 @@ def test_an_interrupt_in_a_hook_of_the_outermost_module():
 
 @pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp"])
 def test_a_failed_micro_batch(form):
-    """What `accumulate_grads` had when an exception left it is not added to the gradients of the next block, once they are cleared."""
+    """Gradients in `accumulate_grads` when an exception leaves it are not added to those of the next block after zero_grad."""
 
     def program(mesh):
         made = FORMS[form](model(), mesh)
@@ -121,7 +121,7 @@ def test_a_failed_micro_batch(form):
 
 
 def _partly(m, tokens=None, targets=None, there=True):
-    """A block of which only `a` takes part, on this rank."""
+    """Run a block that uses only `a` on this rank."""
     block = m.blocks[1]
     if not there:
         block.forward = lambda x: x + block.a(x).sum(-1, keepdim=True)
@@ -139,7 +139,7 @@ def test_unused_on_all_ranks(form):
 
 
 @pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp"])
-def test_unused_on_one_rank_is_an_error_that_names_it(form):
+def test_parameter_unused_on_one_rank_raises(form):
     def program(mesh):
         made = FORMS[form](model(), mesh)
         with pytest.raises(sm.errors.CollectiveMismatchError) as caught:
@@ -155,7 +155,7 @@ def test_unused_on_one_rank_is_an_error_that_names_it(form):
 
 @pytest.mark.parametrize("form", SOME)
 def test_find_unused_parameters(form):
-    """On the rank where a parameter took no part its gradient counts as zero."""
+    """On a rank that did not use a parameter, its gradient counts as zero."""
 
     def program(mesh):
         made = FORMS[form](model(), mesh, find_unused_parameters=True)
@@ -179,8 +179,8 @@ def test_find_unused_parameters(form):
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_whole_units_left_out_on_some_ranks(accumulate):
-    """With find_unused_parameters, where parameters are whole on each rank."""
+def test_units_skipped_on_some_ranks(accumulate):
+    """With find_unused_parameters and parameters that are whole on each rank."""
 
     def skipped(rank):
         return (rank % 2,) if rank < 3 else (0, 1)
@@ -202,7 +202,7 @@ def test_whole_units_left_out_on_some_ranks(accumulate):
 
 
 @pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp"])
-def test_a_unit_left_out_on_one_rank_is_an_error(form):
+def test_unit_skipped_on_one_rank_raises(form):
     def program(mesh):
         made = FORMS[form](model(), mesh)
         with pytest.raises(sm.errors.CollectiveMismatchError) as caught:
@@ -216,7 +216,7 @@ def test_a_unit_left_out_on_one_rank_is_an_error(form):
 @pytest.mark.parametrize("find", [False, True])
 @pytest.mark.parametrize("form", SOME)
 def test_frozen_parameters(form, find):
-    """They get no gradient, in accumulation and where unused ones count as zero neither, and are not called unused."""
+    """They get no gradient, also with accumulation or find_unused_parameters, and are not reported as unused."""
 
     def frozen():
         made = model()
@@ -268,7 +268,7 @@ def test_parameters_tied_across_units(form):
     on_ranks((4,), program)
 
 
-def test_a_tie_across_calls_is_refused():
+def test_tie_across_calls_raises():
     def program(mesh):
         made = _tied_blocks()
         fully_shard(made.blocks[0], mesh)
@@ -278,7 +278,7 @@ def test_a_tie_across_calls_is_refused():
     on_ranks((2,), program)
 
 
-def test_ignored_parameters_stay():
+def test_ignored_parameters_are_unchanged():
     def program(mesh):
         plain = model()
         kept = [plain.blocks[0].a.weight]

@@ -1,4 +1,4 @@
-"""Every form of data parallelism trains as one process does, and its gradients are those of one process."""
+"""Every form of data parallelism has the losses and gradients of one process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CASES = [
 
 @pytest.mark.one_in(2, each=["form"])
 @pytest.mark.parametrize(("form", "shape", "even", "sharded"), CASES)
-def test_twenty_steps_are_those_of_one_process(form, shape, even, sharded):
+def test_twenty_steps_equal_one_process(form, shape, even, sharded):
     losses, parameters = _reference(even)
 
     def program(mesh):
@@ -115,7 +115,7 @@ def test_parameters_gradients_and_state_are_sharded_tensors(form):
 
 
 def test_more_ranks_than_rows():
-    """Ranks that hold nothing of a unit take part all the same."""
+    """Ranks without a part of a unit still take part in its collectives."""
 
     def program(mesh):
         made = fully_shard(nn.Linear(3, 2, dtype=torch.float64), mesh)
@@ -197,7 +197,7 @@ WRITES = [_write_in_place, _write_data, _assign_data, _load, _load_assign, _step
 
 @pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp, kept", "hybrid"])
 def test_values_written_between_forwards_are_used(form):
-    """No whole parameter that was gathered before is used after: by an optimizer of any kind, by `.data`, by loading."""
+    """Gathered parameters are not reused after a write by an optimizer, through `.data`, or by loading."""
 
     def program(mesh):
         made, reference = FORMS[form](model(), mesh), model()
@@ -215,7 +215,7 @@ def test_values_written_between_forwards_are_used(form):
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_ranks_without_a_part_know_that_values_were_written(write):
+def test_ranks_without_a_part_notice_writes(write):
     def program(mesh):
         made, reference = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
         reference.load_state_dict(made.state_dict())
@@ -309,7 +309,7 @@ def test_gradients_of_gradients(form):
 
 
 @pytest.mark.parametrize("form", ["ddp", "fsdp"])
-def test_a_copy_is_a_model_of_its_own(form):
+def test_deepcopy_is_independent(form):
     def program(mesh):
         made = FORMS[form](model(), mesh)
         copied = copy.deepcopy(made)
@@ -371,7 +371,7 @@ def test_modules_inside_a_unit_called_directly(form):
 
 
 class _Many(nn.Module):
-    """Several inputs, one by name, and several outputs in a dictionary, one of which nobody uses."""
+    """Several inputs, one by keyword, and several outputs in a dictionary, one of which is unused."""
 
     def __init__(self):
         super().__init__()
@@ -431,7 +431,7 @@ def test_hooks_that_step_in_backward(form):
 
 @pytest.mark.parametrize("form", ["ddp", "fsdp"])
 def test_parametrizations(form):
-    """Parameters that modules compute others from, such as those of weight_norm."""
+    """Parameters from which modules compute others, such as those of weight_norm."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 7)), nn.Linear(7, 3)).double()
     x = torch.randn(8, 5, dtype=torch.float64)
@@ -474,7 +474,7 @@ def test_ways_to_name_units(units):
         (lambda m, mesh: fully_shard(fully_shard(m, mesh), mesh), r"Model is a unit already"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, text):
+def test_invalid_arguments_raise(call, text):
     def program(mesh):
         made = model()
         with sm.debug.comm_budget() as used, pytest.raises(ValueError, match=text) as caught:
@@ -485,7 +485,7 @@ def test_what_does_not_fit_is_refused(call, text):
     assert len(set(on_ranks((2, 2), program))) == 1
 
 
-def test_an_input_on_another_mesh_is_refused():
+def test_input_on_another_mesh_raises():
     def program(mesh):
         made = FORMS["fsdp"](model(), mesh)
         other = sm.DeviceMesh(mesh.device_type, [1, 0], axis_names=("x",))
@@ -527,7 +527,7 @@ def test_policies_of_torch():
     on_ranks((2,), program)
 
 
-def test_offloading_on_a_mesh_of_cpus_changes_nothing():
+def test_offloading_on_a_cpu_mesh_is_a_no_op():
     def program(mesh):
         found = []
         for policy in (CPUOffloadPolicy(), None):
@@ -540,7 +540,7 @@ def test_offloading_on_a_mesh_of_cpus_changes_nothing():
     on_ranks((4,), program)
 
 
-def test_offloading_replicated_parameters_is_refused():
+def test_offloading_replicated_parameters_raises():
     def program(mesh):
         with pytest.raises(ValueError, match=r"replicated over \['dp'\] of .*; split over all axes, axes=\('dp', 'fsdp'\)"):
             fully_shard(model(), mesh, offload_policy=CPUOffloadPolicy())
@@ -550,7 +550,7 @@ def test_offloading_replicated_parameters_is_refused():
 
 @pytest.mark.parametrize(("layer", "argument"), [(fully_shard, "axes"), (data_parallel, "parameter")])
 @pytest.mark.parametrize("axes", ["dp", ("dp", "fsdp")])
-def test_axes_in_the_place_of_the_mesh(layer, argument, axes):
+def test_axes_passed_as_mesh_raise(layer, argument, axes):
     with pytest.raises(TypeError, match="the second argument is the mesh") as error:
         layer(nn.Linear(2, 2), axes)
     assert f"write {layer.__name__}(module, mesh, {argument}={axes!r})" in str(error.value)

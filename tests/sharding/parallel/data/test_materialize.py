@@ -1,4 +1,4 @@
-"""Models made on "meta": their initial values do not depend on the mesh or on how they are split."""
+"""Models built on "meta": their initial values do not depend on the mesh or the sharding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.sharding.parallel.data.training import FORMS, Block, Model, batch, lo
 
 
 class _Scaled(nn.Module):
-    """Owns a parameter and a buffer, and knows no initial values."""
+    """Has a parameter and a buffer, but no initializer."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ def test_values_are_the_same_on_every_mesh():
             assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
-def test_it_trains_and_the_parts_lie_where_they_are_gathered_from():
+def test_materialized_parts_are_views_of_the_flat_buffer():
     def program(mesh):
         made = materialize(fully_shard(_made(), mesh, units=Block))
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
@@ -89,7 +89,7 @@ def test_tied_parameters_stay_tied():
     on_ranks((2,), program)
 
 
-def test_an_initialiser():
+def test_custom_initializer():
     def program(mesh):
         made = fully_shard(nn.Sequential(_on_meta(_Scaled), nn.LayerNorm(3, device="meta")), mesh)
         materialize(made, lambda module: [x.fill_(2.0) for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))])
@@ -131,7 +131,7 @@ def test_errors_name_the_modules():
 
 
 class _HasMany(nn.Module):
-    """Initialises the modules inside, and then its own parts, as models of Hugging Face do."""
+    """Initializes its submodules and then its own parameters, as Hugging Face models do."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ class _HasMany(nn.Module):
 
 
 @pytest.mark.parametrize("shard", ["fully_shard", "parallelize"])
-def test_what_a_model_initialises_its_modules_with(shard):
+def test_models_own_initializer(shard):
     def program(mesh):
         made = nn.Sequential(_on_meta(_HasMany), _on_meta(lambda: nn.LayerNorm(3)))
         plan = {"0.inner": colwise()}
@@ -168,13 +168,13 @@ def test_what_a_model_initialises_its_modules_with(shard):
 
 
 class _Forgets(nn.Linear):
-    """Does not initialise its bias."""
+    """Does not initialize its bias."""
 
     def reset_parameters(self):
         nn.init.ones_(self.weight)
 
 
-def test_what_no_initialiser_writes_is_an_error():
+def test_uninitialized_tensor_raises():
     def program(mesh):
         made = fully_shard(nn.Sequential(_Forgets(3, 2, device="meta")), mesh)
         with pytest.raises(ValueError, match=r"no initialiser writes 0\.bias, which were on meta"):

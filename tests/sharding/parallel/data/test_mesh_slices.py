@@ -1,4 +1,4 @@
-"""Tensor parallelism on one slice of a mesh, data parallelism on another one, as torch's callers write it."""
+"""Tensor parallelism on one slice of a mesh and data parallelism on another, as with torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_slices_of_one_mesh(form):
 
 
 @every_rank(2, 2)
-def test_meshes_that_are_slices_of_no_common_one(mesh):
+def test_unrelated_meshes_raise(mesh):
     made = sm.compat.parallelize_module(make(), mesh["b"], PLAN)
     other = sm.DeviceMesh(mesh.device_type, [[0, 1], [2, 3]], axis_names=("x", "y"))["x"]
     with pytest.raises(ValueError, match="pass the mesh that has the axes of both"):

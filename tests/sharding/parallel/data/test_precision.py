@@ -1,4 +1,4 @@
-"""Dtypes: what is gathered, computed and summed in which, against the same steps by hand."""
+"""Dtypes of gathers, computation and reductions, compared with the same steps by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _model():
 
 
 def _by_hand(param_dtype, reduce_dtype):
-    """Each rank's gradients in `param_dtype`, summed in `reduce_dtype`, in float32 for the optimizer."""
+    """Compute each rank's gradients in `param_dtype`, sum them in `reduce_dtype`, and return them in float32."""
     total = None
     for part in X.chunk(N):
         made = _model().to(param_dtype)
@@ -48,7 +48,7 @@ def _found(policy, shard=fully_shard, **options):
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.float64])
 def test_gathered_in_bfloat16_and_summed_in_float32(reduce_dtype):
-    """The only rounding is that of each rank's own computation in bfloat16."""
+    """The only rounding is that of each rank's computation in bfloat16."""
     expected = _by_hand(torch.bfloat16, torch.float64)
     for found in _found(MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)):
         _close(found, expected, 1e-6)
@@ -69,7 +69,7 @@ def test_zero1():
 
 
 def test_sums_in_float16_do_not_overflow():
-    """Each rank's gradient is scaled before the sum: four of 40000 would not fit, their mean does."""
+    """Each rank's gradient is scaled before the sum: the sum of four times 40000 would overflow, the mean does not."""
 
     def program(mesh):
         made = fully_shard(nn.Linear(2, 2, bias=False), mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
@@ -81,7 +81,7 @@ def test_sums_in_float16_do_not_overflow():
 
 
 class _Sees(nn.Module):
-    """Returns what it got, and the dtype of its parameter."""
+    """Returns its input and the dtype of its parameter."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ def test_inputs_and_outputs(cast):
     on_ranks((2,), program)
 
 
-def test_training_in_bfloat16_is_near_training_in_float32():
+def test_training_in_bfloat16_is_close_to_float32():
     def train(made, x, steps=15):
         optimizer, losses = torch.optim.AdamW(made.parameters(), lr=1e-2), []
         for _ in range(steps):
@@ -128,8 +128,8 @@ def test_training_in_bfloat16_is_near_training_in_float32():
     assert found[-1] < 0.6 * found[0]
 
 
-def test_quantised_transport():
-    """8-bit gathers and sums: near, and a quarter of the bytes of float32 and the scales."""
+def test_quantized_transport():
+    """8-bit gathers and sums are close, with a quarter of the bytes of float32 plus the scales."""
 
     def program(mesh):
         torch.manual_seed(0)

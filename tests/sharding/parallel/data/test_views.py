@@ -1,4 +1,4 @@
-"""Where values lie: gathered parameters and gradients are views, what is held is what must be, and nothing outlives its use."""
+"""Memory: gathered parameters and gradients are views, only what is needed is held, and nothing outlives its use."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_parameters_in_use_are_views_of_one_buffer():
     on_ranks((4,), program)
 
 
-def test_parameters_at_rest_and_their_gradients_are_views_of_one_piece():
+def test_sharded_parameters_and_gradients_are_views_of_one_buffer():
     def program(mesh):
         made = fully_shard(model(), mesh, units=Block)
         loss_of(made, *batch(mesh, False)).backward()
@@ -81,7 +81,7 @@ def _copied_by_gathering():
 
 
 def test_gathering_copies_nothing(world4):
-    """The pieces are sent from where they lie and received where they are used."""
+    """Pieces are sent from parameter storage and received into the gathered buffer."""
     assert world4(_copied_by_gathering) == [0] * 4
 
 
@@ -93,7 +93,7 @@ def _copied_by_summing():
 
 
 def test_summing_copies_each_gradient_once(world4):
-    """Autograd makes a gradient where it likes; it is copied into its place in the buffer, and from there nothing is."""
+    """A gradient is copied once, from autograd's memory into the reduction buffer."""
     assert max(world4(_copied_by_summing)) <= LAYERS * D * D
 
 
@@ -106,7 +106,7 @@ def _whole_buffers(made):
 
 @pytest.mark.parametrize("directly", [False, True])
 def test_at_most_two_units_are_whole(directly):
-    """The one that runs and the next one, forward and backward, also where the layers are called one by one."""
+    """The current unit and the next one, forward and backward, also if the layers are called one by one."""
 
     def program(mesh):
         made, seen = fully_shard(_layers(), mesh, units=nn.Linear), {"forward": [], "backward": []}
@@ -129,7 +129,7 @@ def test_at_most_two_units_are_whole(directly):
 
 
 class _Live(TorchDispatchMode):
-    """The most bytes that large storages made inside hold at once."""
+    """Tracks the peak bytes of large storages allocated inside."""
 
     def __init__(self):
         super().__init__()
@@ -168,7 +168,7 @@ def _peak(layers, reshard_after_forward=True):
 
 
 def test_peak_memory(world4):
-    """Whatever is still under way when: each rank's part of all gradients, two units gathered and a third that has just been let go, the
+    """At most: each rank's part of all gradients, two units gathered and a third that has just been freed, the
     gradients of one, and two sums: the buffer that is summed, what has arrived of it and the part that stays. With whole parameters
     kept it is all units gathered."""
     layers, unit = 12, D * D * 4
@@ -207,7 +207,7 @@ def test_a_forward_without_backward_leaves_nothing():
     assert on_ranks((2,), program) == [0, 0]
 
 
-def test_the_model_can_go():
+def test_model_is_freed():
     def program(mesh):
         made = fully_shard(_layers(), mesh, units=nn.Linear)
         made(torch.ones(1, D)).sum().backward()
@@ -223,7 +223,7 @@ def test_the_model_can_go():
 
 
 def _gathers(program):
-    """The paths of the units, in the order in which their gathers are launched."""
+    """Return the paths of the units, in the order in which their gathers are launched."""
 
     def rank(mesh):
         made = fully_shard(model(blocks=3), mesh, units=Block)
@@ -253,7 +253,7 @@ def _steps(made, mesh, order, *skips):
 
 
 def test_each_unit_is_gathered_while_the_one_before_runs():
-    """Forward: in the order of the modules, the first time too. Backward: the other way round."""
+    """Forward: in module order, also in the first step. Backward: in reverse."""
 
     def program(made, mesh, order):
         seen = []
@@ -268,7 +268,7 @@ def test_each_unit_is_gathered_while_the_one_before_runs():
 
 
 def test_units_that_are_skipped():
-    """The order of the last forward is what is expected of the next; a wrong guess costs a gather, never a wrong value."""
+    """The previous forward predicts the order of the next; a wrong prediction costs a gather, never a wrong value."""
     found = _gathers(lambda made, mesh, order: _steps(made, mesh, order, (), (1,), (1,)))
     assert found[1][0].count("blocks.1") == 1
     assert found[1][1] == ["blocks.2", "blocks.0"]
@@ -291,8 +291,8 @@ def test_a_unit_called_twice_in_a_forward():
 @pytest.mark.parametrize("spec", [P("tp"), P(None, "tp")])
 @pytest.mark.parametrize("on", ["mesh", "part"])
 @pytest.mark.parametrize("sharded", [True, False])
-def test_parameters_split_over_another_axis(spec, on, sharded):
-    """They stay split over it while they are used: only the ranks of `dp` gather, and the gradients are those of one process."""
+def test_parameters_sharded_over_another_axis(spec, on, sharded):
+    """They stay sharded over it during use: only the ranks of `dp` gather, and gradients equal those of one process."""
     torch.manual_seed(0)
     whole, x = nn.Linear(5, 7, bias=False).double(), torch.randn(8, 5, dtype=torch.float64)
     whole(x).square().mean().backward()

@@ -1,4 +1,4 @@
-"""A small model, the forms of data parallelism, and training it in one process and on a mesh: what the tests compare.
+"""A small model, the forms of data parallelism, and training in one process and on a mesh, for comparison.
 
 Sizes are uneven for every mesh unless `even`; there is a norm, a bias, a scalar and a buffer among the parameters.
 """
@@ -54,7 +54,7 @@ class Model(nn.Module):
 
 
 def model(even: bool = False, **sizes: int) -> Model:
-    """The model with the same values each time, in float64."""
+    """Return the model in float64, with the same values each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = Model(**({"d": 8, "f": 16, "vocabulary": 16} if even else {}) | sizes).double()
@@ -71,7 +71,7 @@ TOKENS, TARGETS = _numbers(1), _numbers(2)
 
 
 def loss_of(made: nn.Module, tokens: Any = TOKENS, targets: Any = TARGETS, **options: Any) -> Any:
-    """The mean cross entropy."""
+    """Return the mean cross entropy."""
     return F.cross_entropy(made(tokens, **options).flatten(0, 1), targets.flatten())
 
 
@@ -91,7 +91,7 @@ def _one_by_one(m: Any, mesh: sm.DeviceMesh, **options: Any) -> nn.Module:
 
 
 def _placed(**wanted: Any) -> Shard:
-    """The general form; "all" for all axes of the mesh."""
+    """Apply the general form; "all" stands for all axes of the mesh."""
 
     def shard(m: nn.Module, mesh: sm.DeviceMesh, **options: Any) -> nn.Module:
         axes = {what: mesh.axis_names if over == "all" else over for what, over in wanted.items()}
@@ -117,7 +117,7 @@ def mesh_of(*shape: int) -> sm.DeviceMesh:
 
 
 def on_ranks(shape: Sequence[int], program: Callable[..., Any], *args: Any) -> list[Any]:
-    """`program(mesh, *args)` on every rank of a simulated mesh."""
+    """Run `program(mesh, *args)` on every rank of a simulated mesh."""
 
     def rank() -> Any:
         with made_here():
@@ -127,12 +127,12 @@ def on_ranks(shape: Sequence[int], program: Callable[..., Any], *args: Any) -> l
 
 
 def mine(mesh: sm.DeviceMesh, x: Tensor) -> Tensor:
-    """This rank's part of a batch."""
+    """Return this rank's part of a batch."""
     return x.chunk(mesh.size())[mesh.get_rank()]
 
 
 def batch(mesh: sm.DeviceMesh, sharded: bool) -> tuple[Any, Any]:
-    """Tokens and targets: this rank's part of them, or sharded tensors."""
+    """Return tokens and targets: this rank's part of them, or sharded tensors."""
     if not sharded:
         return mine(mesh, TOKENS), mine(mesh, TARGETS)
     return tuple(sm.distribute_tensor(x, mesh, P(mesh.axis_names), src_data_rank=None) for x in (TOKENS, TARGETS))  # type: ignore[return-value]
@@ -151,14 +151,14 @@ def gradients(made: nn.Module) -> dict[str, Tensor | None]:
 
 
 def reference_gradients(loss: Callable[[Any], Tensor] = loss_of, made: nn.Module | None = None) -> dict[str, Tensor | None]:
-    """The gradients in one process."""
+    """Return the gradients in one process."""
     made = copy.deepcopy(made) if made is not None else model()
     loss(made).backward()
     return gradients(made)
 
 
 def same(actual: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-12) -> None:
-    """The tensors of two dictionaries are equal, up to rounding; None only where the other is."""
+    """Check that the tensors of two dictionaries are equal up to rounding, with None in the same places."""
     assert actual.keys() == expected.keys()
     for name, x in expected.items():
         assert (x is None) == (actual[name] is None), name
@@ -167,6 +167,6 @@ def same(actual: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e
 
 
 def check_gradients(made: nn.Module, mesh: sm.DeviceMesh, loss: Callable[..., Any] = loss_of, of: nn.Module | None = None) -> None:
-    """Backward of this rank's part of the batch gives the gradients of one process."""
+    """Check that backward of this rank's part of the batch gives the gradients of one process."""
     loss(made, *batch(mesh, False)).backward()
     same(gradients(made), reference_gradients(loss, of))

@@ -1,4 +1,4 @@
-"""Mixtures of experts on meshes, against one process."""
+"""Mixtures of experts on meshes, compared with one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def expert(rows, params):
 
 
 def kept(experts, count, capacity):
-    """Which choices [... k] experts take, one after the other: the rule, as it is written."""
+    """Return which choices [... k] the experts accept, one after the other: a literal implementation of the rule."""
     flat = experts.reshape(-1, experts.shape[-1])
     keep, taken = torch.ones_like(flat, dtype=torch.bool), [0] * count
     limit = math.inf if capacity is None else math.ceil(capacity * flat.numel() / count)
@@ -49,7 +49,7 @@ def kept(experts, count, capacity):
 
 
 def dense(x, router, up, down, capacity):
-    """Every expert works on every token; what was not chosen, or dropped, counts nothing."""
+    """Apply every expert to every token, with weight zero where it was not chosen or the token was dropped."""
     logits = x @ router + UNPOPULAR
     experts, weights = top_k_routing(logits, K)
     made = torch.stack([expert(x, {"up": u, "down": d}) for u, d in zip(up, down, strict=True)], -2)
@@ -106,7 +106,7 @@ CASES = {
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("capacity", [None, 1.0, 0.4])
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_the_dense_mixture(case, capacity):
+def test_equals_the_dense_mixture(case, capacity):
     shape, of_x, of_params, axis = CASES[case]
     wanted = expected(capacity)
     for found in on_mesh(shape, lambda mesh: ours(mesh, of_x, of_params, capacity, axis)):
@@ -121,8 +121,8 @@ def test_ranks_in_any_order():
     sm.simulate(4)(program)()
 
 
-def test_something_is_dropped():
-    """So that the test above says something."""
+def test_capacity_drops_tokens():
+    """Ensures that the test above is not trivial."""
     experts = top_k_routing(X @ ROUTER + UNPOPULAR, K).experts
     dropped = [int((~kept(experts, COUNT, capacity)).sum()) for capacity in (None, 1.0, 0.4)]
     assert dropped[0] == 0 < dropped[1] < dropped[2] < experts.numel()
@@ -145,7 +145,7 @@ def test_on_processes(world4):
     count=st.integers(3, 7), capacity=st.sampled_from([0.3, 0.7, 1.0, 1.6]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_the_same_tokens_are_dropped_on_every_mesh(shape, dims, of, k, count, capacity, seed):
-    """Experts that count: what comes back tells which choices were taken, by which expert."""
+    """The experts return identifying numbers, so the output shows which choices were accepted by which expert."""
     random = torch.Generator().manual_seed(seed)
     lead = torch.randint(1, 6, (dims,), generator=random).tolist()
     experts = torch.rand(*lead, count, generator=random).pow(3).topk(k).indices
@@ -167,7 +167,7 @@ def test_the_same_tokens_are_dropped_on_every_mesh(shape, dims, of, k, count, ca
 
 
 def _moved(capacity):
-    """By rank: what moves forward and backward, and how many rows leave it and how many come."""
+    """Return, by rank, the communication of forward and backward, and the number of rows sent and received."""
     experts = torch.tensor([[0, 2], [0, 1], [3, 0], [0, 2], [1, 0], [2, 0], [0, 1], [0, 3]])  # 8 tokens, 2 on each of 4 ranks
     keep = kept(experts, 4, capacity)
 
@@ -190,7 +190,7 @@ def _moved(capacity):
 
 
 @pytest.mark.parametrize(("capacity", "numbers"), [(None, 4 + 1), (0.75, 2 * (4 + 1))])
-def test_what_moves(capacity, numbers):
+def test_bytes_of_dispatch_and_combine(capacity, numbers):
     """One exchange of counts (a number for each expert, and for none that there is; with a capacity for each choice), one of rows
     there, one back; the same two backward. Exactly the rows that go to other ranks travel."""
     for ((ops, moved), (back_ops, moved_back)), away, coming in _moved(capacity):
@@ -201,8 +201,8 @@ def test_what_moves(capacity, numbers):
         assert moved_back == [back[::-1], there[::-1]]
 
 
-def test_nobody_waits_for_a_loss_that_moves_little():
-    """Two reductions of as many numbers as there are experts; nothing in backward but the router's gradient."""
+def test_load_balance_loss_communicates_little():
+    """Two reductions of one number per expert; in backward only the router's gradient."""
 
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a"), src_data_rank=None)
@@ -221,7 +221,7 @@ def test_nobody_waits_for_a_loss_that_moves_little():
         assert backward == 2 * 2 * D * COUNT * 8 // 3
 
 
-def test_the_loss_is_one_where_all_get_as_much():
+def test_loss_is_one_for_balanced_experts():
     even = torch.arange(8).view(8, 1) % 4
 
     def program(mesh):
@@ -303,8 +303,8 @@ def test_experts_train_as_in_one_process(shape, spec):
     assert wanted[-1] < wanted[0]
 
 
-def test_experts_split_further_by_data_parallelism():
-    """Each rank keeps a part of its experts' parameters between uses; router and experts train as in one process."""
+def test_experts_sharded_further_by_data_parallelism():
+    """Each rank stores a part of its experts' parameters between uses; training equals one process."""
     layer, _ = _layer()
     wanted = _trained(layer, X)
 
@@ -353,7 +353,7 @@ def test_plain_tokens(sizes, capacity):
         ([nn.BatchNorm1d(2)], "buffers ['running_mean'"),
     ],
 )
-def test_modules_that_are_not_alike(modules, words):
+def test_modules_that_differ_raise(modules, words):
     assert words in same_error((2,), lambda mesh: Experts(modules, mesh, axis="a"), ValueError)
 
 
@@ -402,7 +402,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_cannot_be(name):
+def test_unsupported_arguments_raise(name):
     call, kind, words = ERRORS[name]
     assert words in same_error((2,), call, kind)
 
@@ -418,8 +418,8 @@ def test_an_expert_that_mixes_rows():
 
 
 @pytest.mark.parametrize("capacity", [None, 1.0])
-def test_a_choice_that_is_no_expert(capacity):
-    """Found on one rank, told by all."""
+def test_invalid_expert_index_raises(capacity):
+    """Found on one rank, raised on all."""
     experts = torch.zeros(B, S, K, dtype=torch.int64)
     experts[1, 4, 0], experts[2, 4, 1] = COUNT, -1
     text = same_error((3,), lambda mesh: _call(mesh, experts=experts, capacity=capacity), ValueError, silent=False)

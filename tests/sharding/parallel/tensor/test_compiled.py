@@ -1,4 +1,4 @@
-"""`torch.compile` of models spread by tensor parallelism."""
+"""`torch.compile` of models with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def fresh_dynamo():
 @pytest.mark.parametrize(("how", "order"), [("block.compile()", "before"), *((how, "after") for how in HOW)])
 @pytest.mark.parametrize("styles", [_torch_styles, _by_pattern])
 def test_gradients_equal_one_process(styles, how, order, backend):
-    """`torch.compile(module)` before would be another module, under other names than the plan's."""
+    """`torch.compile(module)` beforehand would be another module, whose paths do not match the plan."""
 
     def main(mesh):
         made, plain = model(), model()
@@ -93,7 +93,7 @@ def test_gradients_equal_one_process(styles, how, order, backend):
 
 
 @pytest.mark.parametrize("styles", [_torch_styles, _by_pattern])
-def test_fullgraph_says_what_breaks_it(styles):
+def test_fullgraph_names_the_graph_break(styles):
     def main(mesh):
         made = styles(model(), mesh)
         made[0].compile(backend="eager", fullgraph=True)

@@ -1,4 +1,4 @@
-"""The strings of Hugging Face's plans: how parameters lie by them, and what models compute."""
+"""The strings of Hugging Face's plans: the layouts of parameters, and the outputs of models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Attention(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Gate and up in one parameter, as Mixtral has them."""
+    """Gate and up in one parameter, as in Mixtral."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ def _model():
 
 @pytest.mark.parametrize("plan", ["auto", "own", "mixed"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_with_a_plan_of_its_own(plan, tied):
+def test_model_with_its_own_plan(plan, tied):
     def made():
         model = _model()
         if tied:

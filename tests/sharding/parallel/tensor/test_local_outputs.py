@@ -38,7 +38,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Four heads, one of each rank, on plain tensors."""
+    """Four heads, one per rank, on plain tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ X = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().ma
 
 
 def seeded(make):
-    """The same values everywhere."""
+    """Return the module with the same values on every rank."""
     torch.manual_seed(0)
     return make().to(DEVICE)
 
@@ -106,7 +106,7 @@ def whole(x):
 
 
 def step(model, x):
-    """What forward and backward move; loss and gradients."""
+    """Return the communication of forward and backward, the loss and the gradients."""
     with collectives() as forward:
         loss = model(x).square().mean()
     with collectives() as backward:
@@ -140,7 +140,7 @@ def test_calls_of_four_blocks(residual, input_grad):
 
 
 def test_calls_of_a_transformer():
-    """Forward: embedding, attention and MLP of two layers, and the logits. Backward: the inputs of q, k, v and up, and that of head."""
+    """Forward: embedding, attention and MLP of two layers, and the logits. Backward: the inputs of q, k, v, up and head."""
     expected = step(seeded(Transformer), TOKENS.to(DEVICE))[2]
 
     def program(mesh):
@@ -155,7 +155,7 @@ def test_calls_of_a_transformer():
     on_mesh((4,), program)
 
 
-def test_one_entry_for_q_k_and_v():
+def test_prepared_input_shared_by_q_k_and_v():
     """A prepared input of the attention, as a ShardedTensor: the gradients of q, k and v are summed before they are reduced."""
     expected = step(seeded(Transformer), TOKENS.to(DEVICE))[2]
     whole_input = sm.compat.PrepareModuleInput(input_layouts=sm.Replicate(), desired_input_layouts=sm.Replicate())
@@ -193,7 +193,7 @@ def test_no_more_calls_than_torch(world4):
 
 
 def test_accumulated_gradients():
-    """Over three backward passes, in `accumulate_grads` and without: no reduction of the biases either."""
+    """Over three backward passes, with and without `accumulate_grads`: biases are not reduced either."""
 
     def total(model, accumulating):
         with collectives() as records, sm.accumulate_grads() if accumulating else torch.enable_grad():
@@ -220,7 +220,7 @@ def test_accumulated_gradients():
 
 
 def test_second_derivatives():
-    """Of the gradient of the input, by the input and by the parameters."""
+    """Differentiate the gradient of the input by the input and by the parameters."""
 
     def second(model):
         x = X.clone().to(DEVICE).requires_grad_()
@@ -238,7 +238,7 @@ def test_second_derivatives():
 
 
 def test_a_block_inside_a_block():
-    """A parallel module whose forward calls another one, in ShardedTensors outside and plain ones inside."""
+    """A parallel module whose forward calls another one, with ShardedTensors outside and plain tensors inside."""
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -268,7 +268,7 @@ def test_a_block_inside_a_block():
     on_mesh((4,), program)
 
 
-def test_ranks_that_use_an_output_differently_are_told():
+def test_ranks_that_use_an_output_differently_raise():
     def program(mesh):
         model = sm.compat.parallelize_module(seeded(blocks), mesh, PLAN)
         with pytest.raises(RuntimeError, match="differ between the replicas"):

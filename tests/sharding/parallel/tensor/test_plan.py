@@ -1,4 +1,4 @@
-"""parallelize: a language model by plan only, against one process; what it communicates, and what it leaves."""
+"""parallelize: a language model by plan only, compared with one process; its communication, and what it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_a_step_equals_one_process(name, stream):
 
 
 @pytest.mark.parametrize(("shape", "names"), [((2, 2), ("fsdp", "tp")), ((2, 1, 2), ("dp", "fsdp", "tp")), ((2, 2), ("tp", "dp"))])
-def test_beside_a_split_batch(shape, names):
-    """Styles say nothing of the other axes: parameters lie whole along them, and activations stay split."""
+def test_with_a_sharded_batch(shape, names):
+    """Styles do not affect other axes: parameters are replicated along them, and activations stay sharded."""
     config = Config(layers=1, **UNEVEN)
     reference = expected(config, b=5, s=7)
 
@@ -62,8 +62,8 @@ def test_beside_a_split_batch(shape, names):
     on_axes(shape, names, program)
 
 
-def test_a_parameter_may_be_cut_further_over_the_data_axes():
-    """What FSDP stores: the rows of each tp part, or of the columns, cut by other axes, also unevenly; boxes, nothing strided."""
+def test_parameter_may_be_sharded_further_over_the_data_axes():
+    """As FSDP stores them: rows or columns of each tp part, sharded over other axes, also unevenly, as contiguous boxes."""
     config = Config(layers=1)
     reference = expected(config)
 
@@ -80,7 +80,7 @@ def test_a_parameter_may_be_cut_further_over_the_data_axes():
 
 
 def train(mesh_shape, names) -> list[float]:
-    """Losses of five AdamW steps, by plan on a mesh, or in one process where the mesh is None."""
+    """Return the losses of five AdamW steps, by plan on a mesh, or in one process if the mesh is None."""
     config = Config(layers=1, **UNEVEN)
     model = gpt(config).to(DEVICE)
     if mesh_shape is not None:
@@ -150,8 +150,8 @@ def test_all_reduces_of_a_step(head, count):
         assert all(r.bytes_received <= (b * s * 8 + 8) * 2 * (n - 1) // n for r in reduced[:-1])
 
 
-def test_vocabulary_parallel_embedding_and_loss_move_no_logits():
-    """Tables and logits stay split by vocabulary: what moves does not grow with it."""
+def test_vocabulary_parallel_embedding_and_loss_do_not_move_logits():
+    """Tables and logits stay sharded by vocabulary: communication does not grow with it."""
 
     def program(mesh, vocabulary):
         config = Config(layers=0, vocabulary=vocabulary)
@@ -166,7 +166,7 @@ def test_vocabulary_parallel_embedding_and_loss_move_no_logits():
     assert large[0] < 4 * 8 * 1024 * 8 // 4  # less than a rank's part of the logits alone
 
 
-def test_inputs_of_a_module_travel_together():
+def test_inputs_of_a_module_are_redistributed_together():
     class Sum(nn.Module):
         def forward(self, x, y, *, scale):
             return (x + y) * scale
@@ -184,8 +184,8 @@ def test_inputs_of_a_module_travel_together():
     on_axes((2,), ("tp",), program)
 
 
-def test_a_forward_that_makes_plain_tensors_itself():
-    """Such as positions and masks, which are the same on every rank."""
+def test_forward_that_creates_plain_tensors():
+    """Such as positions and masks, which are equal on every rank."""
 
     class Positions(nn.Module):
         def __init__(self):
@@ -211,7 +211,7 @@ def test_a_forward_that_makes_plain_tensors_itself():
 
 
 def test_from_the_source_rank_only():
-    """With src_data_rank=0, the default, what the other ranks hold does not count."""
+    """With src_data_rank=0, the default, values on other ranks are ignored."""
 
     def program(mesh):
         torch_model = nn.Linear(4, 6)
@@ -227,7 +227,7 @@ def test_from_the_source_rank_only():
 # -- what it leaves ----------------------------------------------------------------------------------------------------
 
 
-def test_everything_that_is_not_named_is_replicated():
+def test_unnamed_parameters_are_replicated():
     def program(mesh):
         model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
         model[2].weight.requires_grad_(False)
@@ -241,7 +241,7 @@ def test_everything_that_is_not_named_is_replicated():
 
 
 def test_parameters_by_pattern():
-    """A spec places one parameter of any module; a placement is one on the axis."""
+    """A spec shards one parameter of any module; a placement refers to the axis."""
 
     class Packed(nn.Module):
         def __init__(self):
@@ -264,7 +264,7 @@ def test_parameters_by_pattern():
     on_axes((2,), ("tp",), program)
 
 
-def test_meta_parameters_stay_there():
+def test_meta_parameters_stay_on_meta():
     def program(mesh):
         with torch.device("meta"):
             model = nn.Linear(4, 6)
@@ -277,7 +277,7 @@ def test_meta_parameters_stay_there():
 
 
 def test_one_axis_after_another():
-    """A second plan leaves what the first said along its axis, and does not replicate it."""
+    """A second plan keeps the sharding of the first along its axis."""
 
     def program(mesh):
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
@@ -290,7 +290,7 @@ def test_one_axis_after_another():
 
 
 def test_copies_and_state():
-    """A deep copy has the hooks, and works; a state dict knows nothing of them."""
+    """A deep copy has the hooks and works; a state dict does not contain them."""
     config = Config(layers=1)
     reference = expected(config)
 
@@ -304,7 +304,7 @@ def test_copies_and_state():
     on_axes((2,), ("tp",), program)
 
 
-def test_repr_shows_how_activations_lie():
+def test_repr_shows_layouts_of_activations():
     def program(mesh):
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4, bias=False))
         parallelize(model, mesh, {"0": colwise(), "1": prepare_inputs(P(None, "tp")), "2": rowwise(out=P("tp"))})
@@ -330,7 +330,7 @@ def test_repr_shows_how_activations_lie():
 
 
 def test_a_plain_input_on_one_axis_is_a_part():
-    """What `in_` says is what a plain tensor is taken for: whole, or this rank's part."""
+    """`in_` determines whether a plain tensor is the whole or this rank's part."""
 
     def program(mesh):
         weight, plain = torch.arange(24.0).reshape(4, 6), nn.Linear(6, 4, bias=False)

@@ -1,4 +1,4 @@
-"""parallelize: plans that are refused, on every rank alike, before anything has moved or changed."""
+"""parallelize: invalid plans raise the same error on every rank, before anything is communicated or changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.sharding.ranks import same_error
 
 
 def refused(plan, kind=ValueError, model=None, shape=(2, 2), names=("fsdp", "tp")):
-    """The error of a plan: the same on every rank, before any communication, with the model as it was."""
+    """Return the error of a plan, equal on every rank, raised before any communication, with the model unchanged."""
 
     def program(mesh):
         mesh = sm.DeviceMesh(DEVICE, mesh.ranks, axis_names=names)
@@ -46,25 +46,25 @@ def hooks_of(model):
         ("*.weights", "'*.weight'"),
     ],
 )
-def test_a_pattern_that_matches_nothing_names_near_misses(pattern, near):
+def test_unmatched_pattern_lists_similar_names(pattern, near):
     text = refused({pattern: colwise(), "*.o_proj": rowwise()})
     assert f"{pattern!r} matches no module and no parameter; near it are" in text
     assert near in text
 
 
-def test_a_pattern_like_nothing_lists_what_there_is():
+def test_unmatched_pattern_without_similar_names_lists_all():
     text = refused({"zzz": colwise()}, model=lambda: nn.Sequential(nn.Linear(4, 4)))
     near = "'zzz' matches no module and no parameter; there are '0', '0.weight', '0.bias'"
     assert text == f"the plan does not fit the model, a Sequential: {near}"
 
 
-def test_two_patterns_that_place_one_parameter_in_two_ways():
+def test_conflicting_patterns_for_a_parameter_raise():
     text = refused({"*.q_proj": colwise(), "layers.1.*.q_proj.weight": P(None, "tp")})
     assert "'layers.1.self_attn.q_proj.weight': plan['*.q_proj'] shards it as P('tp', None)" in text
     assert "plan['layers.1.*.q_proj.weight'] as P(None, 'tp')" in text
 
 
-def test_two_patterns_that_place_it_alike_are_fine():
+def test_agreeing_patterns_for_a_parameter_are_accepted():
     def program(mesh):
         model = parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": colwise(), "0.weight": P("tp")})
         assert model[0].weight.spec == P("tp", None)
@@ -72,12 +72,12 @@ def test_two_patterns_that_place_it_alike_are_fine():
     on_axes((2,), ("tp",), program)
 
 
-def test_a_tied_parameter_placed_in_two_ways():
+def test_conflicting_layouts_of_a_tied_parameter_raise():
     text = refused({"embed_tokens": rowwise(), "lm_head": rowwise()})
     assert "'embed_tokens.weight' and 'lm_head.weight' are one tied parameter" in text
 
 
-def test_two_patterns_that_lay_out_the_inputs_of_one_module():
+def test_conflicting_patterns_for_inputs_raise():
     text = refused({"*.q_proj": colwise(), "*_proj": prepare_inputs(P())})
     assert "colwise() of plan['*.q_proj'] and prepare_inputs(P()) of plan['*_proj'] both give layouts for its inputs" in text
 
@@ -137,12 +137,12 @@ def test_other_mistakes(plan, kind, says):
     assert says.replace("cpu", DEVICE) in refused(plan, kind)
 
 
-def test_an_axis_that_is_not_said():
+def test_missing_axis_raises():
     text = refused({"*.q_proj": colwise()}, names=("dp", "cp"))
     assert "colwise() has no axis=, and no axis is called 'tp'" in text
 
 
-def test_what_is_no_mesh():
+def test_invalid_mesh_raises():
     with pytest.raises(TypeError, match=r"device_mesh must be a DeviceMesh, as sm\.init_device_mesh makes it, got 'tp'"):
         parallelize(nn.Linear(4, 4), "tp", {"": colwise()})
 
@@ -151,7 +151,7 @@ def test_a_lazy_module():
     assert "has no shape before the first call" in refused({"": colwise()}, model=lambda: nn.LazyLinear(4))
 
 
-def test_parameters_that_lie_on_another_mesh():
+def test_parameters_on_another_mesh_raise():
     def program(mesh):
         model = parallelize(nn.Linear(4, 4), mesh["b"], {"": colwise()}, src_data_rank=None)
         parallelize(model, mesh, {"weight": P("a")})
@@ -169,7 +169,7 @@ def test_a_plain_input_on_a_larger_mesh():
     assert "sm.device_put(x, mesh, P('a')) for the whole tensor, sm.from_local(x, mesh, P('a'))" in text
 
 
-def test_activations_that_do_not_fit():
+def test_incompatible_activations_raise():
     def program(mesh):
         model = parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": colwise(out=P(None, None, None, "a"))}, src_data_rank=None)
         model(sm.device_put(torch.ones(2, 4), mesh, src_data_rank=None))

@@ -1,4 +1,4 @@
-"""Styles one by one: which parameters they split, what moves, and what the axes that they do not name keep."""
+"""Individual styles: which parameters they shard, what they communicate, and that other axes are unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def f64(*shape, seed=0):
 
 
 class Conv1D(nn.Module):
-    """As Hugging Face's GPT-2 has it: a linear layer whose weight is [inputs, outputs]."""
+    """Hugging Face's GPT-2 layer: a linear layer whose weight is [inputs, outputs]."""
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("make", "shape", "style", "placed", "moves"), KINDS)
 def test_a_module_by_a_style(make, shape, style, placed, moves):
-    """Result and gradients are those of one process, also where parts are uneven; what moves in forward is what the table says."""
+    """Result and gradients equal one process, also for uneven parts; communication in forward is that of the table."""
     torch.manual_seed(0)
     plain = make().double()
     x = torch.tensor([[0, 6, 3], [2, 2, 5]]) if isinstance(shape, int) else f64(*shape)
@@ -107,8 +107,8 @@ def test_bilinear():
     on_mesh((2,), program)
 
 
-def test_units_are_dealt_whole():
-    """10 heads of 4 over 4 ranks: 3 3 3 1; `view` finds them, and nothing moves until heads are summed over."""
+def test_units_are_kept_whole():
+    """10 heads of 4 over 4 ranks: 3 3 3 1; `view` keeps them, and nothing is communicated until heads are summed."""
 
     def program(mesh):
         up, down = nn.Linear(6, 40, bias=False).double(), nn.Linear(40, 6, bias=False).double()
@@ -134,7 +134,7 @@ def test_more_ranks_than_units():
 
 
 @pytest.mark.parametrize("style", [colwise(), rowwise()])
-def test_a_module_that_is_not_known(style):
+def test_unknown_module_raises(style):
     class Scale(nn.Module):
         def __init__(self):
             super().__init__()
@@ -147,13 +147,13 @@ def test_a_module_that_is_not_known(style):
     )
 
 
-def test_what_cannot_be_split_by_inputs():
+def test_modules_that_cannot_be_sharded_by_inputs_raise():
     text = same_error((2,), lambda mesh: parallelize(nn.Bilinear(3, 4, 5), mesh, {"": rowwise()}), ValueError)
     assert "rowwise() of plan[''] splits a module by its inputs, but which dims of the parameters of Bilinear" in text
     assert "not known" in same_error((2,), lambda mesh: parallelize(nn.Conv1d(4, 4, 1, groups=2), mesh, {"": colwise()}), ValueError)
 
 
-def test_shard_names_parameters_and_lays_out_activations():
+def test_shard_params_sets_layouts_of_parameters_and_activations():
     def program(mesh):
         module = nn.MultiheadAttention(4, 2, batch_first=True).double()
         style = shard_params({"in_proj_weight": ROWS, "in_proj_bias": Shard(0)}, in_=P(), out=P("a"))
@@ -172,7 +172,7 @@ def test_shard_names_parameters_and_lays_out_activations():
 
 
 class Three(nn.Module):
-    """Arguments by position, by name and in a tree; several results."""
+    """Positional, keyword and nested arguments; several results."""
 
     def forward(self, x, pair, scale=None):
         return x, (pair[0], scale)
@@ -195,7 +195,7 @@ def test_inputs_and_outputs_of_every_kind():
     on_mesh((2,), program)
 
 
-def test_a_tree_of_inputs_travels_together():
+def test_tree_of_inputs_is_redistributed_together():
     def program(mesh):
         module = parallelize(Three(), mesh, {"": prepare_inputs(None, P())})
         parts = tuple(place(mesh, f64(4, 4) + i, Shard(0)) for i in range(2))
@@ -207,7 +207,7 @@ def test_a_tree_of_inputs_travels_together():
     on_mesh((2,), program)
 
 
-def test_another_number_of_results():
+def test_wrong_number_of_results_raises():
     def program(mesh):
         parallelize(Three(), mesh, {"": prepare_outputs(P(), P(), P())})(1, (2, 3))
 
@@ -221,7 +221,7 @@ def test_another_number_of_results():
     assert "returned one int; give" in same_error((2,), alone, ValueError)
 
 
-def test_what_lies_so_already_is_not_touched():
+def test_activations_already_in_the_layout_are_returned_unchanged():
     def program(mesh):
         module = parallelize(nn.Identity(), mesh, {"": [prepare_inputs(ROWS), prepare_outputs(ROWS)]})
         x = place(mesh, f64(4, 4), Shard(0))
@@ -231,7 +231,7 @@ def test_what_lies_so_already_is_not_touched():
     on_mesh((2,), program)
 
 
-def test_an_input_on_a_mesh_without_the_axis():
+def test_input_on_a_mesh_without_the_axis_raises():
     def program(mesh):
         module = parallelize(nn.Identity(), mesh, {"": prepare_inputs(P("b"), axis="b")})
         module(place(mesh["a"], f64(4)))
@@ -239,8 +239,8 @@ def test_an_input_on_a_mesh_without_the_axis():
     assert "argument 0 is f64[4] @ P(None) on (a=2), on a mesh without the axis 'b'; place it on" in same_error((2, 2), program, ValueError)
 
 
-def test_a_plain_tensor_lies_on_the_mesh_where_the_parameters_are():
-    """On a larger mesh a plain tensor is refused, but not while the parameters lie on one of the axis alone, as gathered ones do."""
+def test_plain_tensor_uses_the_mesh_of_the_parameters():
+    """On a larger mesh a plain tensor raises, unless the parameters are on a mesh of the axis alone, as gathered ones are."""
 
     def program(mesh):
         module = parallelize(nn.Linear(4, 4), mesh, {"": colwise(axis="b")}, src_data_rank=None)
@@ -253,7 +253,7 @@ def test_a_plain_tensor_lies_on_the_mesh_where_the_parameters_are():
     on_mesh((2, 2), program)
 
 
-def test_a_style_of_ones_own():
+def test_custom_style():
     class halves(Style):
         def parameters(self, site, module):
             return {"weight": P(site.axis)}
@@ -266,7 +266,7 @@ def test_a_style_of_ones_own():
     on_mesh((2,), program)
 
 
-def test_styles_show_what_was_said():
+def test_repr_of_styles():
     assert repr(colwise()) == "colwise()"
     assert repr(rowwise(out=P(None, "tp", None), units=4)) == "rowwise(out=P(None, 'tp', None), units=4)"
     assert repr(sequence_parallel(2, out=P())) == "sequence_parallel(dim=2, out=P())"
@@ -275,7 +275,7 @@ def test_styles_show_what_was_said():
     assert repr(prepare_outputs(P())) == "prepare_outputs(P())"
 
 
-def test_what_is_no_spec():
+def test_invalid_spec_raises():
     with pytest.raises(TypeError, match=r"inputs: expected P\(...\), Shard\(dim\), Replicate\(\) or None, got 'tp'"):
         prepare_inputs("tp")
     with pytest.raises(TypeError, match="give one P"):

@@ -1,4 +1,4 @@
-"""torch's styles, ours by the same names and torch's own objects: plain tensors in and out, as torch's users have them."""
+"""torch's styles, as our classes of the same names and as torch's own objects: plain tensors in and out."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 def model():
-    """The same values everywhere."""
+    """Return the model with the same values on every rank."""
     out, generator = Model(), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in out.parameters():
@@ -67,7 +67,7 @@ def tensor_parallel(styles, shard, replicate):
 
 
 def sequence_parallel(styles, shard, replicate):
-    """As torch's tutorial does: activations between layers are plain parts of the sequence."""
+    """Return the plan of torch's tutorial: activations between layers are plain parts of the sequence."""
     return {
         "embed": styles.RowwiseParallel(input_layouts=replicate(), output_layouts=shard(1)),
         "layers.*.norm": styles.SequenceParallel(),
@@ -111,7 +111,7 @@ def test_plain_tensors_in_and_out(make, names):
 
 
 def test_uneven_sequences():
-    """7 positions over 4 ranks, which torch's own styles take for 8."""
+    """7 positions over 4 ranks, which torch's own styles treat as 8."""
     expected = step(model(), TOKENS[:, :7].to(DEVICE))
 
     def program(mesh):
@@ -240,7 +240,7 @@ def test_sequence_parallel_on_another_dim():
 
 
 def test_torch_styles_in_a_plan_of_ours_on_a_larger_mesh():
-    """With tensors that lie on the mesh they follow its other axes, as all styles do."""
+    """With tensors on the mesh they follow its other axes, as all styles do."""
     expected = step(model(), TOKENS.to(DEVICE))
 
     def program(mesh):
@@ -270,7 +270,7 @@ def test_patterns_match_part_by_part():
     on_mesh((2,), program)
 
 
-def test_one_style_is_for_the_module_itself():
+def test_single_style_applies_to_the_module_itself():
     def program(mesh):
         module = parallelize_module(nn.Linear(4, 4), mesh, torch_parallel.ColwiseParallel())
         assert module.weight.spec == P("a", None)
@@ -281,7 +281,7 @@ def test_one_style_is_for_the_module_itself():
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_a_style_of_torch_that_is_not_understood():
+def test_unsupported_torch_style_raises():
     class Special(torch_parallel.ColwiseParallel):
         pass
 
@@ -292,7 +292,7 @@ def test_a_style_of_torch_that_is_not_understood():
     assert "is not supported; supported are ColwiseParallel, RowwiseParallel" in text
 
 
-def test_layouts_that_are_not_as_many():
+def test_wrong_number_of_layouts_raises():
     with pytest.raises(ValueError, match="input_layouts has 2 placements and desired_input_layouts 1"):
         ours.PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=Shard(0))
     with pytest.raises(ValueError, match=r"input_kwarg_layouts has \['x'\], desired_input_kwarg_layouts \['y'\]"):
@@ -311,6 +311,6 @@ def test_no_plan():
     on_mesh((2,), program)
 
 
-def test_a_style_that_the_module_does_not_fit():
+def test_style_for_an_unsupported_module_raises():
     text = same_error((2,), lambda mesh: parallelize_module(nn.LayerNorm(4), mesh, ours.RowwiseParallel()), ValueError)
     assert "which dims of the parameters of LayerNorm (weight [4], bias [4]) have those is not known" in text

@@ -1,4 +1,4 @@
-"""Every way that the planner considers, not only the one it takes: right values, and the bytes that were promised."""
+"""Every candidate that the planner considers gives correct values and moves the predicted bytes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _in_rounds(steps, rounds):
 
 @given(nodes_and_moves(), st.sampled_from([1, 1, 2, 5]))
 @settings(max_examples=examples(400))
-def test_every_candidate_gives_the_value_and_moves_what_it_says(case, rounds):
+def test_every_candidate_is_correct_and_moves_the_predicted_bytes(case, rounds):
     topology, move = case
 
     def program(mesh):
@@ -117,7 +117,7 @@ def test_without_pending_values_every_candidate_meets_the_rank_bound(case):
 @given(nodes_and_moves())
 @settings(max_examples=examples(400))
 def test_hierarchical_steps_meet_the_node_bound(case):
-    """Between nodes, each element that a node lacks comes in exactly once."""
+    """Between nodes, each element that a node lacks is received exactly once."""
     topology, move = case
     src, dst, found = all_candidates(sm.AbstractMesh(move[0], AXES[: len(move[0])]), move, topology)
     if is_reduction(src, dst) or set(dst.pending) - set(src.pending):

@@ -1,4 +1,4 @@
-"""`python -m shardmesh plan`: what it prints, and what it says to arguments that make no sense."""
+"""`python -m shardmesh plan`: its output, and errors for invalid arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_command_in_a_process_of_its_own():
     assert done.stdout == f"{explained(sm.P('dp', 'tp'), sm.P('tp', 'dp'), torch.bfloat16)}\n"
 
 
-def test_alone_it_prints_help_with_an_example(capsys):
+def test_without_arguments_it_prints_help(capsys):
     assert main([]) == 0
     shown = capsys.readouterr().out
     example = next(line for line in shown.splitlines() if "-m shardmesh plan" in line)
@@ -155,12 +155,12 @@ def test_only_literal_calls_are_understood(text):
         ("[]", []),
     ],
 )
-def test_specs_as_one_writes_them(text, spec):
+def test_accepted_forms_of_specs(text, spec):
     assert parse_spec(text) == spec
 
 
 @given(st.data())
-def test_what_a_spec_prints_can_be_read(data):
+def test_repr_of_a_spec_can_be_parsed(data):
     mesh_shape, shape = data.draw(mesh_shapes), data.draw(shapes())
     mesh = sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)])
     layout = sm.Layout.of(mesh, data.draw(ragged_specs(mesh, shape)), shape)
@@ -185,7 +185,7 @@ def test_dtypes(text, dtype):
 
 
 @pytest.mark.parametrize("text", ["", "torch", "nn", "Tensor", "torch.torch.float32", "f33"])
-def test_what_is_no_dtype(text):
+def test_invalid_dtypes_raise(text):
     with pytest.raises(ValueError, match="unknown dtype"):
         parse_dtype(text)
 

@@ -1,4 +1,4 @@
-"""Memory: what a rank really allocates stays within what the plan promises."""
+"""Memory: allocations of a rank stay within the plan's prediction."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def allocated(run, local: torch.Tensor) -> int:
 
 @given(nodes_and_moves(), st.sampled_from([1, 1, 2, 4]), st.integers(0, 7))
 @settings(max_examples=examples(400))
-def test_no_rank_holds_more_than_promised(case, rounds, rank):
+def test_peak_memory_is_within_the_prediction(case, rounds, rank):
     topology, move = case
     mesh_shape = move[0]
     with sm.debug.null_world(math.prod(mesh_shape), rank % math.prod(mesh_shape)):
@@ -76,8 +76,8 @@ def test_no_rank_holds_more_than_promised(case, rounds, rank):
             assert allocated(runner, local) <= peak_bytes(steps, src), (steps, held_bytes(steps, src))
 
 
-def test_what_is_allocated_is_counted():
-    """The measure itself: three tensors made, two of them at a time."""
+def test_allocations_are_counted():
+    """Checks the measurement: three tensors are allocated, two of them at a time."""
 
     def run(x):
         y = x + 1
@@ -88,7 +88,7 @@ def test_what_is_allocated_is_counted():
     assert allocated(run, torch.zeros(100, dtype=torch.float64)) == 3 * 800
 
 
-def test_no_more_than_both_parts_and_buffers():
+def test_peak_is_both_parts_and_buffers():
     """Without a limit: nothing lies between source and destination that is larger than both."""
     mesh = sm.AbstractMesh((2, 2, 2), ("a", "b", "c"))
     for before in (sm.P("a"), sm.P(("a", "b", "c")), sm.P("a", "b", unreduced={"c"}), sm.P(unreduced={"a", "b"})):

@@ -1,4 +1,4 @@
-"""How far plans are from the cheapest sequence of steps: all of them are searched, on small meshes."""
+"""Cost of plans relative to the cheapest sequence of steps, by exhaustive search on small meshes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ TOPOLOGIES = {
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize(("mesh_shape", "shape"), [((4,), (64, 4096)), ((2, 2), (4096, 4096)), ((2, 4), (64, 64)), ((3, 2), (97, 4096))])
-def test_plans_are_as_cheap_as_can_be(name, mesh_shape, shape):
+def test_plans_are_near_optimal(name, mesh_shape, shape):
     """Exactly where nothing is reduced. Reductions: within a half on one node, where a further launch must save much; over
     nodes, where relays can use network links of ranks that want nothing, within a factor of two, and of 1.15 in geometric
     mean."""

@@ -1,4 +1,4 @@
-"""Plans: what a redistribution does, before it does it."""
+"""Plans: the steps of a redistribution, before they run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_steps_lead_from_one_layout_to_the_other(move):
 
 
 @given(moves(KINDS))
-def test_no_more_bytes_than_gathering_everything(move):
+def test_bytes_are_bounded_by_gathering_everything(move):
     """A rank receives at most what it would if all contributions of all ranks came to it."""
     src, dst = layout_pair(move)
     everything = src.nbytes * math.prod(src.mesh.size(axis) for axis in src.pending)
@@ -76,7 +76,7 @@ def test_nothing_to_do_for_equal_layouts(move):
 
 
 @given(moves(KINDS))
-def test_a_pure_function_of_the_layouts(move):
+def test_plan_is_a_pure_function_of_the_layouts(move):
     """Every rank of a real mesh and an abstract mesh give the same steps; nothing communicates."""
     topology = sm.topology.Topology.default("cpu")
     expected = as_text(sm.debug.plan(*layout_pair(move), topology))
@@ -88,8 +88,8 @@ def test_a_pure_function_of_the_layouts(move):
 
 
 @given(moves(KINDS), st.sampled_from(AXES))
-def test_axes_of_one_rank_do_nothing(move, axis):
-    """Whatever is said on an axis of size one, the steps are the same as without it."""
+def test_axes_of_one_rank_are_ignored(move, axis):
+    """Whatever the layout on an axis of size one, the steps are the same as without it."""
     mesh_shape, shape, before, after = move
     wider = sm.AbstractMesh((1, *mesh_shape), ("one", *AXES[: len(mesh_shape)]))
     dims = [("one", *before.dims[0]), *before.dims[1:]] if shape else []
@@ -122,7 +122,7 @@ def test_axes_of_one_rank_do_nothing(move, axis):
         (P("a", unreduced={"b"}), P(None, "a", unreduced={"b"}), ["all_to_all_v"]),
     ],
 )
-def test_the_collective_that_fits(before, after, ops):
+def test_simple_redistributions_are_one_collective(before, after, ops):
     src, dst = layout_pair(((2, 4), (8, 8), before, after))
     assert [step.op for step in sm.debug.plan(src, dst).steps] == ops
 
@@ -158,7 +158,7 @@ def test_a_mesh_of_a_hundred_thousand_ranks():
         ({"mesh": sm.AbstractMesh((2,), ("z",))}, "mesh"),
     ],
 )
-def test_layouts_that_do_not_fit(change, word):
+def test_incompatible_layouts_raise(change, word):
     mesh = sm.AbstractMesh((2,), ("a",))
     given = {"mesh": mesh, "where": P(), "shape": (4, 4), "dtype": torch.float32}
     src, dst = Layout.of(**given), Layout.of(**{**given, **change})
@@ -169,7 +169,7 @@ def test_layouts_that_do_not_fit(change, word):
 
 
 @pytest.mark.slow
-def test_layouts_that_were_tried_are_not_kept():
+def test_candidate_layouts_are_not_retained():
     mesh = sm.AbstractMesh((2, 2, 2), ("a", "b", "c"))
     pairs = [(P(unreduced={"a", "b"}), P("a")), (P("a", unreduced={"b"}), P(None, "b")), (P("a"), P(("b", "a")))]
     for rows in range(8, 808, 8):

@@ -21,7 +21,7 @@ W = torch.arange(12.0, dtype=torch.float64).view(3, 4) / 5 - 1
 
 @pytest.mark.parametrize("kind", ["max", "min", "avg", "product", "sum"])
 def test_gradients_through_pending_values(kind):
-    """Each rank's own contribution gets the gradient that autograd gives it in the combination of all of them."""
+    """Each rank's contribution gets the gradient that autograd gives it in the combination of all contributions."""
     combine = {"max": torch.amax, "min": torch.amin, "avg": torch.mean, "product": torch.prod, "sum": torch.sum}[kind]
     parts = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     (expected,) = plain_grad(lambda parts: (combine(parts, 0) ** 2).sum(), parts)
@@ -34,8 +34,8 @@ def test_gradients_through_pending_values(kind):
     on_mesh((3,), program)
 
 
-def test_the_gradients_of_parts_of_an_extreme_are_no_one_value():
-    """They can be looked at on each rank; combining them is an error that says so."""
+def test_gradients_of_contributions_to_an_extreme_cannot_be_combined():
+    """They can be read on each rank; combining them raises an error."""
 
     def program(mesh):
         x = sm.from_local(X * (mesh.world.rank + 1), mesh, [Partial("max")]).requires_grad_()
@@ -92,7 +92,7 @@ def test_reductions_over_uneven_and_empty_shards(n):
 
 
 @every_rank(2)
-def test_a_plain_loss_of_the_full_tensor(mesh):
+def test_plain_loss_of_full_tensor(mesh):
     """Every rank computes the same plain loss: the gradient is that of one of them."""
     w, x = place(mesh, W, grad=True), place(mesh, X, Shard(0), grad=True)
     loss = ((x @ w).full_tensor() ** 2).sum()
@@ -134,8 +134,8 @@ def test_a_plain_loss_of_a_replicated_part(mesh):
 
 
 @every_rank(2)
-def test_an_exception_in_the_middle_of_backward(mesh):
-    """The next backward after zero_grad is right: nothing of the broken one is left over."""
+def test_exception_during_backward(mesh):
+    """The next backward after zero_grad is correct: nothing of the failed one remains."""
 
     def refuse(grad):
         raise KeyError("mine")
@@ -157,8 +157,8 @@ def test_an_exception_in_the_middle_of_backward(mesh):
 
 
 @every_rank(2)
-def test_a_reduction_that_fails_loses_no_gradient(mesh):
-    """Here because nothing may be communicated; the gradient stays pending, and the next backward reduces both."""
+def test_failed_reduction_loses_no_gradient(mesh):
+    """It fails because of a budget; the gradient stays pending, and the next backward reduces both."""
     w = place(mesh, W, grad=True)
     x = place(mesh, X, Shard(0))
     with pytest.raises(sm.errors.CommBudgetError), sm.debug.comm_budget(bytes=0):
@@ -189,7 +189,7 @@ def test_without_grad(mesh):
 
 
 @every_rank(2)
-def test_in_place_on_a_leaf_is_refused_as_in_torch(mesh):
+def test_in_place_on_a_leaf_raises_as_in_torch(mesh):
     w = place(mesh, W, grad=True)
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad is being used in an in-place"):
         w.mul_(2)
@@ -199,7 +199,7 @@ def test_in_place_on_a_leaf_is_refused_as_in_torch(mesh):
 
 
 @every_rank(2)
-def test_a_saved_tensor_that_was_changed_is_noticed_as_in_torch(mesh):
+def test_modified_saved_tensor_raises_as_in_torch(mesh):
     w = place(mesh, W, grad=True)
     y = (w * 1).exp()
     y.mul_(2)
@@ -208,7 +208,7 @@ def test_a_saved_tensor_that_was_changed_is_noticed_as_in_torch(mesh):
 
 
 @every_rank(2)
-def test_an_accumulator_takes_part_in_the_graph(mesh):
+def test_in_place_accumulation_is_differentiable(mesh):
     """`total += loss`, in place on a tensor that did not require grad."""
     w = place(mesh, W, grad=True)
     total = place(mesh, torch.zeros((), dtype=torch.float64))
@@ -242,7 +242,7 @@ def test_checkpoint(spec):
 
 
 @every_rank(2)
-def test_reentrant_checkpoint_is_refused(mesh):
+def test_reentrant_checkpoint_raises(mesh):
     """It is an autograd.Function of torch's around the block, and runs a backward of its own."""
     x = place(mesh, X, Shard(0), grad=True)
     with pytest.raises(RuntimeError, match="reentrant form of checkpoint"):

@@ -1,4 +1,4 @@
-"""Gradients that are known as one value are not summed again, and those that are not stay sums: programs that cross between plain and
+"""Gradients tagged as one value are not summed again, and others stay sums: programs that cross between plain and
 sharded tensors, against one process."""
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_programs_across_the_boundary(seed, ranks):
 
 
 @pytest.mark.parametrize("seed", range(0, 3000, 100))
-def test_programs_whose_ranks_use_a_value_differently(seed):
+def test_ranks_that_use_a_value_differently_raise(seed):
     """An error on every rank, never a gradient."""
     program = Program(seed)
     program.end = "plain"
@@ -141,7 +141,7 @@ X, WEIGHT = tensor(1, *SHAPE), tensor(2, *SHAPE)
 
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(unreduced={"a"})])
 @pytest.mark.parametrize("seeded", ["seed", "full_tensor"])
-def test_a_replicated_gradient_is_cut_not_summed(spec, seeded):
+def test_replicated_gradient_is_sliced_not_summed(spec, seeded):
     """Of S -> R its own part is kept, of U -> R all of it, in memory of its own."""
 
     def program(mesh):
@@ -162,7 +162,7 @@ def test_a_replicated_gradient_is_cut_not_summed(spec, seeded):
 
 
 @every_rank(2)
-def test_the_gradient_of_a_replicated_loss_is_known(mesh):
+def test_gradient_of_a_replicated_loss_is_tagged(mesh):
     """The sum of all parts is replicated, so that 1 needs no reduction on its way to them."""
     x = place(mesh, X, Shard(0), grad=True)
     loss = x.square().sum().redistribute(P())
@@ -173,7 +173,7 @@ def test_the_gradient_of_a_replicated_loss_is_known(mesh):
 
 
 @every_rank(3)
-def test_a_sum_of_known_gradients_is_a_sum(mesh):
+def test_sum_of_tagged_gradients_is_not_tagged(mesh):
     """Two uses of a replicated value: autograd adds them up, on some ranks in the memory of the first."""
     x = place(mesh, X, Shard(0), grad=True)
     y = x.redistribute(P())
@@ -187,7 +187,7 @@ def _doubled_in_place(grad):
 
 
 @pytest.mark.parametrize("hook", [lambda grad: grad * 2, _doubled_in_place])
-def test_a_hook_that_changes_a_known_gradient(hook):
+def test_hook_that_changes_a_tagged_gradient(hook):
     def program(mesh):
         x = place(mesh, X, Shard(0), grad=True)
         y = x.redistribute(P())
@@ -225,7 +225,7 @@ def test_a_bias_added_to_a_pending_sum_has_a_whole_gradient(mesh):
 
 
 @every_rank(2)
-def test_the_gradient_of_a_leaf_is_no_seed(mesh):
+def test_gradient_of_a_leaf_is_not_the_seed(mesh):
     """A replicated leaf that is seeded itself takes a copy."""
     x, seed = place(mesh, X, grad=True), place(mesh, WEIGHT)
     x.backward(seed)
@@ -236,7 +236,7 @@ def test_the_gradient_of_a_leaf_is_no_seed(mesh):
 
 
 @every_rank(2)
-def test_known_gradients_travel_in_another_dtype(mesh):
+def test_tagged_gradients_in_another_dtype(mesh):
     x = place(mesh, X.float(), Shard(0), grad=True)
     y = x.redistribute(P(), backward_dtype=torch.bfloat16)
     y.backward(place(mesh, WEIGHT.float()))
@@ -244,7 +244,7 @@ def test_known_gradients_travel_in_another_dtype(mesh):
 
 
 @pytest.mark.parametrize("rows", [3, 2])
-def test_a_gradient_that_is_handed_on_to_a_tensor_of_another_layout(rows):
+def test_gradient_shared_with_a_tensor_of_another_layout(rows):
     """Where this rank has one row, autograd hands the gradient of the sum on to the row that is added, as the same object."""
     x, row, weight = tensor(1, rows, 4), tensor(2, 1, 4), tensor(3, rows, 4)
 
@@ -260,7 +260,7 @@ def test_a_gradient_that_is_handed_on_to_a_tensor_of_another_layout(rows):
 
 
 @every_rank(2, 2)
-def test_a_gradient_of_which_a_rank_has_no_part(mesh):
+def test_gradient_with_an_empty_part(mesh):
     """On an empty part some backward functions return what they are given, and others' do not."""
     x, weight = tensor(1, 1, 4), tensor(2, 1, 4)
     w = place(mesh, x, Shard(1), sm.Replicate(), grad=True)

@@ -31,7 +31,7 @@ def test_hooks_see_and_change_gradients(mesh):
 
 
 @every_rank(2)
-def test_a_hook_that_is_not_linear_sees_the_whole_gradient(mesh):
+def test_nonlinear_hook_sees_the_reduced_gradient(mesh):
     """Clamping each rank's share of a pending gradient would be wrong."""
     x = place(mesh, WEIGHT, grad=True)
     x.register_hook(lambda grad: grad.clamp(max=1.5))
@@ -62,7 +62,7 @@ def test_a_hook_may_change_the_gradient_in_place(mesh):
 
 
 @every_rank(2)
-def test_a_hook_that_returns_a_plain_tensor_is_an_error(mesh):
+def test_hook_that_returns_a_plain_tensor_raises(mesh):
     x = place(mesh, WEIGHT, Shard(0), grad=True)
     x.register_hook(lambda grad: torch.ones(3, 4))
     with pytest.raises(TypeError, match="hook"):
@@ -104,7 +104,7 @@ def test_module_forward_hooks(mesh):
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_module_backward_hooks_are_refused(register):
+def test_module_backward_hooks_raise(register):
     """torch puts a custom autograd.Function around the module for them, which would lose gradients."""
 
     def program(mesh):

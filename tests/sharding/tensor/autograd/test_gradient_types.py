@@ -226,7 +226,7 @@ def test_gradients_of_operators_on_other_pending_kinds(use: str, kind: str) -> N
 # -- modes ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_kept_graph_gives_the_same_gradients_again() -> None:
+def test_retained_graph_gives_equal_gradients() -> None:
     def program(mesh: sm.DeviceMesh) -> None:
         for spec in (P(), P("a"), P(None, "a")):
             w = sm.device_put(X, mesh, spec).requires_grad_()
@@ -242,7 +242,7 @@ def test_a_kept_graph_gives_the_same_gradients_again() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_forms_give_the_same_values(mode: Callable[[], Any]) -> None:
+def test_decompositions_without_gradients_give_equal_values(mode: Callable[[], Any]) -> None:
     """And what is made so has no graph; a tensor of inference mode cannot be used for training, as in torch."""
 
     def program(mesh: sm.DeviceMesh) -> None:
@@ -265,7 +265,7 @@ def test_without_gradients_forms_give_the_same_values(mode: Callable[[], Any]) -
     on_mesh((2,), program)
 
 
-def test_gradients_of_forms_are_asked_for_by_hooks() -> None:
+def test_hooks_see_gradients_of_decompositions() -> None:
     """A hook on what a form returns sees its gradient as one on any other result does."""
     plain = X.clone().requires_grad_()
     seen = []

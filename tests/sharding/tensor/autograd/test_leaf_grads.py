@@ -100,7 +100,7 @@ def test_explicit_gradients(mesh):
         (lambda x: torch.autograd.grad(x.sum(), x, is_grads_batched=True), ["is_grads_batched"]),
     ],
 )
-def test_backward_that_makes_no_sense(program, words):
+def test_invalid_backward_raises(program, words):
     text = same_error((2,), lambda mesh: program(place(mesh, X, Shard(0), grad=True)), Exception)
     for word in words:
         assert word in text
@@ -110,7 +110,7 @@ def test_backward_that_makes_no_sense(program, words):
 
 
 @every_rank(2)
-def test_a_replicated_parameter_is_reduced_once_however_often_it_is_used(mesh):
+def test_replicated_parameter_is_reduced_once(mesh):
     w = place(mesh, W, grad=True)
     x = place(mesh, X, Shard(0))
     with collectives() as records:
@@ -170,7 +170,7 @@ def test_backward_twice_accumulates(mesh):
 
 
 @pytest.mark.parametrize("spec", [P("a", "b"), P("a"), P(), P(("b", "a"))])
-def test_grad_is_one_tensor_that_can_be_written_and_replaced(spec):
+def test_grad_is_one_mutable_tensor(spec):
     """As in torch: the same object each time, and what is done to it is done to the gradient."""
 
     def program(mesh):
@@ -265,7 +265,7 @@ def test_accumulate_grads_reduces_once(mesh):
 
 
 @every_rank(2)
-def test_grad_is_right_inside_the_block(mesh):
+def test_grad_is_correct_inside_accumulate_grads(mesh):
     """Also where a reduced gradient was there before."""
     w = place(mesh, W, grad=True)
     first, *rest = micro_batches(mesh)
@@ -294,7 +294,7 @@ def test_nested_blocks_reduce_at_the_outermost_end(mesh):
 
 
 @every_rank(2)
-def test_an_exception_inside_the_block(mesh):
+def test_exception_inside_accumulate_grads(mesh):
     """It comes out without communication; the gradients so far are there, and can be dropped or added to."""
     w = place(mesh, W, grad=True)
     first, *rest = micro_batches(mesh)
@@ -314,7 +314,7 @@ def test_an_exception_inside_the_block(mesh):
 
 
 @every_rank(2)
-def test_gradients_dropped_inside_the_block_stay_dropped(mesh):
+def test_gradients_cleared_inside_accumulate_grads_stay_cleared(mesh):
     w = place(mesh, W, grad=True)
     first, *rest = micro_batches(mesh)
     with sm.accumulate_grads():

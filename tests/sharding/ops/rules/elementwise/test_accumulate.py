@@ -63,7 +63,7 @@ def test_averages_in_all_layouts_of_both(mesh):
     assert prove(added, [X, Y], kinds=["avg"], meshes=[mesh], most=40) >= 8
 
 
-def test_whole_numbers_and_truth_values():
+def test_integers_and_bools():
     assert prove(with_numbers_only, [i(4, 3)], meshes=[(3,), (2, 2)]) > 8
 
     def program(mesh):
@@ -91,7 +91,7 @@ FREE = {
 
 
 @pytest.mark.parametrize("name", FREE)
-def test_nothing_moves_and_the_layout_stays(name):
+def test_no_communication_and_unchanged_layout(name):
     def program(mesh):
         x = place(X, mesh, P(unreduced={"a", "b"}))
         specs = {"replicated": P(), "split": P("a", "b"), "same": P(unreduced={"a", "b"}), "one": P(unreduced={"b"})}
@@ -104,7 +104,7 @@ def test_nothing_moves_and_the_layout_stays(name):
     on_mesh((2, 2), program)
 
 
-def test_an_addend_is_reduced_over_the_axes_that_the_target_is_not_pending_over():
+def test_addend_is_reduced_over_axes_where_the_target_is_not_pending():
     """`loss += coefficient * aux`."""
 
     def program(mesh):
@@ -143,7 +143,7 @@ def test_extremes_are_shifted(kind):
         torch.testing.assert_close(of_s, -X)
 
 
-def test_extremes_of_both_do_not_add_up():
+def test_pending_extremes_cannot_be_added():
     def program(mesh):
         x, y = place(X, mesh, P(unreduced={"a": "max"})), place(Y, mesh, P(unreduced={"a": "max"}), 5)
         x += y
@@ -152,7 +152,7 @@ def test_extremes_of_both_do_not_add_up():
 
 
 @pytest.mark.parametrize("spec", [P("a"), P(unreduced={"a": "sum"}), P(unreduced={"a": "min"})])
-def test_an_extreme_takes_no_addend_that_differs_between_its_ranks(spec):
+def test_pending_extreme_with_a_varying_addend_raises(spec):
     def program(mesh):
         x = place(X, mesh, P(unreduced={"a": "max"}))
         x += place(Y, mesh, spec, 5)
@@ -160,7 +160,7 @@ def test_an_extreme_takes_no_addend_that_differs_between_its_ranks(spec):
     same_error((2,), program, CannotKeep)
 
 
-def test_a_product_takes_no_addend():
+def test_adding_to_a_pending_product_raises():
     def program(mesh):
         x = place(X, mesh, P(unreduced={"a": "product"}))
         x += 1.0
@@ -177,7 +177,7 @@ def test_out_of_place_sums_are_reduced_first():
     on_mesh((2,), program)
 
 
-def test_a_leaf_is_refused_on_every_rank_alike():
+def test_in_place_on_a_leaf_raises_on_every_rank():
     def program(mesh):
         x = place(X, mesh, P(unreduced={"a"})).requires_grad_()
         x += 1.0

@@ -1,4 +1,4 @@
-"""Writing and reading at places of a split dim: the indexed tensor never moves, and keeps its layout."""
+"""Writes and reads at indices of a sharded dim: the indexed tensor never moves, and keeps its layout."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ WRITES = {
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("spec", [P("a"), P("b", "a"), P(("b", "a"), sizes={("b", "a"): (0, 5, 0, 4)})], ids=str)
-def test_what_is_written_stays_where_it_is(name, spec):
-    """Values are there whole, so that nothing is communicated; the memory is the same, and so is the layout."""
+def test_written_tensor_does_not_move(name, spec):
+    """With replicated values nothing is communicated; memory and layout are unchanged."""
     expected = X.clone()
     WRITES[name](expected, lambda value: value)
 
@@ -75,8 +75,8 @@ DIFFERENTIABLE = [name for name in WRITES if name not in ("scatter_reduce_", "ma
 @pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_gradients_of_what_is_written_and_of_the_values(name):
-    """Also on ranks of which nothing is written; every rank takes part in the same reductions."""
+def test_gradients_of_the_written_tensor_and_the_values(name):
+    """Also on ranks where nothing is written; every rank runs the same reductions."""
 
     def run(x, given):
         leaves = []
@@ -107,7 +107,7 @@ def test_gradients_of_what_is_written_and_of_the_values(name):
     on_mesh((4,), program)
 
 
-def test_a_leaf_is_refused_on_every_rank():
+def test_in_place_on_a_leaf_raises_on_every_rank():
     """As in torch; also on ranks that would write nothing."""
 
     def program(mesh):
@@ -119,7 +119,7 @@ def test_a_leaf_is_refused_on_every_rank():
     on_mesh((3,), program)
 
 
-def test_a_product_of_what_goes_elsewhere_does_not_overflow_into_gradients():
+def test_products_for_other_ranks_do_not_overflow_into_gradients():
     source = torch.full((9, 1), 1e30)
 
     def program(mesh):
@@ -143,7 +143,7 @@ SLICES = {
 
 
 @pytest.mark.parametrize("name", SLICES)
-def test_a_split_value_goes_where_it_is_written(name):
+def test_sharded_values_are_sent_to_where_they_are_written(name):
     index, shape, most = SLICES[name]
     plain, value = f(40, 4).requires_grad_(), f(*shape, seed=2).requires_grad_()
     written = plain * 1
@@ -166,7 +166,7 @@ def test_a_split_value_goes_where_it_is_written(name):
     on_mesh((4,), program)
 
 
-def test_a_split_value_needs_to_fit():
+def test_sharded_values_of_the_wrong_shape_raise():
     def program(mesh):
         x, v = (sm.distribute_tensor(t, mesh, P("a"), src_data_rank=None) for t in (X, f(4, 4)))
         with collectives() as records, pytest.raises(RuntimeError, match=r"shape|size"):
@@ -191,7 +191,7 @@ READS = {
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", READS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32, torch.uint8, torch.bool, torch.complex128])
-def test_what_is_read_is_not_gathered(name, dtype):
+def test_reads_do_not_gather_the_tensor(name, dtype):
     values = (X * 3).to(torch.int32).abs().to(dtype)
     expected = READS[name](values, lambda t: t)
 
@@ -207,7 +207,7 @@ def test_what_is_read_is_not_gathered(name, dtype):
 
 
 def test_many_reads_of_a_small_tensor_gather_it():
-    """Leaving so many results pending would cost more."""
+    """Leaving that many results pending would cost more."""
 
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a"), src_data_rank=None)
@@ -220,7 +220,7 @@ def test_many_reads_of_a_small_tensor_gather_it():
 
 
 @pytest.mark.parametrize("kind", ["max", "min", "avg"])
-def test_reads_of_what_is_pending_otherwise(kind):
+def test_reads_of_other_pending_kinds(kind):
     prove(torch.index_select, (X, 0, ROWS), {}, meshes=[(2, 2)], kinds=("sum", kind), most=40)
     prove(torch.Tensor.__getitem__, (X, ROWS), {}, meshes=[(2, 2)], kinds=("sum", kind), most=40)
 
@@ -237,8 +237,8 @@ def test_reads_of_what_is_pending_otherwise(kind):
         lambda x, v: x.__setitem__(v(torch.tensor([-10])), 1.0),
     ],
 )
-def test_places_out_of_range(call):
-    """Complained of on every rank, by torch."""
+def test_indices_out_of_range(call):
+    """torch raises on every rank."""
 
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a", sizes={"a": (4, 0, 5)}), src_data_rank=None)
@@ -251,8 +251,8 @@ def test_places_out_of_range(call):
 # -- how much there is ------------------------------------------------------------------------------------------------
 
 
-def test_what_is_selected_stays_on_its_ranks():
-    """A gather of the parts' lengths is all there is."""
+def test_selected_elements_stay_on_their_ranks():
+    """Only the lengths of the parts are gathered."""
 
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a"), src_data_rank=None).requires_grad_()
@@ -280,8 +280,8 @@ def test_counts_of_distinct_values_with_holes():
     on_mesh((3,), program)
 
 
-def test_counts_are_small():
-    """Sorted sequences, tables and histograms are summed up, not gathered."""
+def test_bincount_and_histc_are_reduced_not_gathered():
+    """Sorted sequences, tables and histograms are summed, not gathered."""
     steps = torch.arange(900.0)
 
     def program(mesh):
@@ -304,7 +304,7 @@ def test_counts_are_small():
     on_mesh((3,), program)
 
 
-def test_negative_numbers_are_not_counted():
+def test_negative_numbers_raise():
     def program(mesh):
         x = sm.distribute_tensor(torch.tensor([1, 2, 3, -4]), mesh, P("a"), src_data_rank=None)
         with pytest.raises(RuntimeError, match="-4 is among these"):
@@ -317,7 +317,7 @@ MASKS = [lambda m: m, lambda m: (slice(None), m[0]), lambda m: (Ellipsis, m[0]),
 
 
 @pytest.mark.parametrize("index", MASKS)
-def test_masks_gather_nothing_and_warn_of_nothing(index):
+def test_masks_need_no_gather_and_no_warning(index):
     mask = X > 0
 
     def program(mesh):

@@ -1,4 +1,4 @@
-"""`grouped_mm`: which dims may be split, without communication, and what of dtypes and widths it takes."""
+"""`grouped_mm`: dims that may be sharded without communication, and supported dtypes and widths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _product(mesh, rows, matrices, dtype=torch.float32, operands=(ROWS, MATRICES
         (P("a", sizes={"a": (7, 0, 63)}), P(), P("a", None, sizes={"a": (7, 0, 63)})),
     ],
 )
-def test_nothing_is_moved(rows, matrices, result):
+def test_no_communication(rows, matrices, result):
     def program(mesh):
         with collectives() as records:
             y = _product(mesh, rows, matrices)
@@ -42,8 +42,8 @@ def test_nothing_is_moved(rows, matrices, result):
 
 
 @every_rank(3)
-def test_parts_whose_rows_kernels_refuse(mesh):
-    """Of 16 columns of two bytes over three ranks, none has a part of a multiple of 16 bytes."""
+def test_parts_with_unaligned_rows(mesh):
+    """16 columns of two bytes over three ranks: no part is a multiple of 16 bytes."""
     operands = f(70, 40), f(3, 40, 16)
     y = _product(mesh, P(), P(None, None, "a"), torch.bfloat16, operands)
     expected = F.grouped_mm(*[x.bfloat16() for x in operands], offs=ENDS)
@@ -51,7 +51,7 @@ def test_parts_whose_rows_kernels_refuse(mesh):
 
 
 @every_rank(3)
-def test_rows_after_the_last_group_leave_no_gradient(mesh):
+def test_rows_after_the_last_group_have_zero_gradient(mesh):
     """Kernels neither write these rows of the result nor of the gradient."""
     ends = sm.distribute_tensor(ENDS - 30, mesh, P())
     rows = sm.distribute_tensor(ROWS, mesh, P()).requires_grad_()
@@ -60,8 +60,8 @@ def test_rows_after_the_last_group_leave_no_gradient(mesh):
 
 
 @every_rank(3)
-def test_sorting_rows_by_their_group_leaves_them_split(mesh):
-    """So each rank multiplies its share of the rows."""
+def test_rows_sorted_by_group_stay_sharded(mesh):
+    """Each rank multiplies its part of the rows."""
     numbers = torch.arange(70) * 7 % 3
     groups, order = sm.distribute_tensor(numbers, mesh, P("a"), src_data_rank=None).sort(stable=True)
     assert groups.spec == order.spec == P("a")
@@ -73,7 +73,7 @@ def test_sorting_rows_by_their_group_leaves_them_split(mesh):
     torch.testing.assert_close(y.full_tensor(), expected, rtol=1e-5, atol=1e-4)
 
 
-def test_what_the_device_refuses():
+def test_device_errors_are_raised():
     text = same_error((3,), lambda mesh: _product(mesh, P("a"), P(), torch.float64), RuntimeError)
     assert "float64" in text
     short = ROWS, MATRICES[:, :36]
@@ -81,7 +81,7 @@ def test_what_the_device_refuses():
     assert "contraction" in text or "BF16" in text
 
 
-def test_on_a_mesh_that_is_not_here():
+def test_abstract_mesh():
     """float32, which the kernel for "meta" refuses."""
     mesh = sm.AbstractMesh((64,), ("dp",))
     layouts = sm.Layout.of(mesh, P("dp"), (6400, 40)), sm.Layout.of(mesh, P(), (3, 40, 24)), sm.Layout.of(mesh, P(), (3,), torch.int32)

@@ -57,7 +57,7 @@ ON_A_SPLIT_BATCH = {
 
 
 @pytest.mark.parametrize("name", ON_A_SPLIT_BATCH)
-def test_a_split_batch_communicates_nothing(name):
+def test_sharded_batch_needs_no_communication(name):
     """And results keep their names."""
     expected = ON_A_SPLIT_BATCH[name](SPD)
 
@@ -75,7 +75,7 @@ def test_a_split_batch_communicates_nothing(name):
     on_mesh((2,), program)
 
 
-def test_columns_of_the_right_hand_side_may_be_split():
+def test_right_hand_side_may_be_sharded_by_columns():
     def program(mesh):
         x, y = place(mesh, A), place(mesh, B).redistribute(P(None, None, "a"))
         with collectives() as records:

@@ -1,4 +1,4 @@
-"""Attention with dropout and masks, and the modules made of it, against one process."""
+"""Attention with dropout and masks, and its modules, compared with one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH, HEADS, QUERIES = P("a"), P(None, "a"), P(None, None, "a")
 
 
 @pytest.mark.parametrize(("spec", "causal"), [(BATCH, False), (BATCH, True), (HEADS, True), (QUERIES, False)], ids=str)
-def test_batch_heads_and_queries_are_split_without_communication(spec, causal):
+def test_batch_heads_and_queries_need_no_communication(spec, causal):
     def program(mesh):
         q = place(Q, mesh, spec)
         k = place(Q + 1, mesh, P() if spec == QUERIES else spec)
@@ -51,8 +51,8 @@ SPLITS = [("a", None, None), (None, "a", None), (None, None, "a"), ("a", "b", No
 @pytest.mark.parametrize("added", [False, True], ids=["bool", "added"])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_that_models_make(name, split, added):
-    """As booleans, and as numbers that are added and have a gradient; replicated, and split as the queries are."""
+def test_bool_and_float_masks(name, split, added):
+    """Bool masks, and additive float masks with gradients; replicated, and sharded like the queries."""
     mask = torch.where(MASKS[name], 0.0, -30.0).double() if added else MASKS[name]
     alike = P(*[axis if size > 1 else None for axis, size in zip((*split, None)[4 - mask.ndim :], mask.shape, strict=True)])
 
@@ -211,8 +211,8 @@ def test_modules_run_unchanged(name):
     on_mesh((2, 2), program)
 
 
-def test_heads_stay_split_between_the_projections():
-    """Tensor parallel attention: what is sent is the packed weight's way to its heads and the sum of the result."""
+def test_heads_stay_sharded_between_the_projections():
+    """Tensor-parallel attention only communicates to shard the packed weight by heads and to sum the result."""
 
     def program(mesh):
         model = distribute_module(attention().double(), mesh, megatron)
@@ -226,7 +226,7 @@ def test_heads_stay_split_between_the_projections():
 
 
 def test_dropout_in_training():
-    """The weights of replicas agree, and those of any mesh."""
+    """The weights agree between replicas and on any mesh."""
 
     def program(mesh):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Convolutions over split batch, channels, groups and space: values, gradients, and the bytes of the halo."""
+"""Convolutions over sharded batch, channels, groups and space: values, gradients, and the bytes of the halo."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def halo(kernel, rows=16, **options):
     return on_mesh((4,), program)
 
 
-def test_each_rank_receives_its_halo_and_no_more():
-    """A row from either side; backward, what was received goes back."""
+def test_each_rank_receives_exactly_its_halo():
+    """One row from either side; in backward, the same rows back."""
     assert [forward for forward, _ in halo(3, padding=1)] == [ROW, 2 * ROW, 2 * ROW, ROW]
     assert [backward for _, backward in halo(3, padding=1)] == [ROW, 2 * ROW, 2 * ROW, ROW]
 
 
-def test_only_the_rows_that_the_result_needs():
+def test_only_needed_rows_are_received():
     assert [forward for forward, _ in halo(3, padding=1, stride=2)] == [0, ROW, ROW, ROW]
     assert [forward for forward, _ in halo(3, padding=2, dilation=(2, 1))] == [2 * ROW, 4 * ROW, 4 * ROW, 2 * ROW]
     assert [forward for forward, _ in halo(5, padding="same")] == [2 * ROW, 4 * ROW, 4 * ROW, 2 * ROW]
 
 
-def test_patches_that_lie_on_one_rank_need_nothing():
+def test_patches_on_one_rank_need_no_communication():
     """The embedding of a vision transformer."""
     assert halo(4, stride=4) == [(0, 0)] * 4
 
@@ -149,7 +149,7 @@ def check_twice(mesh, call, tensors, specs):
 
 @given(data=st.data(), window=windows(), transposed=st.booleans())
 @settings(max_examples=examples(40), deadline=None)
-def test_split_space_equals_the_single_process(data, window, transposed):
+def test_sharded_space_equals_one_process(data, window, transposed):
     length, options, size = window
     if transposed:
         options["output_padding"] = data.draw(st.integers(0, max(options["stride"], options["dilation"]) - 1))
@@ -176,7 +176,7 @@ def test_split_space_equals_the_single_process(data, window, transposed):
     ],
 )
 @pytest.mark.parametrize("transposed", [False, True])
-def test_space_split_besides_others(specs, transposed):
+def test_space_sharded_with_other_dims(specs, transposed):
     func = F.conv_transpose2d if transposed else F.conv2d
     tensors = [numbers(2, 4, 5, 3), numbers(4, 4, 3, 2, seed=1), numbers(4, seed=2)]
     on_mesh((2, 2), lambda mesh: check_twice(mesh, lambda x, w, b: func(x, w, b, (2, 1), (1, 0)), tensors, specs))
@@ -199,7 +199,7 @@ def test_bfloat16_and_memory_formats():
     on_mesh((3,), program)
 
 
-def test_torch_complains_of_shapes_before_anything_moves():
+def test_invalid_shapes_raise_before_communication():
     def program(mesh):
         F.conv2d(put(mesh, numbers(2, 3, 8, 8), P(None, None, "a")), put(mesh, numbers(4, 2, 3, 3)))
 
@@ -294,7 +294,7 @@ def test_two_meshes_of_processes(world4):
     world4(two_stages)
 
 
-def test_a_part_that_is_made_of_padding_alone():
+def test_part_with_only_padding():
     """9 results of 1 element and 4 of padding on either side: the first and the last rank's 3 see no element."""
     random = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in ((1, 2, 1), (3, 2, 1), (3,))]

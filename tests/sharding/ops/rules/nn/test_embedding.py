@@ -1,4 +1,4 @@
-"""Tables whose rows are split stay where they are: lookups are pending sums, gradients are local."""
+"""Tables with sharded rows are not moved: lookups are pending sums, gradients are local."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOOKUPS = {
 
 @pytest.mark.parametrize("name", LOOKUPS)
 @pytest.mark.parametrize("spec", [P(("b", "a")), P("b", "a"), P(("a", "b"), sizes={("a", "b"): (0, 4, 0, 3)})], ids=str)
-def test_nothing_moves_until_the_result_is_used(name, spec):
+def test_lookup_is_pending(name, spec):
     look = LOOKUPS[name]
     plain = TABLE.clone().requires_grad_()
     expected = look(WORDS, plain)
@@ -61,7 +61,7 @@ def test_nothing_moves_until_the_result_is_used(name, spec):
     on_mesh((2, 2), program)
 
 
-def test_words_split_over_the_same_axis():
+def test_indices_sharded_over_the_same_axis():
     """They are gathered, not the table."""
 
     def program(mesh):
@@ -77,7 +77,7 @@ def test_words_split_over_the_same_axis():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64])
 @pytest.mark.parametrize("call", [F.embedding, lambda words, table: table[words], lambda words, table: table[:, 0].take(words)])
 def test_holes_infinities_and_signs_of_zero(call, dtype):
-    """What other rows hold does not reach a row that is looked up, and its bits are as they were."""
+    """Values of other rows do not affect a row that is looked up, whose bits are unchanged."""
     table = torch.tensor([[math.nan, math.inf], [-0.0, 1.0], [0.0, -0.0], [-math.inf, 2.0], [3.0, math.nan]]).to(dtype)
     words = torch.tensor([[1, 2, 1], [4, 3, 0]])
     expected = call(words, table)
@@ -92,7 +92,7 @@ def test_holes_infinities_and_signs_of_zero(call, dtype):
 
 
 @pytest.mark.parametrize("number", [7, -1])
-def test_a_word_that_is_not_in_the_table(number):
+def test_index_out_of_range_raises(number):
     words = torch.tensor([1, number])
 
     def program(mesh):
@@ -104,7 +104,7 @@ def test_a_word_that_is_not_in_the_table(number):
 
 
 def test_gradients_scaled_by_frequency():
-    """All words count, wherever they are."""
+    """All indices count, on whichever rank they are."""
     plain = TABLE.clone().requires_grad_()
     F.embedding(WORDS, plain, scale_grad_by_freq=True).sum().backward()
 
@@ -134,7 +134,7 @@ def test_double_backward():
 
 @pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"sparse": True}])
 @pytest.mark.parametrize("call", [F.embedding, F.embedding_bag])
-def test_refused(call, options):
+def test_unsupported_arguments_raise(call, options):
     def program(mesh):
         with collectives() as records, pytest.raises(NotImplementedError, match="not supported on ShardedTensors; clip the rows"):
             call(words_on(mesh), table_on(mesh, P("a")), **options)
@@ -144,7 +144,7 @@ def test_refused(call, options):
 
 
 def test_the_module():
-    """nn.Embedding with its weight split."""
+    """nn.Embedding with a sharded weight."""
     plain = torch.nn.Embedding(7, 3, padding_idx=2)
     expected = plain(WORDS)
     expected.square().sum().backward()

@@ -1,4 +1,4 @@
-"""Losses: bytes and memory of the cross entropy over split classes, gradients of gradients, refusals."""
+"""Losses: bytes and memory of the cross entropy over sharded classes, second gradients, errors."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_cross_entropy_and_its_second_gradient(options, spec):
     on_mesh((4, 2), program)
 
 
-def test_a_row_costs_a_few_numbers_whatever_the_classes():
-    """512 rows of 32000 classes on 8 ranks: two reductions of 512 numbers and two of one number, one backward.
+def test_bytes_per_row_do_not_depend_on_the_number_of_classes():
+    """512 rows of 32000 classes on 8 ranks: two reductions of 512 numbers and two of one number, one in backward.
 
     So that 4096 rows receive 57 KB per rank, and the same operator with gathered logits 459 MB.
     """
@@ -74,8 +74,8 @@ def test_a_row_costs_a_few_numbers_whatever_the_classes():
         assert forward * 8 < 100_000
 
 
-def test_nothing_of_the_size_of_the_logits_is_kept_for_backward():
-    """Exponentials are computed again: forward holds one copy of the logits for a moment, backward two, gradient included."""
+def test_backward_saves_nothing_of_the_size_of_the_logits():
+    """Exponentials are recomputed: forward temporarily holds one copy of the logits, backward two, including the gradient."""
 
     def program(mesh):
         x = place(torch.randn(64, 4096), mesh, P(None, "a")).requires_grad_()
@@ -115,7 +115,7 @@ def test_ranks_without_classes_and_ranks_with_ignored_rows_only(sizes):
     on_mesh((3, 2), program)
 
 
-def test_half_precision_adds_up_in_single():
+def test_half_precision_accumulates_in_float32():
     x = torch.zeros(3, 2000, dtype=torch.bfloat16)
     labels = torch.tensor([0, 999, 1999])
 
@@ -129,8 +129,8 @@ def test_half_precision_adds_up_in_single():
     on_mesh((4,), program)
 
 
-def test_a_label_that_is_no_class_is_refused():
-    """As torch does: on the ranks that hold the row."""
+def test_invalid_label_raises():
+    """As in torch, on the ranks that hold the row."""
 
     def program(mesh):
         with pytest.raises(IndexError, match="Target 10 is out of bounds"):
@@ -141,15 +141,15 @@ def test_a_label_that_is_no_class_is_refused():
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
 @pytest.mark.parametrize("rows", [5, 7])
-def test_other_rows_than_those_of_the_logits_are_refused(loss, rows):
+def test_mismatched_rows_raise(loss, rows):
     def program(mesh):
         loss(place(LOGITS, mesh, P(None, "a")), place(torch.zeros(rows, dtype=torch.int64), mesh, P()))
 
     assert str(rows) in same_error((2,), program, (ValueError, RuntimeError, AssertionError))
 
 
-def test_small_errors_of_confident_rows_are_not_rounded_away():
-    """The loss of a row that is right beyond doubt is small, and as precise as torch's."""
+def test_small_losses_are_not_rounded_to_zero():
+    """The loss of a confident correct row is small, and as precise as torch's."""
     x = torch.tensor([[1000.0, 990.0, 985.0], [0.0, -8.0, -12.0]])
     want = F.cross_entropy(x, torch.tensor([0, 0]), reduction="none")
 
@@ -161,7 +161,7 @@ def test_small_errors_of_confident_rows_are_not_rounded_away():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_the_weight_of_l1_loss_counts(reduction):
+def test_weight_of_l1_loss_is_used(reduction):
     """torch does not pass it to what overrides `l1_loss`."""
     x, y, weight = LOGITS, LOGITS.flip(0), WEIGHT.expand(6, 10).contiguous()
     want = F.l1_loss(x, y, weight=weight, reduction=reduction)
@@ -178,7 +178,7 @@ def test_the_weight_of_l1_loss_counts(reduction):
 
 @pytest.mark.filterwarnings("ignore:size_average")
 @pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.cross_entropy, F.multilabel_soft_margin_loss, F.triplet_margin_loss])
-def test_deprecated_arguments_are_refused(loss):
+def test_deprecated_arguments_raise(loss):
     def program(mesh):
         count = 3 if loss is F.triplet_margin_loss else 2
         loss(*[place(LOGITS, mesh, P("a"))] * count, size_average=True)
@@ -187,7 +187,7 @@ def test_deprecated_arguments_are_refused(loss):
 
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits, F.soft_margin_loss])
-def test_means_of_half_precision_add_up_in_single(loss):
+def test_half_precision_means_accumulate_in_float32(loss):
     """The sum of 4096 ones would be 256 in bfloat16; what is pending is reduced before it is rounded."""
     x, y = torch.zeros(4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Normalisations: bytes over split dims, second gradients, running statistics, and the modules made of them."""
+"""Normalization: bytes over sharded dims, second gradients, running statistics, and modules."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_values_and_second_gradients(name, spec):
         ("group_norm", P(None, None, "a"), [12, 12]),
     ],
 )
-def test_statistics_are_all_that_is_sent(name, spec, numbers):
-    """One all_reduce for each of them; none where every rank has what it needs. The weight is replicated."""
+def test_only_statistics_are_communicated(name, spec, numbers):
+    """One all_reduce for each; none if every rank has what it needs. The weight is replicated."""
     call, value, weight = OPERATORS[name]
 
     def program(mesh):
@@ -81,7 +81,7 @@ def test_statistics_are_all_that_is_sent(name, spec, numbers):
     on_mesh((2,), program)
 
 
-def test_groups_that_straddle_ranks_bring_sums_together():
+def test_groups_across_ranks_only_communicate_sums():
     """6 channels in 2 groups on 3 ranks: less than a tenth of the image is received."""
 
     def program(mesh):
@@ -94,7 +94,7 @@ def test_groups_that_straddle_ranks_bring_sums_together():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_adds_up_in_single(dtype):
+def test_half_precision_accumulates_in_float32(dtype):
     x = (torch.randn(3, 400, generator=torch.Generator().manual_seed(0)) + 3).to(dtype)
 
     def program(mesh):
@@ -166,7 +166,7 @@ def test_modules_train_as_in_one_process(name, spec):
 
 
 def test_sharded_running_statistics():
-    """They lie as the channels do, and are updated where they lie."""
+    """They are sharded like the channels, and updated in place."""
     plain = nn.BatchNorm2d(6).double()
     plain(IMAGE)
 
@@ -184,14 +184,14 @@ def test_sharded_running_statistics():
     on_mesh((2, 2), program)
 
 
-def test_wrong_shapes_are_refused_alike():
+def test_invalid_shapes_raise_on_every_rank():
     def program(mesh):
         F.layer_norm(place(X, mesh, P(None, "a")), (10,), place(WEIGHT[:1], mesh, P()))
 
     assert "weight" in same_error((2,), program, RuntimeError)
 
 
-def test_one_value_for_each_channel_is_refused_in_training():
+def test_one_value_per_channel_raises_in_training():
     def program(mesh):
         F.batch_norm(place(X[:1], mesh, P("a")), None, None, training=True)
 
@@ -202,8 +202,8 @@ def test_one_value_for_each_channel_is_refused_in_training():
 
 
 @pytest.mark.parametrize("name", [*OPERATORS, "softmax", "cross_entropy", "attention"])
-def test_a_rank_outside_the_mesh_walks_the_same_graph(name):
-    """The result goes on to a mesh of another rank, and its gradient comes back."""
+def test_ranks_outside_the_mesh_have_the_same_graph(name):
+    """The result is moved to a mesh of another rank, and its gradient back."""
     more = {
         "softmax": (lambda x, w: x.softmax(1) * w, X, WEIGHT),
         "cross_entropy": (lambda x, w: F.cross_entropy(x, w.detach().long()[:6] - 1) * w, X, WEIGHT),

@@ -1,4 +1,4 @@
-"""Pooling and images over split batch, channels and space: values, indices, gradients, bytes."""
+"""Pooling and image operators over sharded batch, channels and space: values, indices, gradients, bytes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def pools(draw):
 @given(data=st.data(), pool=pools(), ranks=st.sampled_from([2, 3]))
 @settings(max_examples=examples(40), deadline=None)
 def test_any_window(data, pool, ranks):
-    """Values, global indices and gradients, whichever way the dim is cut."""
+    """Values, global indices and gradients, for any sharding of the dim."""
     length, options = pool
     ends = sorted(data.draw(st.lists(st.integers(0, length), min_size=ranks - 1, max_size=ranks - 1)))
     bounds = [0, *ends, length]
@@ -112,8 +112,8 @@ LINEAR = {
 
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("spec", [ROWS, P("a"), P(None, "a")])
-def test_gradients_of_gradients_where_a_rank_has_no_part(name, spec):
-    """Such a rank takes part in the collectives that the others take part in, and in no other, though the operator is linear."""
+def test_second_gradients_with_empty_parts(name, spec):
+    """A rank with an empty part calls the same collectives as the others, although the operator is linear."""
     x = numbers(2, 2, 2)
 
     def twice(x):
@@ -124,7 +124,7 @@ def test_gradients_of_gradients_where_a_rank_has_no_part(name, spec):
 
 
 def test_bytes():
-    """Windows of their own rank need nothing; overlapping ones a row; the mean of all, its sum."""
+    """Windows on one rank need no communication; overlapping ones a row; the global mean its sum."""
     x, row = numbers(1, 3, 16, 8), 3 * 8 * 8
 
     def program(mesh):
@@ -159,7 +159,7 @@ def test_means_of_low_precision_are_rounded_once(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_mixtures_of_elements_are_rounded_once(dtype):
+def test_interpolation_is_rounded_once(dtype):
     """Positions and weights are torch's own, for a size, a factor, and corners that meet."""
     x = numbers(1, 2, 61, 9, dtype=dtype)
     sizes = [{"size": (173, 7)}, {"scale_factor": (1.37, 2.0)}, {"size": (100, 20), "align_corners": True}]
@@ -197,7 +197,7 @@ def test_random_windows_do_not_depend_on_the_mesh(call):
 # -- errors and modules -----------------------------------------------------------------------------------------------
 
 
-def test_torch_complains_first():
+def test_invalid_arguments_raise_torchs_error():
     assert "Output size is too small" in same_error((2,), lambda mesh: F.max_pool2d(put(mesh, numbers(1, 1, 4, 4)), 7), RuntimeError)
     assert same_error((2,), lambda mesh: F.avg_pool2d(put(mesh, numbers(1, 1, 4, 4)), 2, padding=2), RuntimeError)
     assert same_error((2,), lambda mesh: F.adaptive_avg_pool2d(put(mesh, numbers(1, 1, 4, 4)), -1), RuntimeError)
@@ -264,7 +264,7 @@ def test_bilinear():
 # -- similarities -----------------------------------------------------------------------------------------------------
 
 
-def test_similarities_over_split_features_move_norms_only():
+def test_cosine_similarity_over_sharded_features_only_communicates_sums():
     x, y = numbers(6, 512), numbers(6, 512, seed=1)
 
     def program(mesh):

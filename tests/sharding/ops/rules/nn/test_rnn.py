@@ -103,7 +103,7 @@ def test_one_sequence():
     on_mesh((2,), lambda mesh: check_training(mesh, make, lambda m, x: m(x), [numbers(STEPS, INPUT)], [P("a")]))
 
 
-def test_split_batch_needs_no_communication():
+def test_sharded_batch_needs_no_communication():
     def program(mesh):
         model = distribute_module(built(lambda: nn.LSTM(INPUT, HIDDEN, 2, dtype=torch.float64)), mesh)
         with collectives() as records:
@@ -161,7 +161,7 @@ def test_cells(kind, spec, partition):
     on_mesh((2, 2), lambda mesh: check_training(mesh, make, run, [numbers(BATCH, INPUT)], [spec], partition))
 
 
-def test_cells_on_split_rows_move_gates_and_no_weights():
+def test_cells_with_sharded_rows_move_gates_not_weights():
     """A row of gates for each sequence; the weights are a hundred times larger."""
 
     def program(mesh):
@@ -178,7 +178,7 @@ def test_cells_on_split_rows_move_gates_and_no_weights():
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_packed_sequences_are_refused():
+def test_packed_sequences_raise():
     def packing(mesh):
         pack_padded_sequence(put(mesh, numbers(STEPS, 2, INPUT), P(None, "a")), torch.tensor([4, 2]))
 

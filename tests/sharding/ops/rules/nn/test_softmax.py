@@ -1,4 +1,4 @@
-"""Softmax, log_softmax and logsumexp over a split dim."""
+"""Softmax, log_softmax and logsumexp over a sharded dim."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_values_and_gradients_of_gradients(name, spec):
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
-def test_two_reductions_of_one_number_for_each_row_and_one_backward(name):
+def test_two_reductions_per_row_in_forward_and_one_in_backward(name):
     def program(mesh):
         x = place(X.float(), mesh, P(None, "a")).requires_grad_()
         with collectives() as forward:
@@ -60,7 +60,7 @@ def test_two_reductions_of_one_number_for_each_row_and_one_backward(name):
     on_mesh((4,), program)
 
 
-def test_along_a_whole_dim_nothing_is_sent():
+def test_unsharded_dim_needs_no_communication():
     def program(mesh):
         x = place(X, mesh, P("a")).requires_grad_()
         with collectives() as records:
@@ -79,7 +79,7 @@ EXTREMES = torch.tensor(EXTREMES, dtype=torch.float64)
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
 @pytest.mark.parametrize("sizes", [(2, 2, 1), (5, 0, 0), (0, 1, 4)], ids=str)
 def test_infinities_and_empty_parts(name, sizes):
-    """As in torch: a row of nothing but -inf has no softmax, and its logsumexp is -inf."""
+    """As in torch: the softmax of a row of -inf is NaN, and its logsumexp is -inf."""
     leaf = EXTREMES.clone().requires_grad_()
     want = OPERATORS[name](leaf)
     weight = torch.arange(1.0, 1 + want.numel()).view(want.shape)
@@ -96,7 +96,7 @@ def test_infinities_and_empty_parts(name, sizes):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_adds_up_in_single(dtype):
+def test_half_precision_accumulates_in_float32(dtype):
     """2000 equal numbers: their sum of exponentials could not be counted in bfloat16."""
     x = torch.zeros(2, 2000, dtype=dtype)
 
@@ -127,8 +127,8 @@ def test_dtype_is_that_of_the_computation():
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "softmin", "logsumexp"])
-def test_a_dim_that_is_not_there_is_refused(name):
-    """5 is not taken for 5 modulo 2."""
+def test_dim_out_of_range_raises(name):
+    """5 is not taken modulo 2."""
 
     def program(mesh):
         getattr(F if name == "softmin" else torch, name)(place(X, mesh, P(None, "a")), 5)

@@ -57,7 +57,7 @@ CASES += [("_foreach_pow", lambda g, xs, ys: g(2.0, xs)), ("_foreach_powsum", la
 
 @pytest.mark.parametrize("others", [SPECS, [P(None, "a"), P(None, "a"), P("a")]], ids=["aligned", "mixed"])
 def test_foreach(others):
-    """Once on the local lists where the tensors of a place lie alike, else one by one."""
+    """One call on the local lists if corresponding tensors have equal layouts, otherwise one by one."""
 
     def program(mesh):
         for name, call in CASES:
@@ -75,7 +75,7 @@ def test_foreach(others):
     on_mesh((3,), program)
 
 
-def test_broadcasting_rows_are_not_taken_for_aligned():
+def test_broadcast_rows_are_not_aligned():
     """Of (4, 3) and (1, 3), both split in dim 0, the parts do not belong together."""
 
     def program(mesh):
@@ -86,7 +86,7 @@ def test_broadcasting_rows_are_not_taken_for_aligned():
     on_mesh((2,), program)
 
 
-def test_a_pending_number_beside_lists_is_reduced_first():
+def test_pending_scalar_with_lists_is_reduced_first():
     def program(mesh):
         xs = distributed(mesh, LISTED)
         scale = sm.distribute_tensor(f(4), mesh, P("a")).sum()

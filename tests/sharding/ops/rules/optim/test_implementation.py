@@ -1,4 +1,4 @@
-"""Which implementation a torch optimizer takes for sharded parameters, and how often it calls what."""
+"""The implementation that a torch optimizer uses for sharded parameters, and its number of calls."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_step_is_one_fused_call_on_the_parts(name: str) -> None:
 
 
 @every_rank(2, 2)
-def test_what_has_no_fused_kernel_takes_lists(mesh: sm.DeviceMesh) -> None:
+def test_optimizers_without_a_fused_kernel_use_foreach(mesh: sm.DeviceMesh) -> None:
     """One call for all parameters, where the loop makes one for each."""
     params = sharded(mesh)
     optimizer = MAKERS["NAdam"](params)
@@ -104,7 +104,7 @@ def test_what_has_no_fused_kernel_takes_lists(mesh: sm.DeviceMesh) -> None:
 
 
 @every_rank(2)
-def test_the_choice_is_made_for_the_step_alone(mesh: sm.DeviceMesh) -> None:
+def test_choice_is_limited_to_the_step(mesh: sm.DeviceMesh) -> None:
     params = [nn.Parameter(sm.distribute_tensor(torch.ones(4), mesh, P("a")))]
     optimizer = MAKERS["AdamW"](params)
     stepped(params, optimizer)
@@ -118,7 +118,7 @@ def test_the_choice_is_made_for_the_step_alone(mesh: sm.DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("how", [{"foreach": False}, {"fused": False}, {"differentiable": True}], ids=str)
-def test_what_the_user_has_chosen_holds(how: dict[str, bool]) -> None:
+def test_explicit_choice_is_respected(how: dict[str, bool]) -> None:
     def program(mesh: sm.DeviceMesh) -> None:
         x = sm.distribute_tensor(torch.ones(4), mesh, P("a"))
         x.grad = torch.ones_like(x)
@@ -131,8 +131,8 @@ def test_what_the_user_has_chosen_holds(how: dict[str, bool]) -> None:
 
 
 @every_rank(2)
-def test_memory_with_holes_is_no_matter_for_fused_kernels(mesh: sm.DeviceMesh) -> None:
-    """They would run over it in order; lists look at strides."""
+def test_noncontiguous_parameters_are_not_fused(mesh: sm.DeviceMesh) -> None:
+    """Fused kernels assume contiguous memory; foreach respects strides."""
     around = torch.arange(12.0).view(3, 4)
     before, x = around.clone(), nn.Parameter(sm.from_local(around[:, ::2], mesh, P("a"), shape=(6, 2)))
     optimizer = torch.optim.AdamW([x], lr=0.1)
@@ -153,7 +153,7 @@ def test_sharded_and_plain_parameters_in_one_list(mesh: sm.DeviceMesh) -> None:
 
 
 @every_rank(2)
-def test_lists_are_grouped_by_where_the_parts_lie(mesh: sm.DeviceMesh) -> None:
+def test_lists_are_grouped_by_device(mesh: sm.DeviceMesh) -> None:
     """As on a GPU, where `step` lies beside the part and the wrapper says "meta": float64 stands for the other device."""
     dtypes = (torch.float32, torch.float64, torch.float32)
     xs: list[Any] = [sm.distribute_tensor(torch.ones(2, dtype=dtype), mesh, P("a")) for dtype in dtypes]
@@ -166,7 +166,7 @@ def test_lists_are_grouped_by_where_the_parts_lie(mesh: sm.DeviceMesh) -> None:
     assert [list(map(id, tensors)) for tensors in lists] == [list(map(id, tensors)) for tensors in expected]
 
 
-def test_torch_knows_the_type() -> None:
+def test_torch_default_is_foreach() -> None:
     """On a GPU its own default is foreach then."""
     assert ShardedTensor in torch_optimizer._foreach_supported_types
     before = len(torch_optimizer._global_optimizer_pre_hooks)

@@ -1,4 +1,4 @@
-"""Draws whose distribution each element has for itself, fills in place, and random activations."""
+"""Draws with a distribution per element, in-place fills, and random activations."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ GRADIENTS_OF_ZERO = {
 
 
 @pytest.mark.parametrize("name", GRADIENTS_OF_ZERO)
-def test_what_is_drawn_has_a_gradient_of_zero_as_in_torch(name):
+def test_draws_have_zero_gradient_as_in_torch(name):
     """Also where a part is empty."""
 
     def program(mesh):
@@ -125,7 +125,7 @@ def test_views_are_filled():
     on_mesh((2,), program)
 
 
-def test_out_takes_what_is_drawn():
+def test_out_argument():
     def program(mesh):
         x, out = (sm.full((5,), 0.5, mesh, P("a"), dtype=torch.float64) for _ in range(2))
         for draw in (torch.bernoulli, torch.normal):
@@ -176,7 +176,7 @@ def _clipped(x, name):
     return x.clamp(-1e2, 1e2) if name in ("cauchy_", "log_normal_") else x
 
 
-def test_ranks_outside_the_mesh_keep_step():
+def test_ranks_outside_the_mesh_count_draws():
     """Every kind of draw on a mesh of some ranks; afterwards all ranks still draw the same."""
 
     def program():
@@ -241,7 +241,7 @@ def test_gumbel_softmax_is_a_sample_with_the_gradient_of_the_soft_one():
         (lambda x: torch.multinomial(x, 2, generator=torch.Generator()), ["sm.random.manual_seed"]),
     ],
 )
-def test_draws_that_make_no_sense(draw, words):
+def test_invalid_draws_raise(draw, words):
     def program(mesh):
         draw(sm.ones(4, device_mesh=mesh, placements=P("a"), dtype=torch.float64))
 

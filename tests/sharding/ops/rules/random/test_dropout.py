@@ -46,7 +46,7 @@ def whole(shape, func, p=0.4, mesh_shape=(1,), spec=None, backward=False):
 
 
 @pytest.mark.parametrize("name", CHANNELS)
-def test_whole_channels_share_their_fate_on_any_mesh(name):
+def test_whole_channels_are_dropped_on_any_mesh(name):
     func, shape = CHANNELS[name]
     channels = 1 if name.endswith("one") else 2
     first, second = whole(shape, func)
@@ -63,7 +63,7 @@ def test_whole_channels_share_their_fate_on_any_mesh(name):
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("func", [F.alpha_dropout, F.feature_alpha_dropout])
-def test_alpha_dropout_is_torchs(func, p):
+def test_alpha_dropout_equals_torch(func, p):
     """The two values that torch gives to what is kept and to what is not, of an input of ones; mean and variance stay."""
     torch.manual_seed(0)
     theirs = func(torch.ones(40, 40, 2, dtype=torch.float64), p, True).unique()
@@ -135,7 +135,7 @@ def test_pending_sums_stay_pending_and_other_pending_values_are_reduced():
 
 
 @pytest.mark.parametrize("func", [F.dropout, F.alpha_dropout, F.dropout1d, F.feature_alpha_dropout])
-def test_nothing_is_drawn_where_nothing_is_dropped(func):
+def test_no_draw_without_dropout(func):
     def program(mesh):
         x = sm.ones(4, 3, device_mesh=mesh, placements=P("a"))
         state = sm.random.get_rng_state()

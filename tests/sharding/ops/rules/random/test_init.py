@@ -87,8 +87,8 @@ def test_exact_fills(spec):
         torch.testing.assert_close(q.T @ q, torch.eye(5))
 
 
-def test_sparse_takes_rows_from_torchs_generator_and_asks_for_a_word():
-    """It calls torch.randperm, which knows of no mesh."""
+def test_sparse_needs_implicit_replication():
+    """It calls torch.randperm, which has no mesh."""
 
     def rank():
         x = sm.zeros((6, 4), sm.init_device_mesh(DEVICE, (3,), axis_names=("a",)), sm.P("a"))
@@ -104,7 +104,7 @@ def test_sparse_takes_rows_from_torchs_generator_and_asks_for_a_word():
     assert all(torch.equal(t, tensors[0]) for t in tensors)
 
 
-def test_what_cannot_be_honoured_is_refused():
+def test_unsupported_arguments_raise():
     def rank():
         x = sm.zeros((4, 4), sm.init_device_mesh(DEVICE, (1,)))
         with pytest.raises(NotImplementedError, match="manual_seed"):

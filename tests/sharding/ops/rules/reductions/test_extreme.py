@@ -1,4 +1,4 @@
-"""amax, amin and their like: who gets the gradient among equals, NaN, and when the ranks talk."""
+"""amax, amin and similar: gradients of ties, NaN, and communication."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SMALL = {"meshes": [(2,), (3,), (2, 2)], "most": 12}
 @pytest.mark.parametrize("values", [TIED, -TIED], ids=["highest", "lowest"])
 @pytest.mark.parametrize("dim", [0, 1, (0, 1), ()])
 @pytest.mark.parametrize("extreme", [torch.amax, torch.amin])
-def test_the_gradient_is_shared_among_equals(extreme, dim, values):
+def test_ties_share_the_gradient(extreme, dim, values):
     prove(extreme, (values, dim), **SMALL)
     prove(extreme, (values, dim, True), **SMALL)
 
 
 @pytest.mark.parametrize("func", [torch.max, torch.min, torch.aminmax, lambda x: torch.aminmax(x, dim=0)])
-def test_other_ways_to_ask(func):
+def test_other_call_forms(func):
     prove(func, (TIED,), **SMALL)
 
 

@@ -1,4 +1,4 @@
-"""Choices along a split dim: a few candidates of every rank are gathered, never the dim."""
+"""Selection along a sharded dim: a few candidates per rank are gathered, never the dim."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_bytes_do_not_grow_with_the_dim(name):
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "aminmax"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
-def test_values_and_places_travel_in_one_message(name, dtype):
+def test_values_and_indices_share_a_collective(name, dtype):
     """Also where parts are uneven. The gradient is a slice at first, and gathered when it is differentiated again."""
 
     def program(mesh):
@@ -78,7 +78,7 @@ def test_values_and_places_travel_in_one_message(name, dtype):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("b", "a"), P(("b", "a")), P(None, ("a", "b")), P("a", unreduced={"b"})])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
-def test_the_first_of_equals(spec, dtype):
+def test_first_of_equal_elements(spec, dtype):
     x = (torch.arange(35).reshape(5, 7) * 5 % 4).to(dtype)
 
     def program(mesh):
@@ -168,7 +168,7 @@ def test_named_results():
         (lambda x: x[:0].redistribute(P("a")).max(0), "non-zero|no identity|zero size"),
     ],
 )
-def test_torch_s_own_complaints(call, words):
+def test_torchs_errors(call, words):
     def program(mesh):
         x = sm.distribute_tensor(f(6, 4), mesh, P("a"), src_data_rank=None)
         with pytest.raises((RuntimeError, IndexError), match=words):
@@ -177,13 +177,13 @@ def test_torch_s_own_complaints(call, words):
     on_mesh((2,), program)
 
 
-def test_of_truth_values():
+def test_bools():
     prove(torch.max, (b(5, 4), 0), {}, meshes=[(3,)], most=8)
 
 
 @pytest.mark.parametrize("spec", [P("a"), P("b", "a"), P(("b", "a")), P(None, "a"), P("a", unreduced={"b"})], ids=str)
 @pytest.mark.parametrize("name", ["max", "min"])
-def test_the_gradient_of_an_extreme_goes_to_all_equals_in_equal_parts(name, spec):
+def test_ties_share_the_gradient_of_an_extreme(name, spec):
     """Three of one rank and one of another get a quarter each; and again when differentiated twice."""
     values = torch.tensor([[3.0, 3.0, 0.0], [0.0, 3.0, 0.0], [1.0, 2.0, 0.0], [3.0, 1.0, 2.0]], dtype=torch.float64)
 
@@ -207,7 +207,7 @@ def test_the_gradient_of_an_extreme_goes_to_all_equals_in_equal_parts(name, spec
 
 
 @pytest.mark.parametrize("call", [lambda x: x.max(0), lambda x: x.argmin(), lambda x: x.topk(1)])
-def test_ranks_with_an_empty_part_complain_alike(call):
+def test_ranks_with_an_empty_part_raise_the_same_error(call):
     """torch tells only from values that it has no order of complex numbers; nobody must wait for those that were told."""
 
     def program(mesh):

@@ -28,7 +28,7 @@ NUMBERS = {"mean": 1, "nanmean": 2, "var": 2, "std": 2, "var_mean": 2, "vector_n
 
 
 @pytest.mark.parametrize("name", REDUCE)
-def test_over_a_whole_dim_there_is_nothing_but_the_local_call(name):
+def test_unsharded_dim_is_one_local_call(name):
     def program(mesh):
         for spec in (P("a"), P()):
             x = place(mesh, X).redistribute(spec)
@@ -44,7 +44,7 @@ def test_over_a_whole_dim_there_is_nothing_but_the_local_call(name):
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_over_a_split_dim_a_few_numbers_travel(name):
+def test_sharded_dim_communicates_a_few_numbers(name):
     def program(mesh):
         x = place(mesh, X).redistribute(P("a"))
         with collectives() as records:
@@ -58,7 +58,7 @@ def test_over_a_split_dim_a_few_numbers_travel(name):
     assert received == 1.5 * counted * NUMBERS[name]
 
 
-def test_covariances_of_split_observations():
+def test_covariances_of_sharded_observations():
     """The means, then the matrix."""
 
     def program(mesh):
@@ -72,7 +72,7 @@ def test_covariances_of_split_observations():
 
 
 @pytest.mark.parametrize("order", [1, -1, math.inf, -math.inf, "fro", 2, "nuc"])
-def test_norms_of_split_matrices(order):
+def test_norms_of_sharded_matrices(order):
     def program(mesh):
         x = place(mesh, X).redistribute(P("a"))
         with collectives() as records:
@@ -85,7 +85,7 @@ def test_norms_of_split_matrices(order):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_accumulated_in_single(dtype):
+def test_half_precision_accumulates_in_float32(dtype):
     """4096 ones and a few more: a sum in half precision would not go beyond 2048, or 256."""
     ones = torch.ones(4096, 2, dtype=dtype)
 
@@ -114,7 +114,7 @@ def _calls(is_real):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_results_have_torchs_dtypes(dtype):
-    """Whichever way they are computed."""
+    """However they are computed."""
     whole = f(8, 4).to(dtype)
 
     def program(mesh):

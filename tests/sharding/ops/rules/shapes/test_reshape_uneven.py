@@ -34,7 +34,7 @@ def laid_out(mesh, shape, spec, **options):
         ((10, 4), P("a", unreduced={"b": "sum"}), lambda x: x.view(40), P("a", unreduced={"b"}, sizes={"a": (12, 12, 12, 4)})),
     ],
 )
-def test_nothing_moves(shape, spec, call, becomes):
+def test_no_communication(shape, spec, call, becomes):
     def program(mesh):
         x = laid_out(mesh, shape, spec).requires_grad_()
         with collectives() as records:
@@ -72,7 +72,7 @@ def test_what_is_left_to_the_rule(shape, spec, after):
     on_mesh((4,), program)
 
 
-def test_another_dtype_is_no_reshape():
+def test_view_as_another_dtype():
     def program(mesh):
         x = laid_out(mesh, (10, 4), P("a"))
         assert torch.equal(x.view(torch.int64).full_tensor(), x.full_tensor().view(torch.int64))
@@ -84,7 +84,7 @@ SHAPES = [(12, 2), (24,), (2, 12), (4, 3, 2), (2, 2, 6), (1, 24), (6, 1, 4)]
 
 
 @given(st.data())
-def test_any_reshape_of_any_cut_keeps_the_values(data):
+def test_any_reshape_of_any_layout_keeps_the_values(data):
     shape, after = data.draw(st.sampled_from(SHAPES)), data.draw(st.sampled_from(SHAPES))
     spec = data.draw(ragged_specs(sm.AbstractMesh((2, 2), ("a", "b")), shape))
 

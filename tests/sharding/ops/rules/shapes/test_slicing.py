@@ -49,7 +49,7 @@ CALLS = {
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("spec", [P("a"), RAGGED], ids=["even", "ragged"])
 @pytest.mark.parametrize("name", CALLS)
-def test_only_what_changes_ranks_moves(name, spec):
+def test_only_elements_that_change_ranks_move(name, spec):
     """One exchange, in which every rank gets each number that its result has and its parts had not, once."""
 
     def program(mesh):
@@ -81,7 +81,7 @@ def test_rolling_by_k_moves_k_rows():
     on_mesh((4,), program)
 
 
-def test_what_is_written_into_a_copy_goes_where_its_place_is():
+def test_values_written_into_a_copy_are_sent_to_their_ranks():
     """Rows 6 to 11 are on ranks 1 and 2, which lack two each of the five written rows (0 1 | 2 3 | 4)."""
 
     def program(mesh):
@@ -98,7 +98,7 @@ def test_what_is_written_into_a_copy_goes_where_its_place_is():
 
 @pytest.mark.parametrize("call", [torch.tril, torch.triu, lambda x: x.clone().tril_(-1), torch.trace, lambda x: x[:, 2:4]])
 @pytest.mark.parametrize("spec", [P("a", "b"), P("b", "a"), P(("b", "a")), P("a", sizes={"a": (3, 13)})])
-def test_nothing_moves(call, spec):
+def test_no_communication(call, spec):
     columns = spec.padded(2).dims[1]
 
     def program(mesh):
@@ -112,7 +112,7 @@ def test_nothing_moves(call, spec):
 
 
 @pytest.mark.parametrize(("name", "elements"), [("cumsum", 1), ("cumprod", 1), ("logcumsumexp", 1), ("cummax", 3), ("cummin", 3)])
-def test_of_a_scan_only_totals_move(name, elements):
+def test_scans_communicate_only_totals(name, elements):
     """From each of the three other ranks a row of totals; with extremes go their places, twice as wide."""
 
     def program(mesh):
@@ -201,7 +201,7 @@ def test_ranks_outside_the_mesh_take_part_in_backward(name):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["max", "min", "avg", "product"])
-def test_what_is_pending_with_another_kind_stays_so_or_is_reduced(kind):
+def test_other_pending_kinds_stay_pending_or_are_reduced(kind):
     for func in (
         lambda x: x[1:4], lambda x: x[2], lambda x: x.roll(1, 0), lambda x: torch.cat([x, x]), lambda x: F.pad(x, (0, 0, 1, 2)),
         lambda x: F.pad(x, (0, 0, 1, 2), value=1.5), lambda x: x.tril(), lambda x: x.cumsum(0), lambda x: x.chunk(2)[0],
@@ -228,7 +228,7 @@ def test_a_part_that_is_not_contiguous():
     on_mesh((4,), program)
 
 
-def test_running_sums_of_halves_are_added_up_in_single_precision():
+def test_half_precision_cumsum_accumulates_in_float32():
     value = torch.full((600,), 1.0, dtype=torch.bfloat16)
 
     def program(mesh):
@@ -256,7 +256,7 @@ def test_running_sums_of_halves_are_added_up_in_single_precision():
         (torch.trace, P(unreduced={"a"})),
     ],
 )
-def test_the_result_is_even_or_whole(call, spec):
+def test_result_is_even_or_unsharded(call, spec):
     def program(mesh):
         assert call(sm.distribute_tensor(NUMBERS, mesh, P("a"), src_data_rank=None)).spec == spec
 
@@ -272,7 +272,7 @@ def test_a_dim_too_short_for_all_axes_keeps_the_major_ones():
     on_mesh((2, 2), program)
 
 
-def test_slices_that_need_not_move_are_views():
+def test_slices_without_communication_are_views():
     """Of dims that are not split, and of split ones where every rank keeps its part."""
 
     def program(mesh):
@@ -292,7 +292,7 @@ def test_slices_that_need_not_move_are_views():
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_slice_that_moved_cannot_be_written(grad):
+def test_writing_to_a_moved_slice_raises(grad):
     def program(mesh):
         x = sm.distribute_tensor(NUMBERS, mesh, P("a"), src_data_rank=None).requires_grad_(grad) * 1
         for view in (x[1:9], x[3], x[:8, 1], x.split([5, 11])[0], x.chunk(2)[1], x.narrow(0, 1, 5), x.unfold(0, 2, 2)):
@@ -303,7 +303,7 @@ def test_a_slice_that_moved_cannot_be_written(grad):
     on_mesh((4,), program)
 
 
-def test_wrong_arguments_are_torchs_errors_before_any_communication():
+def test_invalid_arguments_raise_torchs_errors_before_communication():
     def program(mesh):
         x = sm.distribute_tensor(NUMBERS, mesh, P("a"), src_data_rank=None)
         for kind, call in (
@@ -355,7 +355,7 @@ def test_on_four_processes(world4):
     world4(_on_processes)
 
 
-def test_a_circular_border_longer_than_what_is_left_of_the_dim_is_refused():
+def test_circular_padding_longer_than_the_dim_raises():
     def program(mesh):
         x = sm.distribute_tensor(NUMBERS[None], mesh, P(None, "a"), src_data_rank=None)
         F.pad(x, (0, 0, -14, 3), "circular")

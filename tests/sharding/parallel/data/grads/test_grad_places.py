@@ -1,4 +1,4 @@
-"""Gradients are put where they are summed, as soon as they are made."""
+"""Gradients are written into the reduction buffer as soon as they are computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ D, LAYERS = 8, 3
 
 
 class _Log(torch.autograd.Function):
-    """Says when backward comes by."""
+    """Logs when backward passes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log: list[str], name: str) -> Tensor:
@@ -45,7 +45,7 @@ class _Layers(nn.Module):
 
 
 class _Operators(TorchDispatchMode):
-    """The operators on at least as many elements as a weight has."""
+    """Records operators on at least as many elements as a weight has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def _mesh() -> sm.DeviceMesh:
 
 
 @pytest.mark.parametrize("form", ["ddp", "zero1"])
-def test_a_gradient_is_put_in_its_place_before_the_next_is_made(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_is_copied_before_the_next_is_computed(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     put = GradWriter._write
     logs: dict[Any, list[str]] = {}
 
@@ -91,7 +91,7 @@ def test_a_gradient_is_put_in_its_place_before_the_next_is_made(form: str, monke
         assert all(log.index(f"put {i}") < log.index(f"below {i - 1}") for i in range(1, LAYERS))
 
 
-def test_gradients_of_whole_parameters_are_scaled_into_place_and_summed_there() -> None:
+def test_gradients_of_whole_parameters_are_scaled_and_summed_in_place() -> None:
     def program(mesh: sm.DeviceMesh) -> list[str]:
         model: Any = FORMS["ddp"](nn.Sequential(*[nn.Linear(D, D, bias=False) for _ in range(LAYERS)]), mesh)
         loss = model(torch.ones(1, D)).sum()
@@ -120,8 +120,8 @@ class _Fails(torch.autograd.Function):
 
 @pytest.mark.parametrize("again", ["backward", "accumulate", "create_graph"])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_a_failed_backward_has_put_is_not_used(form: str, again: str) -> None:
-    """The second pass through the same graph begins with other gradients, all its own."""
+def test_gradients_of_a_failed_backward_are_discarded(form: str, again: str) -> None:
+    """The second backward through the same graph uses only its own gradients."""
 
     def program(mesh: sm.DeviceMesh) -> None:
         torch.manual_seed(0)
@@ -153,7 +153,7 @@ def test_what_a_failed_backward_has_put_is_not_used(form: str, again: str) -> No
     sm.simulate(2)(lambda: program(_mesh()))()
 
 
-def test_adjacent_tensors_are_one_piece_of_memory() -> None:
+def test_adjacent_tensors_are_viewed_as_one() -> None:
     x = torch.arange(12.0)
     parts = [x[2:5], x[5:5], x[5:9].view(2, 2)]
     found = contiguous_memory(parts, torch.float32)

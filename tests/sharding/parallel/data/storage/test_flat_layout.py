@@ -1,4 +1,4 @@
-"""Splitting a buffer of tensors between rows."""
+"""Splitting a buffer of tensors at row boundaries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _cut(shapes, parts):
 
 
 @given(SHAPES, st.integers(1, 6))
-def test_each_row_lies_in_one_piece(shapes, parts):
+def test_each_row_is_in_one_piece(shapes, parts):
     cutting = _cut(shapes, parts)
     for i, (count, _) in enumerate(shapes):
         found = [cutting.rows_of(i, part, count) for part in range(parts)]
@@ -27,7 +27,7 @@ def test_each_row_lies_in_one_piece(shapes, parts):
 
 
 @given(SHAPES, st.integers(1, 6))
-def test_a_row_lies_in_its_piece_and_no_other_row_there(shapes, parts):
+def test_rows_do_not_overlap_within_a_piece(shapes, parts):
     cutting = _cut(shapes, parts)
     taken = set()
     for i, (count, row) in enumerate(shapes):
@@ -43,7 +43,7 @@ def test_a_row_lies_in_its_piece_and_no_other_row_there(shapes, parts):
 
 
 @given(SHAPES, st.integers(1, 6))
-def test_tensors_lie_in_their_order_inside_the_buffer(shapes, parts):
+def test_tensors_are_in_order_in_the_buffer(shapes, parts):
     cutting = _cut(shapes, parts)
     end = 0
     for (count, row), offset in zip(shapes, cutting.offsets, strict=True):
@@ -53,8 +53,8 @@ def test_tensors_lie_in_their_order_inside_the_buffer(shapes, parts):
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=1, max_size=6), st.integers(1, 6))
-def test_pieces_are_hardly_longer_than_they_must_be(shapes, parts):
-    """Each of the cuts, and each tensor, wastes less than a row; a piece is at least the longest row."""
+def test_pieces_are_nearly_minimal(shapes, parts):
+    """Each boundary and each tensor wastes less than a row; a piece is at least as long as the longest row."""
     cutting, longest = _cut(shapes, parts), max(row for _, row in shapes)
     total = sum(count * row for count, row in shapes)
     assert cutting.piece >= max(math.ceil(total / parts), longest if parts == 1 else 0)
