@@ -111,7 +111,8 @@ def record(
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        with _numbers(recorder, snapshot), recorder:
+        # Backward runs in this thread on every device: others would not know the recorder.
+        with _numbers(recorder, snapshot), torch.autograd.set_multithreading_enabled(False), recorder:
             result = f(given)
     finally:
         torch.set_autocast_cache_enabled(cached)
@@ -310,10 +311,10 @@ class _Finish:
 
     def _source(self, captured: Captured) -> tuple[str, Callable[[Leaves], Any]]:
         x = captured.ref()
-        if x is None:
+        if x is None or (x.grad_fn is not None and id(x) not in self._sources and id(x) not in self._paths):
             raise JitError(
-                f"{captured.place}: a tensor is used here that was made without an operator of torch (from numpy, a buffer, or another "
-                "library), so later calls could not make it again. Pass it to the function as an argument"
+                f"{captured.place}: a tensor is used here that was made without an operator of torch (from numpy, a buffer, compiled code, or "
+                "another library), so later calls could not make it again. Pass it to the function as an argument"
             )
         if id(x) in self._sources:
             return self._sources[id(x)]

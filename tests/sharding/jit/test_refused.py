@@ -154,6 +154,23 @@ def test_a_scheduler_inside() -> None:
             step(X)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_code_compiled_by_torch_inside_is_right_or_refused(backend: str) -> None:
+    block = torch.nn.Linear(3, 3)
+    compiled = torch.compile(block, backend=backend)
+
+    def step(x: Tensor) -> Tensor:
+        return compiled(x).square().sum() * 2
+
+    f = sm.jit(step, backend="eager")
+    for scale in (1.0, 2.0, 3.0):
+        try:
+            found = f(X * scale)
+        except JitError:
+            continue
+        torch.testing.assert_close(found.detach(), (block(X * scale).square().sum() * 2).detach())
+
+
 def test_seeding_inside() -> None:
     @sm.jit(backend="eager")
     def f(x: Tensor) -> Tensor:
