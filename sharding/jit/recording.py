@@ -27,6 +27,7 @@ from ...mesh.simulated.simulate import SimulatedWorld
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .errors import JitError
+from .iterators import counting_resumptions
 from .program import Program, clean
 from .recorder import Captured, GraphRecorder
 from .scalars import TracedFloat
@@ -113,7 +114,8 @@ def record(
     try:
         # Backward runs in this thread on every device: others would not know the recorder.
         with _numbers(recorder, snapshot), torch.autograd.set_multithreading_enabled(False), recorder:
-            result = f(given)
+            with counting_resumptions([x for _, x, _ in snapshot.iterators]):
+                result = f(given)
     finally:
         torch.set_autocast_cache_enabled(cached)
     if generators != _generators():
