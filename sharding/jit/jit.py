@@ -35,6 +35,7 @@ from .slots import empty_slots, signature
 from .state import _PLAIN, Guard, Snapshot
 
 _ATTEMPTS = 3  # calls whose recordings are dropped before that is an error
+_KEPT = 16  # recordings of one signature, the newest ones
 _MANY = 8  # recordings of one function before a warning
 _ALL_NONE = frozenset({type(None)})
 _Dynamic = set[tuple[int, Any]]
@@ -220,6 +221,7 @@ class JitFunction:
             return result
         self._attempts.pop((world.rank, key), None)
         entries.append(Entry(found, guard, leaves, before))
+        del entries[:-_KEPT]
         self._note(why, world)
         return result
 

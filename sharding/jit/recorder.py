@@ -39,7 +39,7 @@ from .scalars import TracedFloat
 from .state import is_installed
 
 aten = torch.ops.aten
-_VIEWS = {  # operators that return views without saying so, and those that say so: a compiler must know
+_VIEWS: dict[Any, Any] = {  # operators that return views without saying so, and those that say so: a compiler must know
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten._unsafe_view.default: aten.view.default,

@@ -27,6 +27,7 @@ from ...mesh.simulated.simulate import SimulatedWorld
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .errors import JitError
+from .iterators import counting_resumptions
 from .program import Program, clean
 from .recorder import Captured, GraphRecorder
 from .scalars import TracedFloat
@@ -111,8 +112,10 @@ def record(
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        with _numbers(recorder, snapshot), recorder:
-            result = f(given)
+        # Backward runs in this thread on every device: others would not know the recorder.
+        with _numbers(recorder, snapshot), torch.autograd.set_multithreading_enabled(False), recorder:
+            with counting_resumptions([x for _, x, _ in snapshot.iterators]):
+                result = f(given)
     finally:
         torch.set_autocast_cache_enabled(cached)
     if generators != _generators():
@@ -310,10 +313,10 @@ class _Finish:
 
     def _source(self, captured: Captured) -> tuple[str, Callable[[Leaves], Any]]:
         x = captured.ref()
-        if x is None:
+        if x is None or (x.grad_fn is not None and id(x) not in self._sources and id(x) not in self._paths):
             raise JitError(
-                f"{captured.place}: a tensor is used here that was made without an operator of torch (from numpy, a buffer, or another "
-                "library), so later calls could not make it again. Pass it to the function as an argument"
+                f"{captured.place}: a tensor is used here that was made without an operator of torch (from numpy, a buffer, compiled code, or "
+                "another library), so later calls could not make it again. Pass it to the function as an argument"
             )
         if id(x) in self._sources:
             return self._sources[id(x)]

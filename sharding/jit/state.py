@@ -32,7 +32,7 @@ from ...mesh.comm.call_site import _OURS, _TORCH
 from ..layout.layout import Layout
 from ..layout.spec import Placement
 from ..tensor.sharded_tensor import ShardedTensor
-from .errors import JitError
+from .iterators import iterator_state
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, range, slice, Placement, np.generic)
 _paths = sysconfig.get_paths()
@@ -86,6 +86,7 @@ class Snapshot:
         tensors: plain tensors, and their paths.
         sharded: sharded tensors, and their paths.
         optimizers: the optimizers.
+        iterators: iterators, their paths, and where they were.
     """
 
     def __init__(self, roots: list[tuple[str, Any]]) -> None:
@@ -100,6 +101,7 @@ class Snapshot:
         self.tensors: list[tuple[Tensor, str]] = []
         self.sharded: list[tuple[ShardedTensor, str]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.iterators: list[tuple[str, Any, Any]] = []
         self._seen: dict[int, Any] = {}
         self._todo: deque[tuple[str, Any]] = deque(roots)
         while self._todo:
@@ -110,6 +112,9 @@ class Snapshot:
 
     def change(self, dynamic: set[tuple[int, Any]]) -> str | None:
         """Return the first thing that has changed since, as text; None if nothing has."""
+        advanced = next((path for path, x, before in self.iterators if iterator_state(x) != before), None)
+        if advanced is not None:
+            return f"{advanced} is an iterator and was advanced: call next() outside and pass what it returns"
         return next((change for holder in self.holders if (change := holder.change(dynamic)) is not None), None)
 
     def knows(self, x: Any) -> bool:
@@ -144,10 +149,7 @@ class Snapshot:
         elif isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
             self._hold(path, functools.partial(_state_of_generator, x))
         elif isinstance(x, Iterator) and not isinstance(x, io.IOBase):
-            raise JitError(
-                f"{path} is an iterator ({type(x).__name__}), which a graph would not advance; call next() outside of the function and "
-                "pass what it returns"
-            )
+            self.iterators.append((path, x, iterator_state(x)))
         elif isinstance(x, type):
             self._visit_class(path, x)
         elif not isinstance(x, (types.ModuleType, types.BuiltinFunctionType)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from typing import Any
@@ -116,11 +117,40 @@ def test_results_collected_in_a_list() -> None:
         f(X)
 
 
-@pytest.mark.parametrize("source", [iter, enumerate, lambda data: (x for x in data), lambda data: map(abs, data)])
-def test_an_iterator(source: Any) -> None:
-    batches = source([torch.ones(3), torch.zeros(3)])
-    with pytest.raises(JitError, match=r"batches is an iterator .* call next\(\) outside"):
-        sm.jit(lambda x: x + next(batches)[0], backend="eager")(X)
+def forever() -> Any:
+    while True:
+        yield torch.ones(3)
+
+
+SOURCES = {
+    "list": iter, "enumerate": enumerate, "generator": lambda data: (x for x in data), "map": lambda data: map(abs, data),
+    "zip": lambda data: zip(data, data, strict=True), "endless generator": lambda data: forever(), "count": lambda data: itertools.count(),
+    "DataLoader": lambda data: iter(torch.utils.data.DataLoader(data)), "dict": lambda data: iter(dict.fromkeys(range(9))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_an_iterator(source: str) -> None:
+    batches = SOURCES[source]([torch.ones(3) * i for i in range(9)])
+    f = sm.jit(lambda x: (next(batches), x + 1)[1], backend="eager")
+    with pytest.raises(JitError, match=r"batches is an iterator and was advanced: call next\(\) outside"):
+        for _ in range(3):
+            f(X)
+
+
+def test_an_iterator_that_is_only_reached() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.batches, self.scale = forever(), torch.ones(3)
+
+        def step(self, x: Tensor) -> Tensor:
+            return x * self.scale + len([self.batches])
+
+    trainer = Trainer()
+    f = sm.jit(trainer.step, backend="eager")
+    found = [f(next(trainer.batches)) for _ in range(4)]
+    assert all(torch.equal(x, torch.ones(3) * 2) for x in found)
+    assert len(f.recorded) == 1
 
 
 @pytest.mark.parametrize("kind", [random.Random, np.random.default_rng, np.random.RandomState], ids=lambda kind: kind.__name__)
@@ -189,6 +219,23 @@ def test_a_scheduler_inside() -> None:
     with pytest.raises((JitError, RuntimeError), match=r"reads a value|changes Python state"):
         for _ in range(3):
             step(X)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_code_compiled_by_torch_inside_is_right_or_refused(backend: str) -> None:
+    block = torch.nn.Linear(3, 3)
+    compiled = torch.compile(block, backend=backend)
+
+    def step(x: Tensor) -> Tensor:
+        return compiled(x).square().sum() * 2
+
+    f = sm.jit(step, backend="eager")
+    for scale in (1.0, 2.0, 3.0):
+        try:
+            found = f(X * scale)
+        except JitError:
+            continue
+        torch.testing.assert_close(found.detach(), (block(X * scale).square().sum() * 2).detach())
 
 
 def test_seeding_inside() -> None:
