@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import dict_version  # type: ignore[import-not-found]
 
 from ...mesh.comm.call_site import _OURS, _TORCH
+from ...mesh.device_mesh import DeviceMesh
 from ..layout.layout import Layout
 from ..layout.spec import Placement
 from ..tensor.sharded_tensor import ShardedTensor
@@ -86,6 +87,7 @@ class Snapshot:
         tensors: plain tensors, and their paths.
         sharded: sharded tensors, and their paths.
         optimizers: the optimizers.
+        meshes: the meshes.
     """
 
     def __init__(self, roots: list[tuple[str, Any]]) -> None:
@@ -100,6 +102,7 @@ class Snapshot:
         self.tensors: list[tuple[Tensor, str]] = []
         self.sharded: list[tuple[ShardedTensor, str]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.meshes: list[DeviceMesh] = []
         self._seen: dict[int, Any] = {}
         self._todo: deque[tuple[str, Any]] = deque(roots)
         while self._todo:
@@ -162,6 +165,8 @@ class Snapshot:
     def _visit_instance(self, path: str, x: Any) -> None:
         if isinstance(x, torch.optim.Optimizer):
             self.optimizers.append(x)
+        if isinstance(x, DeviceMesh):
+            self.meshes.append(x)
         kind = type(x)
         if hasattr(kind, "__wrapped_function__"):
             self._todo.append((path, getattr(x, "__wrapped_function__")))  # noqa: B009
