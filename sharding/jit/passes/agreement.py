@@ -67,14 +67,14 @@ def hash_of(schedule: Schedule) -> str:
     return hashlib.blake2b(repr(relative).encode(), digest_size=8).hexdigest()
 
 
-def agree(world: World, meshes: list[Sequence[int]], schedules: list[Schedule] | str) -> int | str:
+def agree(world: World, meshes: list[Sequence[int]], schedules: list[Schedule] | str) -> int | str | None:
     """Return up to which pass all ranks have schedules that fit each other.
 
     Args:
         meshes: ranks of meshes; the ranks of those that this rank is in take part.
         schedules: the schedule as recorded and after each pass; or why this rank has no graph.
 
-    Returns: the index of a schedule; or why a rank has no graph.
+    Returns: the index of a schedule; None if not all meshes are known and there is nothing to compare; or why a rank has no graph.
     Raises: JitError if the recorded schedules of one group differ; the same on all ranks.
     """
     rounds = _rounds(world.rank, meshes)
@@ -86,13 +86,13 @@ def agree(world: World, meshes: list[Sequence[int]], schedules: list[Schedule] |
         mine = []  # collectives with ranks of which nothing is known: as recorded
     known = _gather(world, rounds, mine)
     if not rounds and not isinstance(schedules, str):
-        return 0 if schedules[0] else len(schedules) - 1
+        return None if schedules[0] else len(schedules) - 1
     failed = {rank: why for rank, why in sorted(known.items()) if isinstance(why, str)}
     if failed:
         rank = min(failed)
         return failed[rank] if isinstance(schedules, str) else f"rank {rank} has no graph: {failed[rank]}"
     if not all(known.values()):
-        return 0
+        return None
     if all(found == known[world.rank] for found in known.values()):
         return len(schedules) - 1
     everyone = _gather(world, rounds, schedules)

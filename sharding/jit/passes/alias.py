@@ -13,8 +13,10 @@ What is not known in detail counts as reading and writing everything.
 
 from __future__ import annotations
 
+import functools
 import operator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -33,6 +35,7 @@ class MemoryUse:
     """The memory that each node of a graph uses.
 
     Attributes:
+        graph: the graph.
         of: for each node the classes that its result may be in; none for numbers.
         reads, writes: for each node the classes that it may read or write.
         fences: nodes that may do anything: nothing moves across them.
@@ -48,6 +51,7 @@ class MemoryUse:
         self.fences: set[fx.Node] = set()
         self.made_by: dict[int, fx.Node] = {}
         self.outputs = _None
+        self.graph = graph
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         for node, number in zip(inputs, _classes(inputs), strict=True):
             self.of[node] = _None if number is None else frozenset({number})
@@ -94,29 +98,48 @@ class MemoryUse:
             self.of[node] = operands | self._fresh(node)
 
     def _operator(self, node: fx.Node, operands: frozenset[int]) -> None:
-        schema: Any = node.target._schema  # type: ignore[union-attr]
-        given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-        shared, written = [], []
-        for a in schema.arguments:
-            if a.alias_info is not None:
-                nodes = [x for x in torch.utils._pytree.tree_leaves(given.get(a.name)) if isinstance(x, fx.Node)]
-                shared += nodes
-                written += nodes if a.alias_info.is_write else []
-        name = schema.name.partition("::")[2]
-        views = any(r.alias_info is not None for r in schema.returns)
-        if name == "_unsafe_view" or (views and not shared):
+        form = _form(node.target)
+        given = [(name, node.args[i]) for i, name in enumerate(form.names[: len(node.args)])] + list(node.kwargs.items())
+        written = self.union(_nodes(x for name, x in given if name in form.written)) if form.written else _None
+        if form.is_view and not form.shared:
             self.of[node] = operands
-        elif views:  # results that are new next to such that are not: of both kinds
-            self.of[node] = self.union(shared) | (self._fresh(node) if any(r.alias_info is None for r in schema.returns) else _None)
+        elif form.is_view:  # results that are new next to such that are not: of both kinds
+            shared = self.union(_nodes(x for name, x in given if name in form.shared))
+            self.of[node] = shared | self._fresh(node) if form.is_new else shared
         else:
-            self.of[node] = self._fresh(node) if schema.returns else _None
-        self.writes[node] = operands if name in _UNDECLARED else self.union(written)
+            self.of[node] = self._fresh(node) if form.is_new else _None
+        self.writes[node] = operands if form.undeclared else written
 
-    def conflict(self, a: fx.Node, b: fx.Node) -> bool:
-        """Return whether two nodes must keep their order, other than one using the other's result."""
-        if a in self.fences or b in self.fences:
-            return True
-        return bool(self.writes[a] & (self.reads[b] | self.writes[b]) or self.writes[b] & self.reads[a])
+
+class _Form(NamedTuple):
+    """What the schema of an operator says of memory: names of all arguments, of those that results share, of those written."""
+
+    names: list[str]
+    shared: frozenset[str]
+    written: frozenset[str]
+    is_view: bool
+    is_new: bool
+    undeclared: bool
+
+
+@functools.cache
+def _form(target: Any) -> _Form:
+    schema = target._schema
+    name = schema.name.partition("::")[2]
+    shared = frozenset(a.name for a in schema.arguments if a.alias_info is not None)
+    written = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    is_view = name == "_unsafe_view" or any(r.alias_info is not None for r in schema.returns)
+    is_new = any(r.alias_info is None for r in schema.returns)
+    return _Form([a.name for a in schema.arguments], shared, written, is_view, is_new, name in _UNDECLARED)
+
+
+def _nodes(values: Any) -> Iterator[fx.Node]:
+    """Yield the nodes among arguments and in their lists."""
+    for x in values:
+        if isinstance(x, fx.Node):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from _nodes(x)
 
 
 def _classes(inputs: list[fx.Node]) -> list[int | None]:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..collectives import OPERATORS, WAIT
-from .alias import nbytes
+from .alias import MemoryUse, live_bytes, nbytes
 from .order import Appender, Places, group_size, needs_own_memory, set_order
 from .overlap import wait_late
 
@@ -25,20 +25,22 @@ aten = torch.ops.aten
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-def bucket_collectives(graph: fx.Graph, limit: int) -> int:
+def bucket_collectives(graph: fx.Graph, limit: int, max_live_bytes: int | None = None) -> int:
     """Pack collectives of one kind, group, dtype and reduction whose buffers have at most `limit` bytes together.
 
     A bucket starts where the last of its operands is there, which must be before the first use of any of its results; nothing that is
-    written in between may be touched.
+    written in between may be touched. The memory that the graph takes does not become more than `max_live_bytes`, by default than it takes
+    without.
 
     Returns: how many collectives fewer there are.
     """
     before = list(graph.nodes)
+    peak = max(max_live_bytes or 0, *live_bytes(graph, MemoryUse(graph)))
     at_once = [node for node in before if node.target is WAIT and node.prev is node.args[0]]
     wait_late(graph)
     removed = 0
     done: set[fx.Node] = set()
-    while found := _bucket(graph, limit, done):
+    while found := _bucket(graph, limit, done, peak):
         removed += len(found) - 1
         done.add(_pack(graph, found))
     if not removed:
@@ -50,9 +52,10 @@ def bucket_collectives(graph: fx.Graph, limit: int) -> int:
     return removed
 
 
-def _bucket(graph: fx.Graph, limit: int, done: set[fx.Node]) -> list[fx.Node]:
+def _bucket(graph: fx.Graph, limit: int, done: set[fx.Node], peak: int) -> list[fx.Node]:
     """Return starts that can be one, in order; none if there are no such."""
     places = Places(graph)
+    memory = _Memory(places, peak)
     by_key: dict[Any, list[fx.Node]] = {}
     for node in places.nodes:
         if node.target in OPERATORS and OPERATORS[node.target] in _KINDS and node not in done and nbytes(node) < limit:  # type: ignore[index]
@@ -63,18 +66,18 @@ def _bucket(graph: fx.Graph, limit: int, done: set[fx.Node]) -> list[fx.Node]:
     found = []
     for nodes in by_key.values():
         while len(nodes) > 1 and not found:
-            found = _grow(places, nodes, limit)
+            found = _grow(memory, nodes, limit)
             nodes = nodes[1:]
         if found:
             break
     return found
 
 
-def _grow(places: Places, nodes: list[fx.Node], limit: int) -> list[fx.Node]:
+def _grow(memory: _Memory, nodes: list[fx.Node], limit: int) -> list[fx.Node]:
     """Return the first start and those that can be packed with it; none if there are no such."""
     taken, size = nodes[:1], _buffer(nodes[0])
     for node in nodes[1:]:
-        if size + _buffer(node) <= limit and _fits(places, [*taken, node]):
+        if size + _buffer(node) <= limit and _fits(memory.places, [*taken, node]) and memory.fits([*taken, node]):
             taken.append(node)
             size += _buffer(node)
     return taken if len(taken) > 1 else []
@@ -96,6 +99,40 @@ def _fits(places: Places, starts: list[fx.Node]) -> bool:
 def _place(places: Places, starts: list[fx.Node]) -> int:
     """Return the place behind which one collective can stand for these."""
     return max(places.at[starts[0]] - 1, *(places.early(node) for node in starts))
+
+
+class _Memory:
+    """What a graph takes, and whether it takes more with some collectives packed."""
+
+    def __init__(self, places: Places, peak: int) -> None:
+        self.places, self._peak = places, peak
+        self._live = live_bytes(places.use.graph, places.use)
+        self._last: dict[int, int] = {}
+        for i, node in enumerate(places.nodes):
+            self._last |= dict.fromkeys(places.use.of[node] | places.use.reads[node] | places.use.writes[node], i)
+
+    def fits(self, starts: list[fx.Node]) -> bool:
+        """Return whether the packed buffers, and operands kept until they are packed, leave the peak as it is."""
+        use, place = self.places.use, _place(self.places, starts)
+        into = sum(nbytes(node.args[0]) for node in starts)  # type: ignore[arg-type]
+        out = sum(nbytes(node) for node in starts)
+        is_gather = OPERATORS[starts[0].target] == "all_gather"  # type: ignore[index]
+        results = {node: max(self._last[c] for c in use.of[node]) for node in starts}
+        end = max(results.values())
+        first = min(self.places.at[node] for node in starts)
+        for i in range(first, max(end, place) + 1):
+            more = 0
+            for node in starts:
+                if self.places.at[node] <= i <= results[node] and not node.meta.get("donate"):
+                    more -= nbytes(node)
+                if self.places.at[node] < i <= place:
+                    more += nbytes(node.args[0])  # type: ignore[arg-type]
+            if place < i <= end:
+                more += out
+                more += into + (out if is_gather else 0) if i == place + 1 else 0
+            if self._live[i] + more > self._peak:
+                return False
+        return True
 
 
 def _buffer(start: fx.Node) -> int:
