@@ -22,16 +22,33 @@ _FREE = ("all_to_all", "permute")  # each rank may send and receive other sizes
 
 
 class Line(NamedTuple):
-    """One collective of a schedule."""
+    """One collective of a schedule.
+
+    Attributes:
+        what: its kind, dtype and size.
+        ranks: its group.
+        numbers: which of the group's collectives in the program it stands for. Two of one size are not the same.
+    """
 
     what: str
     ranks: tuple[int, ...]
+    numbers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.what} over ranks {', '.join(map(str, self.ranks))}"
 
 
 Schedule = list[Line]
+
+
+def number_collectives(graph: fx.Graph) -> None:
+    """Note on each collective of a recorded graph which of its group it is; passes keep this."""
+    counts: dict[Any, int] = {}
+    for node in graph.nodes:
+        if node.target in OPERATORS:
+            group = node.args[-2]
+            counts[group] = counts.get(group, 0) + 1
+            node.meta["numbers"] = (counts[group],)
 
 
 def schedule_of(graph: fx.Graph) -> Schedule:
@@ -46,7 +63,7 @@ def _lines(graph: fx.Graph) -> Iterator[Line]:
             shape, _, dtype, _ = x.meta["val"]  # type: ignore[union-attr]
             how = "" if name in (*_FREE, "all_gather") else f" {node.args[1]}"
             size = "" if name in _FREE else f" x {math.prod(shape)}"
-            yield Line(f"{name}{how} {str(dtype).removeprefix('torch.')}{size}", tuple(map(int, str(node.args[-2]).split(","))))
+            yield Line(f"{name}{how} {str(dtype).removeprefix('torch.')}{size}", tuple(map(int, str(node.args[-2]).split(","))), node.meta.get("numbers", ()))
         elif (group := _group_of_other(node)) is not None:
             yield Line(getattr(node.target, "__name__", "exchange"), tuple(map(int, group.split(","))))
 
@@ -63,7 +80,7 @@ def _group_of_other(node: fx.Node) -> str | None:
 
 def hash_of(schedule: Schedule) -> str:
     """Return a hash that is the same on ranks whose groups have the same place: each at other ranks."""
-    relative = [(line.what, tuple(rank - line.ranks[0] for rank in line.ranks)) for line in schedule]
+    relative = [(line.what, line.numbers, tuple(rank - line.ranks[0] for rank in line.ranks)) for line in schedule]
     return hashlib.blake2b(repr(relative).encode(), digest_size=8).hexdigest()
 
 

@@ -157,6 +157,7 @@ def _pack(graph: fx.Graph, starts: list[fx.Node]) -> fx.Node:
     flat = new.make(aten.view.default, (packed, [sum(sizes)]), [sum(sizes)])
     length = {"all_gather": sum(sizes) * size, "reduce_scatter": sum(sizes) // size}.get(kind, sum(sizes))
     start = new.make(starts[0].target, (flat, *starts[0].args[1:]), [length])
+    start.meta["numbers"] = tuple(number for node in starts for number in node.meta.get("numbers", ()))
     if kind == "all_reduce":
         start.meta["donate"] = True
     wait = new.make(WAIT, (start,), [length])

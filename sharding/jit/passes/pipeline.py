@@ -11,7 +11,7 @@ from torch import fx
 from ....mesh.comm.world import World
 from ..collectives import OPERATORS
 from ..program import Program, changes_metadata
-from .agreement import agree, schedule_of
+from .agreement import agree, number_collectives, schedule_of
 from .bucket import bucket_collectives
 from .common_collectives import share_common_collectives
 from .dead_collectives import remove_dead_collectives
@@ -30,7 +30,7 @@ def run(found: Program | str, options: PassOptions, world: World | None, meshes:
     Args:
         found: what was recorded, or why there is no program: then the other ranks get none either.
         world: the ranks to agree with; None for a graph that is only looked at.
-        meshes: ranks of each mesh that the function uses. Without a mesh of all its groups the program stays as it is.
+        meshes: ranks of each mesh that the function uses. Without a mesh of all its groups only `overlap` runs.
 
     Returns: the program, or why this or another rank has none.
     Raises: JitError on all ranks, naming the first difference, if ranks have recorded different collectives of one group.
@@ -44,14 +44,17 @@ def run(found: Program | str, options: PassOptions, world: World | None, meshes:
         chosen = agree(world, list(meshes), found if isinstance(found, str) else [schedule_of(program.graph) for program, _ in stages])
         if isinstance(chosen, str):
             return chosen
-        if chosen == len(stages) - 1 or chosen is None:
-            return stages[chosen or 0][0]
+        if chosen is None:  # what does not change the order of starts needs no agreement
+            return _stages(found, PassOptions(False, False, False, 0, options.overlap, options.max_live_bytes))[-1][0]  # type: ignore[arg-type]
+        if chosen == len(stages) - 1:
+            return stages[chosen][0]
         options = dataclasses.replace(options, **{stages[chosen + 1][1]: 0})  # type: ignore[arg-type]
     return found
 
 
 def _stages(program: Program, options: PassOptions) -> list[tuple[Program, str]]:
     """Return the program as recorded, and after each pass that is on."""
+    number_collectives(program.graph)
     stages = [(program, "")]
     passes: list[tuple[str, Any, Pass]] = [
         ("dead_collectives", options.dead_collectives, remove_dead_collectives),

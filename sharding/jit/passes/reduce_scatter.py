@@ -39,6 +39,7 @@ def scatter_reductions(graph: fx.Graph, rank_in: Callable[[tuple[int, ...]], int
         new = Appender(graph, start)
         operand = new.flat(start.args[0], [flat[0] * group_size(start)])
         scattered = new.make(torch.ops.shardmesh.reduce_scatter.default, (operand, *start.args[1:]), flat)
+        scattered.meta["numbers"] = start.meta.get("numbers", ())
         new = Appender(graph, wait)
         done = new.make(WAIT, (scattered,), flat)
         part.replace_all_uses_with(new.make(aten.view.default, (done, list(shape)), shape))
