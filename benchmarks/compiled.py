@@ -74,7 +74,7 @@ def host_time(rounds: int) -> dict[str, float]:
     theirs, ours = init_torch_mesh("cpu", (WORLD,), mesh_dim_names=("tp",)), sm.init_device_mesh("cpu", (WORLD,), axis_names=("tp",))
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
     plain = weights(lambda w, dim: w if dim is None else w.chunk(WORLD, dim)[0].clone())
-    theirs_w = weights(lambda w, dim: dt.distribute_tensor(w, theirs, [dt.Replicate() if dim is None else dt.Shard(dim)], src_data_rank=None))
+    theirs_w = weights(lambda w, d: dt.distribute_tensor(w, theirs, [dt.Replicate() if d is None else dt.Shard(d)], src_data_rank=None))
     ours_w = weights(lambda w, dim: sm.distribute_tensor(w, ours, [sm.Replicate() if dim is None else sm.Shard(dim)], src_data_rank=None))
     x_dt = dt.DTensor.from_local(x, theirs, [dt.Replicate()])
     x_sm = sm.device_put(x, ours, P(), src_data_rank=None)
@@ -138,7 +138,8 @@ def on_processes(layers: int, width: int, rounds: int) -> dict[str, float]:
     x = sm.device_put(torch.randn(64, width, generator=torch.Generator().manual_seed(1)), mesh, P("tp"), src_data_rank=None)
     steps, losses = {}, {}
     for name, backend in (("ours, eager", None), ("ours, sm.jit, eager backend", "eager"), ("ours, sm.jit, Inductor", "inductor")):
-        placed = weights(lambda w, dim: sm.device_put(w, mesh, P(*[None] * (dim or 0), *(["tp"] if dim is not None else []))), layers, width)
+        specs = {None: P(), 0: P("tp"), 1: P(None, "tp")}
+        placed = weights(lambda w, dim: sm.device_put(w, mesh, specs[dim], src_data_rank=None), layers, width)  # noqa: B023
         leaves = [w for block in placed for w in block]
         leaves = [w.detach().requires_grad_() for w in leaves]
         blocks: Any = [tuple(leaves[i : i + 3]) for i in range(0, len(leaves), 3)]
@@ -189,7 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         write_json(options.json, {"environment": env, "unit": unit, "steps": found})
     if options.markdown:
-        write_markdown(options.markdown, [("A step as one graph", markdown(("contestant", unit), rows))], env)
+        write_markdown(options.markdown, f"{markdown(('contestant', unit), rows)}\n\n{environment_line(env)}")
 
 
 if __name__ == "__main__":

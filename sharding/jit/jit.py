@@ -31,12 +31,13 @@ from .errors import JitError
 from .lowered import Lowered, lower
 from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
-from .program import Runner
+from .program import Runner, written_inputs
 from .recording import Recording, record, seal
 from .slots import empty_slots, signature
 from .state import _PLAIN, Guard, Snapshot
 
 _ATTEMPTS = 3  # calls whose recordings are dropped before that is an error
+_KEPT = 16  # recordings of one signature, the newest ones
 _MANY = 8  # recordings of one function before a warning
 _ALL_NONE = frozenset({type(None)})
 _Dynamic = set[tuple[int, Any]]
@@ -65,6 +66,7 @@ class Entry:
         self._kept = [x for x, _ in recording.kept]
         self._addresses = [address for _, address in recording.kept]
         self._same_tensors = _tensor_guards(self._kept)
+        self._written = written_inputs(recording.program.graph)
         self._gate: list[Tensor] | None = None
         self._fixed = empty_slots(recording.slots, signatures)
 
@@ -88,6 +90,8 @@ class Entry:
             return "a gradient was set or cleared"
         if not self._same_tensors(*self._kept) or list(map(Tensor.data_ptr, self._kept)) != self._addresses:
             return "the shape, dtype or memory of a tensor has changed"
+        if self.recording.derived and self._guard.was_written():
+            return "what the library had made from parameters is outdated"
         if self._overlaps(leaves) != self._overlap:
             return "an argument shares memory with other state of the function than before"
         return None
@@ -107,6 +111,7 @@ class Entry:
             self.runner = compile_program(recording.program, backend, inputs)
         outputs = _run_plainly(self.runner, inputs)
         self.calls += 1
+        torch.autograd.graph.increment_version([inputs[i] for i in self._written])
         advance(world, recording.program.draws)
         for slot, number, layout, lineage in recording.effects:
             setattr(slot.owner(leaves), slot.name, None if number is None else _wrapped(outputs[number], layout, lineage))
@@ -221,6 +226,7 @@ class JitFunction:
             return result
         self._attempts.pop((world.rank, key), None)
         entries.append(Entry(found, guard, leaves, before))
+        del entries[:-_KEPT]
         self._note(why, world)
         return result
 

@@ -22,7 +22,7 @@ from ...mesh.comm.world import World
 from ..debug.eval_shape import _Inside, _root_mesh
 from .collectives import OPERATORS, site_of
 from .errors import JitError
-from .program import Program
+from .program import Program, owner_of, root_of
 from .recording import record
 from .state import Snapshot
 
@@ -134,11 +134,11 @@ class Lowered:
     def memory_analysis(self) -> Memory:
         """Return what the graph's tensors take if each is freed after its last use."""
         nodes = list(self.graph.nodes)
-        owner = {node: _owner(node) for node in nodes}
+        owner = {node: owner_of(node) for node in nodes}
         last: dict[fx.Node, int] = {}
         for i, node in enumerate(nodes):
             for x in (node, *node.all_input_nodes):
-                last[_root(owner, x)] = i
+                last[root_of(x)] = i
         live: dict[fx.Node, int] = {}
         peak, best, at = 0, {}, ""
         for i, node in enumerate(nodes):
@@ -200,24 +200,6 @@ def _with_cells(f: Any, cells: dict[str, Any]) -> Callable[..., Any]:
 
 def _ranks(node: fx.Node) -> tuple[int, ...]:
     return tuple(map(int, str(node.args[-2]).split(",")))
-
-
-def _owner(node: fx.Node) -> fx.Node | None:
-    """Return the operand whose memory a node's result shares; None if it has its own."""
-    if node.op == "placeholder":
-        return node
-    if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
-        return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None  # type: ignore[return-value]
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None and any(r.alias_info is not None for r in schema.returns):
-        return node.all_input_nodes[0]
-    return node.args[0] if node.target is torch.ops.shardmesh.wait.default else None  # type: ignore[return-value]
-
-
-def _root(owner: dict[fx.Node, fx.Node | None], x: fx.Node) -> fx.Node:
-    while (above := owner[x]) is not None and above is not x:
-        x = above
-    return x
 
 
 def _bytes(node: fx.Node) -> int:

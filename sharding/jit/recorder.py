@@ -30,13 +30,19 @@ from ..debug.peak_memory import _ON_STAND_INS, _frames
 from ..ops.dispatch import name_of
 from ..tensor import methods
 from ..tensor.sharded_tensor import ShardedTensor
-from .collectives import OPERATORS, WAIT, Site, group_name, group_of, site_number
+from .collectives import OPERATORS, WAIT, Site, group_name, site_number
 from .draws import Draw, Draws
-from .errors import JitError, at_line, value_read
+from .errors import at_line, value_read
+from .host_calls import Exchange, barrier, expect, item
 from .scalars import TracedFloat
 from .state import is_installed
 
 aten = torch.ops.aten
+_VIEWS: dict[Any, Any] = {  # operators that return views without saying so, and those that say so: a compiler must know
+    aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
+    aten.unsafe_split.Tensor: aten.split.Tensor,
+    aten._unsafe_view.default: aten.view.default,
+}
 _CONSTANTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 _OURS_HERE = __file__.rpartition("/")[0] + "/"
 
@@ -68,6 +74,7 @@ class GraphRecorder(TorchDispatchMode):
         passed_as_double: values of traced numbers that an operator is about to get as C++ doubles, and their nodes.
         draws: the random numbers drawn.
         arguments: placeholders of arguments.
+        reachable: ids of the tensors that the function can reach in Python.
         exchanges: how many times the ranks exchanged Python objects.
     """
 
@@ -84,6 +91,7 @@ class GraphRecorder(TorchDispatchMode):
         self.exchanges = 0
         self.draws = Draws(world)
         self.arguments: set[fx.Node] = set()
+        self.reachable: set[int] = set()
         self._nodes: Any = WeakTensorKeyDictionary()
         self._aliases: dict[int, list[TensorWeakRef]] = {}
         self._body = self.graph.call_function(_begin)
@@ -125,7 +133,12 @@ class GraphRecorder(TorchDispatchMode):
         return self._node_of_alias(x)
 
     def _node_of_alias(self, x: Tensor) -> fx.Node | None:
-        """Return a view of a known tensor with the same memory: torch makes some aliases without an operator."""
+        """Return a view of a known tensor with the same memory: torch makes some aliases without an operator.
+
+        A tensor that the program can reach is an input of its own, so that its writes are counted.
+        """
+        if id(x) in self.reachable:
+            return None
         for ref in self._aliases.get(_storage(x), ()):
             other = ref()
             if other is not None and other is not x and _storage(other) == _storage(x) and other.dtype is x.dtype:
@@ -200,7 +213,7 @@ class GraphRecorder(TorchDispatchMode):
             self._constant(result)
         elif func not in _EFFECTLESS:
             node_args, node_kwargs = pytree.tree_unflatten(recorded, tree)
-            self._results(func, result, self.call(func, node_args, node_kwargs))
+            self._results(func, result, self.call(_VIEWS.get(func, func), node_args, node_kwargs), given)
         return result
 
     def _is_stand_in(self, flat: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -237,7 +250,12 @@ class GraphRecorder(TorchDispatchMode):
             self.constants.append((source, made.detach().clone()))
         self.know(made, self.call(aten.clone.default, (source,)))
 
-    def _results(self, func: Any, result: Any, node: fx.Node) -> None:
+    def _results(self, func: Any, result: Any, node: fx.Node, operands: Sequence[Any]) -> None:
+        """Record what an operator has returned, and which operand's memory it shares: schemas of unsafe views do not tell."""
+        made = {_storage(x) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)}
+        known = [self._nodes[x][0] for x in operands if isinstance(x, Tensor) and _storage(x) in made and x.numel()]
+        if known:
+            node.meta["owner"] = node.all_input_nodes.index(known[0])
         if isinstance(result, Tensor):
             if self._nodes.get(result) is None or self.node_of(result) is None:
                 self.know(result, node)
@@ -408,38 +426,6 @@ _OPERATOR = {name: operator for operator, name in OPERATORS.items()}
 
 def _begin() -> None:
     """The node that separates inputs from operators."""
-
-
-def item(x: Tensor) -> Any:
-    """Return the value of a tensor with one element."""
-    return x.item()
-
-
-def expect(x: Tensor, value: Any, place: str) -> None:
-    """Raise unless a tensor has the value that it had when the graph was made, on which the library's Python code depended."""
-    found = x.item()
-    if found != value and not (found != found and value != value):
-        raise value_read(f"{place}: the value was {value} when the graph was made and is {found} now; the library")
-
-
-def barrier(group: str) -> None:
-    """Wait for all ranks of a group."""
-    group_of(group).barrier()
-
-
-class Exchange:
-    """Exchanges a Python object between ranks again, as the library does for shapes that may change on other ranks."""
-
-    def __init__(self, group: str, mine: Any, expected: list[Any], place: str) -> None:
-        self.group, self.mine, self.expected, self.place = group, mine, expected, place
-        self.__name__, self.__module__ = "exchange", __name__
-
-    def __call__(self) -> None:
-        found = group_of(self.group).all_gather_object(self.mine)
-        if found != self.expected:
-            raise JitError(
-                f"{self.place}: the ranks had {self.expected} when the graph was made and have {found} now; call the function eagerly"
-            )
 
 
 def _geometry(x: Tensor) -> Any:

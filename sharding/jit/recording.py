@@ -70,6 +70,7 @@ class Recording(NamedTuple):
         slots: the slots of all leaves.
         effects, results, tree: what to do with the outputs.
         kept: tensors by reference and where their memory is.
+        derived: whether one of these is a cache of the library, such as gathered parameters, which was made from others.
     """
 
     program: Program
@@ -78,6 +79,7 @@ class Recording(NamedTuple):
     results: list[Result]
     tree: Any
     kept: list[tuple[Tensor, int]]
+    derived: bool
 
 
 def record(
@@ -101,6 +103,7 @@ def record(
     needs = [x.requires_grad for x in watched]
     recorder, generators = GraphRecorder(world, abstract), _generators()
     given = [recorder.number(("argument", i), x) if type(x) is float else x for i, x in enumerate(leaves)]
+    recorder.reachable.update(map(id, _locals(snapshot)))
     for x in leaves:
         if isinstance(x, Tensor):
             recorder.add_argument(x._local if isinstance(x, ShardedTensor) else x)
@@ -108,7 +111,8 @@ def record(
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        with _numbers(recorder, snapshot), recorder:
+        # Backward runs in this thread on every device: others would not know the recorder.
+        with _numbers(recorder, snapshot), torch.autograd.set_multithreading_enabled(False), recorder:
             result = f(given)
     finally:
         torch.set_autocast_cache_enabled(cached)
@@ -208,6 +212,10 @@ def seal(x: Tensor, *inputs: Tensor) -> Tensor:
     return found if isinstance(found, Tensor) else found[0]
 
 
+def _locals(snapshot: Snapshot) -> list[Tensor]:
+    return [*(x for x, _ in snapshot.tensors), *(x._local for x, _ in snapshot.sharded)]
+
+
 def _layout_of(x: Tensor) -> tuple[Layout | None, int]:
     """Return the layout and the lineage of a tensor, which every call gives its result."""
     return (x._layout, x._lineage) if isinstance(x, ShardedTensor) else (None, 0)
@@ -230,6 +238,8 @@ class _Finish:
                 self._sources[id(x._local)] = f"args[{i}]", functools.partial(_part_of_argument, i)
             elif isinstance(x, Tensor):
                 self._sources[id(x)] = f"args[{i}]", functools.partial(_argument, i)
+        self._derived = False
+        self._storages = {x.untyped_storage()._cdata for x in _locals(snapshot)}
         self._paths = {id(x._local): path for x, path in snapshot.sharded} | {id(x): path for x, path in snapshot.tensors}
 
     def moved(self) -> str | None:
@@ -253,7 +263,7 @@ class _Finish:
         order = [node for node in recorder.graph.nodes if node.op == "placeholder"]
         names, sources = [used[node][0] for node in order], [used[node][1] for node in order]
         program = Program(recorder.graph, sources, names, recorder.draws.end(), recorder.world.rank)
-        return Recording(program, self.slots, effects, results, tree, self.kept)
+        return Recording(program, self.slots, effects, results, tree, self.kept, self._derived)
 
     def _effect(self, slot: GradSlot, old: Any) -> Effect | None:
         now = slot.get(self.leaves)
@@ -301,12 +311,14 @@ class _Finish:
 
     def _source(self, captured: Captured) -> tuple[str, Callable[[Leaves], Any]]:
         x = captured.ref()
-        if x is None:
+        if x is None or (x.grad_fn is not None and id(x) not in self._sources and id(x) not in self._paths):
             raise JitError(
-                f"{captured.place}: a tensor is used here that was made without an operator of torch (from numpy, a buffer, or another "
-                "library), so later calls could not make it again. Pass it to the function as an argument"
+                f"{captured.place}: a tensor is used here that was made without an operator of torch (from numpy, a buffer, compiled code, or "
+                "another library), so later calls could not make it again. Pass it to the function as an argument"
             )
         if id(x) in self._sources:
             return self._sources[id(x)]
         self.kept.append((x, x.data_ptr()))
+        if id(x) not in self._paths and x.is_floating_point() and x.untyped_storage()._cdata not in self._storages:
+            self._derived = True
         return self._paths.get(id(x), "a tensor of the library"), functools.partial(_constant, x)

@@ -1,9 +1,10 @@
 """Compile a graph with Inductor, or with another backend of `torch.compile`: in segments, around what must run in Python.
 
     segment     operators of torch; collectives that are waited for at once, as opaque operators in one chain of tokens
-    Python      collectives in flight, numbers, draws, random operators, checks, fused optimizer kernels
+    Python      collectives in flight, numbers, draws, random operators, checks, fused optimizer kernels, writes to memory from outside
 
-A segment that the backend cannot compile runs as generated Python, with a warning. Segments with the same code share one compiled function.
+A segment only reads its inputs, and its results have memory of their own; views of them are made in Python. So a compiler has nothing to
+know about aliases. A segment that the backend cannot compile runs as generated Python, with a warning.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, fx
 
 from .collectives import OPERATORS, WAIT
 from .passes.schedule import draw_first
-from .program import Program, Runner, compile_eagerly
+from .program import Program, Runner, compile_eagerly, owner_of, root_of, writes
 
 _LEAST = 3  # operators in a segment: a call of a compiled function costs as much as several operators
 _NOT_COMPILED = ("_fused_", "_local_scalar_dense", "set_", "resize_", "_amp_", "record_stream")
@@ -85,6 +86,12 @@ def _is_compiled(node: fx.Node, before: list[fx.Node]) -> bool:
         return getattr(node.target, "__name__", "") == "getitem" and node.args[0] in before
     if torch.Tag.nondeterministic_seeded in node.target.tags or torch.Tag.inplace_view in node.target.tags:
         return False
+    if node.target is torch.ops.aten.as_strided.default and root_of(node) not in before:
+        return False  # its offset counts from the start of memory that a compiler does not see
+    if any(root_of(x) not in before for x in writes(node)):
+        return False
+    if "owner" in node.meta and all(r.alias_info is None for r in node.target._schema.returns):
+        return False  # a view that the operator does not declare
     name = node.target._schema.name.partition("::")[2]
     return not name.startswith(_NOT_COMPILED) and not any("val" not in x.meta and not _is_list(x, before) for x in node.all_input_nodes)
 
@@ -98,7 +105,8 @@ def _replace(graph: fx.Graph, nodes: list[fx.Node], compiler: Any) -> None:
     """Replace nodes by one call of a segment."""
     inside = set(nodes)
     inputs = list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside))
-    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    used = [node for node in nodes if any(user not in inside for user in node.users)]
+    outputs = list(dict.fromkeys(source for node in used if (source := _made_at(node)) in inside))
     part, values = fx.Graph(), {}
     for i, x in enumerate(inputs):
         values[x] = part.placeholder(f"x{i}")
@@ -118,13 +126,33 @@ def _replace(graph: fx.Graph, nodes: list[fx.Node], compiler: Any) -> None:
         part.erase_node(first)
     with graph.inserting_before(nodes[0]):
         call = graph.call_function(Segment(part, compiler, token is not first), tuple(inputs))
-    with graph.inserting_after(call):
-        for i, node in reversed(list(enumerate(outputs))):
-            item = graph.call_function(operator.getitem, (call, i))
-            item.meta = dict(node.meta)
-            node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
+        made = {node: graph.call_function(operator.getitem, (call, i)) for i, node in enumerate(outputs)}
+        for node in used:
+            outside = _outside(graph, node, made, inside)
+            outside.meta = dict(node.meta)
+            node.replace_all_uses_with(outside, delete_user_cb=lambda user: user not in inside)
     for node in reversed(nodes):
         graph.erase_node(node)
+
+
+def _made_at(node: fx.Node) -> fx.Node:
+    """Return the node whose result has the memory of this one's: itself if it is no view."""
+    while (above := owner_of(node)) is not None and above is not node:
+        if node.target is WAIT or (node.target is operator.getitem and owner_of(above) is None):
+            return node  # one of several results
+        node = above
+    return node
+
+
+def _outside(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node], inside: set[fx.Node]) -> fx.Node:
+    """Return a node outside of a segment with the value of one inside: a result, or a view made of one again."""
+    found = made.get(node, node if node not in inside else None)
+    if found is None:
+        owner: Any = owner_of(node)
+        above = _outside(graph, owner, made, inside)
+        found = above if writes(node) else graph.node_copy(node, lambda x: above if x is owner else x)
+        made[node] = found
+    return found
 
 
 class Segment:

@@ -148,8 +148,8 @@ class Snapshot:
             self._hold(path, functools.partial(_state_of_generator, x))
         elif isinstance(x, Iterator) and not isinstance(x, io.IOBase):
             raise JitError(
-                f"{path} is an iterator ({type(x).__name__}), which a graph would not advance; call next() outside of the function and pass "
-                "what it returns"
+                f"{path} is an iterator ({type(x).__name__}), which a graph would not advance; call next() outside of the function and "
+                "pass what it returns"
             )
         elif isinstance(x, type):
             self._visit_class(path, x)
@@ -220,6 +220,7 @@ class Guard:
 
     Attributes:
         storages: the memory of all tensors that can be reached.
+        versions: how often each of them had been written.
     """
 
     def __init__(self, snapshot: Snapshot, dynamic: set[tuple[int, Any]]) -> None:
@@ -235,7 +236,15 @@ class Guard:
         self._kept = [x._local for x in self._leaves]
         self._needs = [x.requires_grad for x, _ in snapshot.tensors] + [x.requires_grad for x in self._kept]
         self._checked = [x for x, _ in snapshot.tensors] + self._kept
+        self.versions = self._versions_now()
         self.storages = {x.untyped_storage()._cdata for x in self._checked if x.numel()}
+
+    def _versions_now(self) -> list[int]:
+        return [-1 if x.is_inference() else x._version for x in self._checked] + [x._data_accesses for x in self._leaves]
+
+    def was_written(self) -> bool:
+        """Return whether a tensor was written since the snapshot."""
+        return self._versions_now() != self.versions
 
     def change(self) -> str | None:
         """Return what has changed since the snapshot as text, None if nothing has."""

@@ -108,6 +108,8 @@ class MemoryUse:
             self.of[node] = shared | self._fresh(node) if form.is_new else shared
         else:
             self.of[node] = self._fresh(node) if form.is_new else _None
+        if "owner" in node.meta:  # seen when it was recorded; not all schemas tell
+            self.of[node] |= self.of[node.all_input_nodes[node.meta["owner"]]]
         self.writes[node] = operands if form.undeclared else written
 
 

@@ -123,10 +123,10 @@ def test_an_iterator(source: Any) -> None:
         sm.jit(lambda x: x + next(batches)[0], backend="eager")(X)
 
 
-@pytest.mark.parametrize("generator", [random.Random(3), np.random.default_rng(3), np.random.RandomState(3)], ids=lambda g: type(g).__name__)
-def test_a_generator_of_random_numbers(generator: Any) -> None:
-    draw = generator.random if hasattr(generator, "random") else generator.rand
-    f = sm.jit(lambda x: x * generator.random() if draw is not None else x, backend="eager")
+@pytest.mark.parametrize("kind", [random.Random, np.random.default_rng, np.random.RandomState], ids=lambda kind: kind.__name__)
+def test_a_generator_of_random_numbers(kind: Any) -> None:
+    generator = kind(3)
+    f = sm.jit(lambda x: x * generator.random(), backend="eager")
     with pytest.raises(JitError, match="changes Python state"):
         for _ in range(3):
             f(X)
@@ -152,6 +152,23 @@ def test_a_scheduler_inside() -> None:
     with pytest.raises((JitError, RuntimeError), match=r"reads a value|changes Python state"):
         for _ in range(3):
             step(X)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_code_compiled_by_torch_inside_is_right_or_refused(backend: str) -> None:
+    block = torch.nn.Linear(3, 3)
+    compiled = torch.compile(block, backend=backend)
+
+    def step(x: Tensor) -> Tensor:
+        return compiled(x).square().sum() * 2
+
+    f = sm.jit(step, backend="eager")
+    for scale in (1.0, 2.0, 3.0):
+        try:
+            found = f(X * scale)
+        except JitError:
+            continue
+        torch.testing.assert_close(found.detach(), (block(X * scale).square().sum() * 2).detach())
 
 
 def test_seeding_inside() -> None:

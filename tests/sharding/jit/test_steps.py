@@ -107,6 +107,37 @@ def test_an_optimizer_over_lists_writes_parameters_that_are_gathered() -> None:
         assert_same(found, expected)
 
 
+@pytest.mark.parametrize("jitted", [{"train"}, {"evaluate"}, {"train", "evaluate"}], ids=" and ".join)
+def test_graphs_and_eager_code_in_turns(jitted: set[str]) -> None:
+    """Gathered parameters that are kept from step to step are outdated when a graph has written the parameters, and the other way round."""
+
+    def main(jitted: set[str]) -> Any:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("fsdp",))
+        model = mlp(None)
+        sm.data_parallel(model, mesh, optimizer="fsdp", gradient="fsdp", src_data_rank=None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def train(x: Any, y: Any) -> Any:
+            loss = mean_square(model, x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        def evaluate(x: Any, y: Any) -> Any:
+            with torch.no_grad():
+                return mean_square(model, x, y)
+
+        steps = {f.__name__: sm.jit(f, backend="eager") if f.__name__ in jitted else f for f in (train, evaluate)}
+        found = []
+        for i in range(6):
+            found.append(steps["train"](*pair(None, i)))
+            found += [steps["evaluate"](*pair(None, 0)), steps["evaluate"](*pair(None, 1)), evaluate(*pair(None, 0))]
+        return [x.item() for x in found]
+
+    assert sm.simulate(2)(main)(jitted) == sm.simulate(2)(main)(set())
+
+
 def test_another_optimizer_loop_and_dropout() -> None:
     def main(backend: str | None) -> Any:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",))

@@ -1,0 +1,136 @@
+"""Backends of `sm.jit`: segments around what runs in Python, names and functions, what cannot be compiled."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.sharding.jit.errors import JitError
+from shardmesh.sharding.jit.segments import Segment
+from tests.device import DEVICE
+from tests.sharding.jit.steps import composed, mean_square, mlp, pair
+from tests.sharding.jit.test_steps import assert_same
+from tests.sharding.parallel.compositions import EVEN, UNEVEN, Case, whole
+
+CASES = [
+    Case("ddp", "", "plain", EVEN, (2,)),
+    Case("zero1", "", "global", UNEVEN, (3,)),
+    Case("fsdp", "sp", "global", UNEVEN, (2, 2)),
+    Case("hsdp", "tp", "plain", EVEN, (1, 2, 2)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_backend_of_torch_compile(case: Case) -> None:
+    simulated = sm.simulate(math.prod(case.shape))
+    for expected, found in zip(simulated(composed)(case, None), simulated(composed)(case, "aot_eager"), strict=True):
+        assert_same(found, expected, 1e-9)
+
+
+def counting(sizes: list[int]) -> Any:
+    def backend(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        sizes.append(sum(node.op == "call_function" for node in module.graph.nodes))
+        return module
+
+    return backend
+
+
+def test_a_function_as_backend_gets_segments_with_collectives_in_them() -> None:
+    def main() -> Any:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",))
+        model, sizes = mlp(mesh, dropout=0.3), []
+
+        @sm.jit(backend=counting(sizes))
+        def step(x: Any, y: Any) -> Any:
+            loss = mean_square(model, x, y)
+            loss.backward()
+            model.zero_grad()
+            return loss
+
+        sm.manual_seed(0)
+        for i in range(3):
+            step(*pair(mesh, i))
+        return len(sizes), sizes[0] > 10
+
+    assert sm.simulate(2)(main)() == [(1, True)] * 2  # the draw comes first, then all in one segment
+
+
+def test_what_a_backend_cannot_compile_runs_as_python_with_a_warning() -> None:
+    def broken(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        raise NotImplementedError("no such thing")
+
+    f = sm.jit(lambda x: (x.sin() * 2 + x.cos()).sum(), backend=broken)
+    x = torch.arange(3.0)
+    f(x)
+    with pytest.warns(UserWarning, match="runs as Python, since the backend cannot compile it: NotImplementedError: no such thing"):
+        assert torch.equal(f(x), f(x))
+
+
+def test_writes_and_views_across_segments() -> None:
+    """A view of an argument is written in one segment, seen in another, and a number is read between them."""
+
+    def f(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        rows = x[1:]
+        rows.add_(y).mul_(2).sub_(1)
+        factor = x.sum().item()
+        z = (x * factor).relu() + rows[0]
+        x[0].copy_(z[1]).neg_().add_(3)
+        return z, rows, x.t()
+
+    for backend in ("eager", "aot_eager"):
+        g = sm.jit(f, backend=backend)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            x, y = torch.randn(3, 3, generator=generator), torch.randn(3, generator=generator)
+            mine, theirs = x.clone(), x.clone()
+            found, expected = g(mine, y), f(theirs, y)
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(mine, theirs)
+            assert found[1].untyped_storage()._cdata == mine.untyped_storage()._cdata
+            found[1].zero_()
+            assert mine[1:].abs().sum() == 0
+
+
+def test_collectives_keep_their_order() -> None:
+    """Also where one is not used, and in a graph that is compiled as a whole."""
+
+    def main(backend: Any) -> Any:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("x",))
+
+        def f(a: Any, b: Any) -> Any:
+            late, early = b.redistribute(P()), a.redistribute(P())
+            return early.exp() + 1, late.sin() * 2
+
+        run, a, b = sm.jit(f, backend=backend), *(sm.ones(n, device_mesh=mesh, placements=P("x")) for n in (4, 6))
+        seen: list[list[int]] = []
+        for _ in range(3):
+            records: list[Any] = []
+            mesh.world.observers.append(records.append)
+            found = run(a, b)
+            mesh.world.observers.remove(records.append)
+            seen.append([record.bytes_received for record in records])
+        return seen, [whole(y).tolist() for y in found]
+
+    for backend in ("eager", "aot_eager"):
+        for seen, _ in sm.simulate(2)(main)(backend):
+            assert seen == [[12, 8]] * 3
+
+
+def test_an_unknown_backend() -> None:
+    f = sm.jit(lambda x: (x + 1) * 2 - 3, backend="no such backend")
+    f(torch.ones(2))
+    with pytest.raises((JitError, ValueError, RuntimeError), match="no such backend"):
+        f(torch.ones(2))
+
+
+def test_a_small_graph_has_no_segments() -> None:
+    f = sm.jit(lambda x: x + 1, backend=counting([]))
+    for _ in range(3):
+        f(torch.ones(2))
+    assert not any(isinstance(node.target, Segment) for node in f.recorded[0].graph.nodes)
