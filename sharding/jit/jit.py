@@ -6,7 +6,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ from .backends import Backend, compile_program, find_backend
 from .draws import advance
 from .errors import JitError
 from .lowered import Lowered, lower
+from .passes.options import PassOptions
+from .passes.pipeline import run as run_passes
 from .program import Runner, written_inputs
 from .recording import Recording, record, seal
 from .slots import empty_slots, signature
@@ -128,6 +130,7 @@ class JitFunction:
         self._f, self._backend, self._found = f, options["backend"], None
         self._static = _positions(f, options["static_argnums"], options["static_argnames"])
         self._donated = _positions(f, options["donate_argnums"], ())[0]
+        self._options = PassOptions.of(options["compiler_options"])
         self._in, self._out = options["in_shardings"], options["out_shardings"]
         self._entries: weakref.WeakKeyDictionary[World, dict[Any, list[Entry]]] = weakref.WeakKeyDictionary()
         self._attempts: dict[Any, int] = {}
@@ -211,6 +214,8 @@ class JitFunction:
         guard = Guard(snapshot, dynamic)
         count = self._attempts.get((world.rank, key), 0) + 1
         result, found, before = record(functools.partial(self._call, tree), leaves, snapshot, dynamic, world, count == 1)
+        program = run_passes(found if isinstance(found, str) else found.program, self._options, world, _meshes(snapshot, leaves))
+        found = program if isinstance(program, str) else found._replace(program=program)  # type: ignore[union-attr]
         if isinstance(found, str):
             self._attempts[world.rank, key] = count
             if count >= _ATTEMPTS:
@@ -245,6 +250,7 @@ def jit(
     in_shardings: Any = None,
     out_shardings: Any = None,
     backend: str | Callable[..., Any] | None = None,
+    compiler_options: Mapping[str, Any] | bool | None = None,
 ) -> Any:
     """Return a function that runs `f` as one graph: forward, backward, collectives and optimizer together.
 
@@ -260,6 +266,8 @@ def jit(
             what is laid out otherwise is redistributed.
         backend: "inductor", "eager" (generated Python), or any backend of `torch.compile`. By default Inductor if there is a C++
             compiler, else "eager", with a warning.
+        compiler_options: which passes change the graph's collectives: a dict of the attributes of `PassOptions`, such as
+            `{"overlap": True, "bucket_bytes": 0}`; False for none. With passes all ranks of a mesh must record in the same call.
 
     Returns:
         The function. Its results have no gradient history: `backward` through them raises.
@@ -268,7 +276,7 @@ def jit(
         JitError: in a call, if `f` reads the value of a tensor, changes Python state in every call, or does anything else that a
             graph cannot repeat; it names the line.
 
-    Communication: that of `f`.
+    Communication: that of `f`; when a graph is made, an `all_gather_object` of a hash over each mesh.
 
     Example:
         >>> @sm.jit
@@ -281,7 +289,7 @@ def jit(
     """
     options = {
         "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums,
-        "in_shardings": in_shardings, "out_shardings": out_shardings, "backend": backend,
+        "in_shardings": in_shardings, "out_shardings": out_shardings, "backend": backend, "compiler_options": compiler_options,
     }  # fmt: skip
     if f is None:
         return functools.partial(jit, **options)
@@ -291,6 +299,12 @@ def jit(
 
 
 # -- signatures ----------------------------------------------------------------------------------------------------------
+
+
+def _meshes(snapshot: Snapshot, leaves: Sequence[Any]) -> list[list[int]]:
+    """Return the ranks of each mesh that a function reaches."""
+    found = [x._layout.mesh for x in (*leaves, *(x for x, _ in snapshot.sharded)) if isinstance(x, ShardedTensor)]
+    return [mesh.ranks.flatten().tolist() for mesh in dict.fromkeys([*found, *snapshot.meshes])]
 
 
 def _positions(f: Callable[..., Any], numbers: int | Sequence[int], names: str | Sequence[str]) -> tuple[frozenset[int], frozenset[str]]:

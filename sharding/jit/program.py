@@ -33,6 +33,7 @@ class Program:
         names: what each input is, for people.
         draws: where the call leaves the stream of random numbers.
         rank: the global rank that recorded it.
+        passes: names of the passes that ran, and how many nodes each changed.
     """
 
     graph: fx.Graph
@@ -40,6 +41,7 @@ class Program:
     names: list[str]
     draws: Position
     rank: int
+    passes: tuple[tuple[str, int], ...] = ()
 
     def rank_in(self, ranks: Sequence[int]) -> int:
         """Return the index of this rank in a group."""

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import dict_version  # type: ignore[import-not-found]
 
 from ...mesh.comm.call_site import _OURS, _TORCH
+from ...mesh.device_mesh import DeviceMesh
 from ..layout.layout import Layout
 from ..layout.spec import Placement
 from ..tensor.sharded_tensor import ShardedTensor
@@ -87,6 +88,7 @@ class Snapshot:
         sharded: sharded tensors, and their paths.
         optimizers: the optimizers.
         iterators: iterators, their paths, and where they were.
+        meshes: the meshes.
     """
 
     def __init__(self, roots: list[tuple[str, Any]]) -> None:
@@ -102,6 +104,7 @@ class Snapshot:
         self.sharded: list[tuple[ShardedTensor, str]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.iterators: list[tuple[str, Any, Any]] = []
+        self.meshes: list[DeviceMesh] = []
         self._seen: dict[int, Any] = {}
         self._todo: deque[tuple[str, Any]] = deque(roots)
         while self._todo:
@@ -164,6 +167,8 @@ class Snapshot:
     def _visit_instance(self, path: str, x: Any) -> None:
         if isinstance(x, torch.optim.Optimizer):
             self.optimizers.append(x)
+        if isinstance(x, DeviceMesh):
+            self.meshes.append(x)
         kind = type(x)
         if hasattr(kind, "__wrapped_function__"):
             self._todo.append((path, getattr(x, "__wrapped_function__")))  # noqa: B009

@@ -20,10 +20,13 @@ LINES_TO_SPARE = 20  # a long file may lose as many lines before its limit has t
 # Imports inside functions: as few as possible, for optional dependencies such as Triton.
 
 # -- today's exceptions, written by `python tests/structure/measure.py --write` ----------------------------------------
-FOLDERS: dict[str, int] = {}
+FOLDERS: dict[str, int] = {
+    "sharding/jit": 17,
+}
 
 FILES: dict[str, int] = {
     "mesh/comm/group.py": 451,
+    "sharding/jit/recorder.py": 454,
 }
 
 FUNCTIONS_OFF_GOAL: dict[str, int] = {
@@ -34,7 +37,9 @@ CIRCLES: list[tuple[str, ...]] = []
 
 UPWARD: dict[str, int] = {}
 
-CLASSES_TWICE: dict[str, int] = {}
+CLASSES_TWICE: dict[str, int] = {
+    "_Memory": 2,
+}
 
 FUNCTION_IMPORTS: dict[str, int] = {
     "kernels/copy.py": 1,

@@ -53,7 +53,7 @@ def test_a_function_as_backend_gets_segments_with_collectives_in_them() -> None:
             model.zero_grad()
             return loss
 
-        sm.manual_seed(0)
+        sm.random.manual_seed(0)
         for i in range(3):
             step(*pair(mesh, i))
         return len(sizes), sizes[0] > 10

@@ -210,7 +210,7 @@ def example(how: list[str], backend: str | None) -> tuple[Tensor, list[Tensor], 
     def step(ids: Any, targets: Any) -> tuple[Any, Any]:
         loss = F.cross_entropy(trainer.model(ids), targets)
         loss.backward()
-        norm = sm.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        norm = sm.training.clip_grad_norm_(trainer.model.parameters(), 1.0)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
         return loss, norm

@@ -1,0 +1,171 @@
+"""Compare the schedules of collectives of all ranks.
+
+    line        all_reduce sum float32 x 12 over 0,1
+    schedule    the lines of a graph in the order of its starts
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ....mesh.comm.world import World
+from ..collectives import OPERATORS
+from ..errors import JitError
+
+_FREE = ("all_to_all", "permute")  # each rank may send and receive other sizes
+
+
+class Line(NamedTuple):
+    """One collective of a schedule.
+
+    Attributes:
+        what: its kind, dtype and size.
+        ranks: its group.
+        numbers: which of the group's collectives in the program it stands for. Two of one size are not the same.
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    numbers: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.what} over ranks {', '.join(map(str, self.ranks))}"
+
+
+Schedule = list[Line]
+
+
+def number_collectives(graph: fx.Graph) -> None:
+    """Note on each collective of a recorded graph which of its group it is; passes keep this."""
+    counts: dict[Any, int] = {}
+    for node in graph.nodes:
+        if node.target in OPERATORS:
+            group = node.args[-2]
+            counts[group] = counts.get(group, 0) + 1
+            node.meta["numbers"] = (counts[group],)
+
+
+def schedule_of(graph: fx.Graph) -> Schedule:
+    """Return the collectives of a graph, in the order in which they start."""
+    return list(_lines(graph))
+
+
+def _lines(graph: fx.Graph) -> Iterator[Line]:
+    for node in graph.nodes:
+        if node.target in OPERATORS:
+            name, x = OPERATORS[node.target], node.args[0]  # type: ignore[index]
+            shape, _, dtype, _ = x.meta["val"]  # type: ignore[union-attr]
+            how = "" if name in (*_FREE, "all_gather") else f" {node.args[1]}"
+            size = "" if name in _FREE else f" x {math.prod(shape)}"
+            yield Line(f"{name}{how} {str(dtype).removeprefix('torch.')}{size}", tuple(map(int, str(node.args[-2]).split(","))), node.meta.get("numbers", ()))
+        elif (group := _group_of_other(node)) is not None:
+            yield Line(getattr(node.target, "__name__", "exchange"), tuple(map(int, group.split(","))))
+
+
+def _group_of_other(node: fx.Node) -> str | None:
+    """Return the group of a barrier or of an exchange of objects, None for other nodes."""
+    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
+        return None
+    group = getattr(node.target, "group", None)
+    if getattr(node.target, "__name__", "") == "barrier":
+        group = node.args[0]
+    return group if isinstance(group, str) else None
+
+
+def hash_of(schedule: Schedule) -> str:
+    """Return a hash that is the same on ranks whose groups have the same place: each at other ranks."""
+    relative = [(line.what, line.numbers, tuple(rank - line.ranks[0] for rank in line.ranks)) for line in schedule]
+    return hashlib.blake2b(repr(relative).encode(), digest_size=8).hexdigest()
+
+
+def agree(world: World, meshes: list[Sequence[int]], schedules: list[Schedule] | str) -> int | str | None:
+    """Return up to which pass all ranks have schedules that fit each other.
+
+    Args:
+        meshes: ranks of meshes; the ranks of those that this rank is in take part.
+        schedules: the schedule as recorded and after each pass; or why this rank has no graph.
+
+    Returns: the index of a schedule; None if not all meshes are known and there is nothing to compare; or why a rank has no graph.
+    Raises: JitError if the recorded schedules of one group differ; the same on all ranks.
+    """
+    rounds = _rounds(world.rank, meshes)
+    if isinstance(schedules, str):
+        mine: Any = schedules
+    elif all(any(set(line.ranks) <= set(ranks) for ranks in rounds) for line in schedules[0]):
+        mine = [hash_of(schedule) for schedule in schedules]
+    else:
+        mine = []  # collectives with ranks of which nothing is known: as recorded
+    known = _gather(world, rounds, mine)
+    if not rounds and not isinstance(schedules, str):
+        return None if schedules[0] else len(schedules) - 1
+    failed = {rank: why for rank, why in sorted(known.items()) if isinstance(why, str)}
+    if failed:
+        rank = min(failed)
+        return failed[rank] if isinstance(schedules, str) else f"rank {rank} has no graph: {failed[rank]}"
+    if not all(known.values()):
+        return None
+    if all(found == known[world.rank] for found in known.values()):
+        return len(schedules) - 1
+    everyone = _gather(world, rounds, schedules)
+    _check_recorded({rank: found[0] for rank, found in everyone.items()})
+    count = min(map(len, everyone.values()))
+    fitting = 0
+    for i in range(count):
+        if fits({rank: found[i] for rank, found in everyone.items()}):
+            fitting = i
+        else:
+            break
+    return fitting
+
+
+def _rounds(rank: int, meshes: list[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return the largest sets of ranks that this rank is in, in an order that no two ranks see differently."""
+    sets = {frozenset(ranks) for ranks in meshes if rank in ranks and len(ranks) > 1}
+    largest = [found for found in sets if not any(found < other for other in sets)]
+    return sorted((tuple(sorted(found)) for found in largest), key=lambda ranks: ([r - ranks[0] for r in ranks], ranks))
+
+
+def _gather(world: World, rounds: list[tuple[int, ...]], mine: Any) -> dict[int, Any]:
+    known = {world.rank: mine}
+    for ranks in rounds:
+        for found in world.group(ranks).all_gather_object(known):
+            known |= found
+    return known
+
+
+def _check_recorded(schedules: dict[int, Schedule]) -> None:
+    """Raise if two ranks have recorded different collectives of one group."""
+    for ranks in sorted({line.ranks for schedule in schedules.values() for line in schedule}):
+        members = [rank for rank in ranks if rank in schedules]
+        parts = {rank: [line for line in schedules[rank] if line.ranks == ranks] for rank in members}
+        for rank in members[1:]:
+            mine, theirs = parts[members[0]], parts[rank]
+            if mine != theirs:
+                i = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+                a, b = (str(lines[i]) if i < len(lines) else "nothing" for lines in (mine, theirs))
+                raise JitError(
+                    f"ranks have recorded different collectives under sm.jit; the first difference is number {i} of the group of ranks "
+                    f"{', '.join(map(str, ranks))}: rank {members[0]} has {a}, rank {rank} has {b}"
+                )
+
+
+def fits(schedules: dict[int, Schedule]) -> bool:
+    """Return whether the schedules run to their ends if each rank starts a collective when the one before has completed."""
+    place = dict.fromkeys(schedules, 0)
+    work = list(schedules)
+    while work:
+        rank = work.pop()
+        if place[rank] == len(schedules[rank]):
+            continue
+        line = schedules[rank][place[rank]]
+        if all(r in place and place[r] < len(schedules[r]) and schedules[r][place[r]] == line for r in line.ranks):
+            for r in line.ranks:
+                place[r] += 1
+            work += line.ranks
+    return all(place[rank] == len(schedule) for rank, schedule in schedules.items())

@@ -1,0 +1,53 @@
+"""Which passes run: `sm.jit(..., compiler_options=...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """The values of `compiler_options`.
+
+    Attributes:
+        dead_collectives, common_collectives, reduce_scatter, overlap: whether the pass runs.
+        bucket_bytes: the largest buffer that small collectives are packed into; 0 for none.
+        max_live_bytes: how many bytes of results `overlap` and `common_collectives` may keep; None for as many as do not raise the peak.
+    """
+
+    dead_collectives: bool = True
+    common_collectives: bool = True
+    reduce_scatter: bool = True
+    bucket_bytes: int = 1 << 20
+    overlap: bool = False
+    max_live_bytes: int | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether any pass runs."""
+        return bool(self.dead_collectives or self.common_collectives or self.reduce_scatter or self.bucket_bytes or self.overlap)
+
+    @staticmethod
+    def of(given: Mapping[str, Any] | bool | None) -> PassOptions:
+        """Return the options of a mapping; False switches all passes off.
+
+        Raises: TypeError or ValueError, naming the option.
+        """
+        if given is None or given is True:
+            return PassOptions()
+        if given is False:
+            return PassOptions(False, False, False, 0, False)
+        if not isinstance(given, Mapping):
+            raise TypeError(f"sm.jit: compiler_options must be a dict of options or False, got {given!r}")
+        names = [option.name for option in fields(PassOptions)]
+        for name, value in given.items():
+            if name not in names:
+                raise ValueError(f"sm.jit: compiler_options has no {name!r}; it has {', '.join(names)}")
+            is_size = name == "bucket_bytes" or (name == "max_live_bytes" and value is not None)
+            if is_size and (type(value) is not int or value < 0):
+                raise ValueError(f"sm.jit: compiler_options[{name!r}] must be a number of bytes, an integer >= 0, got {value!r}")
+            if not is_size and name != "max_live_bytes" and type(value) is not bool:
+                raise TypeError(f"sm.jit: compiler_options[{name!r}] must be True or False, got {value!r}")
+        return PassOptions(**given)

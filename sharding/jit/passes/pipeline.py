@@ -1,0 +1,83 @@
+"""Run all passes on a recorded program: the one entry point."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import fx
+
+from ....mesh.comm.world import World
+from ..collectives import OPERATORS
+from ..program import Program, changes_metadata
+from .agreement import agree, number_collectives, schedule_of
+from .bucket import bucket_collectives
+from .common_collectives import share_common_collectives
+from .dead_collectives import remove_dead_collectives
+from .options import PassOptions
+from .overlap import overlap
+from .reduce_scatter import scatter_reductions
+
+Pass = Callable[[fx.Graph], int]
+
+
+def run(found: Program | str, options: PassOptions, world: World | None, meshes: Iterable[Sequence[int]]) -> Program | str:
+    """Return a program with the passes applied that all ranks apply alike; the given one is left as it is.
+
+    A pass whose schedules do not fit each other on all ranks is left out, on all of them.
+
+    Args:
+        found: what was recorded, or why there is no program: then the other ranks get none either.
+        world: the ranks to agree with; None for a graph that is only looked at.
+        meshes: ranks of each mesh that the function uses. Without a mesh of all its groups only `overlap` runs.
+
+    Returns: the program, or why this or another rank has none.
+    Raises: JitError on all ranks, naming the first difference, if ranks have recorded different collectives of one group.
+    Communication: where a mesh has other ranks, an `all_gather_object` of some hashes; of the whole schedules where those differ. Again
+        for each pass that is left out.
+    """
+    while options.any:
+        stages = [] if isinstance(found, str) else _stages(found, options)
+        if world is None:
+            return stages[-1][0] if stages else found
+        chosen = agree(world, list(meshes), found if isinstance(found, str) else [schedule_of(program.graph) for program, _ in stages])
+        if isinstance(chosen, str):
+            return chosen
+        if chosen is None:  # what does not change the order of starts needs no agreement
+            return _stages(found, PassOptions(False, False, False, 0, options.overlap, options.max_live_bytes))[-1][0]  # type: ignore[arg-type]
+        if chosen == len(stages) - 1:
+            return stages[chosen][0]
+        options = dataclasses.replace(options, **{stages[chosen + 1][1]: 0})  # type: ignore[arg-type]
+    return found
+
+
+def _stages(program: Program, options: PassOptions) -> list[tuple[Program, str]]:
+    """Return the program as recorded, and after each pass that is on."""
+    number_collectives(program.graph)
+    stages = [(program, "")]
+    passes: list[tuple[str, Any, Pass]] = [
+        ("dead_collectives", options.dead_collectives, remove_dead_collectives),
+        ("common_collectives", options.common_collectives, lambda graph: share_common_collectives(graph, options.max_live_bytes)),
+        ("reduce_scatter", options.reduce_scatter, lambda graph: scatter_reductions(graph, program.rank_in)),
+        ("bucket_bytes", options.bucket_bytes, lambda graph: bucket_collectives(graph, options.bucket_bytes, options.max_live_bytes)),
+        ("overlap", options.overlap, lambda graph: overlap(graph, options.max_live_bytes)),
+    ]
+    is_fixed = changes_metadata(program.graph) or not any(node.target in OPERATORS for node in program.graph.nodes)
+    graph = None if is_fixed else copy_graph(program.graph)
+    for name, on, apply in passes:
+        if on:
+            last = stages[-1][0]
+            count = 0 if graph is None else apply(graph)
+            stages.append((dataclasses.replace(last, graph=graph if count else last.graph, passes=(*last.passes, (name, count))), name))  # type: ignore[arg-type]
+            graph = copy_graph(graph) if count and graph is not None else graph
+    return stages
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph with its nodes' notes."""
+    made, values = fx.Graph(), {}
+    made.output(made.graph_copy(graph, values))
+    for old, new in values.items():
+        new.meta = dict(old.meta)
+    return made

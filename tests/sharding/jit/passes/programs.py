@@ -1,0 +1,95 @@
+"""Random small programs with collectives, views and writes in place, for the tests of passes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import shardmesh as sm
+from shardmesh.sharding.jit.passes.agreement import Schedule, schedule_of
+from tests.device import DEVICE
+
+OFF: dict[str, Any] = {"dead_collectives": False, "common_collectives": False, "reduce_scatter": False, "bucket_bytes": 0, "overlap": False}
+ALL: dict[str, Any] = {"dead_collectives": True, "common_collectives": True, "reduce_scatter": True, "bucket_bytes": 4096, "overlap": True}
+ROOMY = ALL | {"max_live_bytes": 1 << 20}
+SINGLE = [OFF | {name: value} for name, value in ALL.items()]
+
+
+class Random:
+    """A program of `length` operators on a list of tensors, the same on all ranks of a mesh with the axes "a" and "b".
+
+    Tensors have one dim; on ranks with another index along "b" some are longer, and those meet others along "a" only.
+    """
+
+    def __init__(self, seed: int, mesh: sm.DeviceMesh, length: int = 18) -> None:
+        self.choice, self.mesh, self.length = random.Random(seed), mesh, length
+        self.seed = seed
+
+    def inputs(self, call: int) -> list[Tensor]:
+        """The arguments of a call: two of equal length on all ranks, one that is longer on some."""
+        generator = torch.Generator().manual_seed(100 * call + self.mesh.world.rank)
+        coordinate = self.mesh.coordinate
+        assert coordinate is not None
+        return [torch.randn(n, generator=generator) for n in (8, 8, 8 + 4 * coordinate[1])]
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        choice = random.Random(self.seed)
+        even, uneven = list(inputs[:2]), list(inputs[2:])
+        results: list[Tensor] = []
+        pending: list[Any] = []
+        for _ in range(self.length):
+            axes = choice.choice(["a", "a", "b", None])
+            family = choice.choice([even, even, uneven])
+            group = self.mesh.group("a" if family is uneven else axes)
+            x = choice.choice(family)
+            self._step(choice, group, family, x, pending, results)
+        for work, out in pending:
+            work.wait()
+            results.append(out * 2)
+        return [*results, *(x + 0 for x in even + uneven), even[-1]]
+
+    def _step(self, choice: random.Random, group: Any, family: list[Tensor], x: Tensor, pending: list[Any], results: list[Tensor]) -> None:
+        kind = choice.choice(["compute", "compute", "write", "write part", "reduce", "reduce", "gather", "gather", "scatter", "again", "in place", "later"])
+        if kind == "compute":
+            family.append(x * choice.choice([0.5, 1.5]) + choice.choice(family))
+        elif kind == "write":
+            x.mul_(0.75)
+        elif kind == "write part":
+            x[2:6].add_(choice.choice(family)[2:6])
+        elif kind in ("reduce", "again"):
+            for _ in range(2 if kind == "again" else 1):
+                out = x.clone()
+                group.all_reduce(out, choice.choice(["sum", "max"]) if kind == "reduce" else "sum")
+                if choice.random() < 0.8:
+                    family.append(out)
+        elif kind == "in place":
+            group.all_reduce(x, "max")
+        elif kind == "gather":
+            for _ in range(choice.choice([1, 2])):
+                out = x.new_empty(group.size * x.numel())
+                group.all_gather(out, x)
+                if choice.random() < 0.8:
+                    family.append(out[-x.numel() :] if choice.random() < 0.5 else out.view(group.size, -1).sum(0))
+                    family[-1] = family[-1][: x.numel()]
+        elif kind == "scatter":
+            out = torch.cat([x * (i + 1) for i in range(group.size)])
+            group.all_reduce(out)
+            family.append(out[group.rank * x.numel() : (group.rank + 1) * x.numel()])
+        else:
+            out = x.new_empty(group.size * x.numel())
+            pending.append((group.all_gather(out, x.clone(), async_op=True), out))
+
+
+def run(seed: int, options: Any, shape: tuple[int, int] = (2, 2), calls: int = 3) -> tuple[list[list[Tensor]], Schedule]:
+    """Call a random program, under `sm.jit` unless options are None; return results with the arguments after them, and the schedule."""
+    mesh = sm.init_device_mesh(DEVICE, shape, axis_names=("a", "b"))
+    program = Random(seed, mesh)
+    f = program if options is None else sm.jit(program, backend="eager", compiler_options=options)
+    found = []
+    for i in range(calls):
+        inputs = program.inputs(i)
+        found.append([*(x.clone() for x in f(*inputs)), *inputs])
+    return found, [] if options is None else schedule_of(f.recorded[-1].graph)  # type: ignore[union-attr]

@@ -1,0 +1,262 @@
+"""What each pass gains: collectives, bytes and memory of a graph before and after, on models of these tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardmesh as sm
+from shardmesh.sharding.jit.passes.alias import MemoryUse, live_bytes
+from tests.device import DEVICE
+from tests.sharding.jit.passes.programs import ALL, OFF
+from tests.sharding.parallel.compositions import EVEN, UNEVEN, Case, adamw, batch, loss_of, made, whole
+from tests.sharding.ranks import collectives
+
+TP_SP = Case("ddp", "sp", "global", EVEN, (1, 2))
+HSDP = Case("hsdp", "", "plain", EVEN, (2, 2))
+FSDP = Case("fsdp", "", "global", EVEN, (2,))
+NAMES = ["dead_collectives", "common_collectives", "reduce_scatter", "bucket_bytes", "overlap"]
+
+
+class Counted(NamedTuple):
+    launches: int
+    bytes: int
+    peak: int
+    values: list[Tensor]
+
+
+def step_of(case: Case, options: Any) -> Counted:
+    """Train a composition with clipping; count the last call."""
+    mesh = sm.init_device_mesh(DEVICE, case.shape, axis_names=case.names)
+    model = made(case, mesh)
+    optimizer = adamw(model)
+
+    def step(inputs: Any, targets: Any) -> tuple[Any, Any]:
+        loss = loss_of(model(inputs), targets)
+        loss.backward()
+        norm = sm.training.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, norm
+
+    return counted(step, options, [batch(case, mesh, i) for i in range(4)], lambda: [whole(p) for p in model.parameters()])
+
+
+def counted(f: Callable[..., Any], options: Any, calls: list[Any], state: Callable[[], list[Tensor]] = lambda: []) -> Counted:
+    jitted = sm.jit(f, backend="eager", compiler_options=options)
+    values = []
+    with collectives() as seen:
+        for args in calls:
+            seen.clear()
+            result = jitted(*args)
+            used = len(seen), sum(record.bytes_received for record in seen)
+            values += [whole(x) if isinstance(x, sm.ShardedTensor) else x for x in result]
+    graph = jitted.recorded[-1].graph
+    return Counted(*used, max(live_bytes(graph, MemoryUse(graph))), values + state())
+
+
+def compared(case: Case, name: str, value: Any = True) -> tuple[Counted, Counted]:
+    """The counts of rank 0 without a pass and with it; all values are equal."""
+    simulated = sm.simulate(math.prod(case.shape))
+    before, after = simulated(step_of)(case, OFF), simulated(step_of)(case, OFF | {name: value})
+    for one, other in zip(before, after, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
+    return before[0], after[0]
+
+
+def on(size: int, f: Callable[..., list[Any]], name: str, value: Any = True, **more: Any) -> tuple[Counted, Counted]:
+    """The counts of `f(mesh, x)` without a pass and with it, on ranks of one axis "a"; its values are equal."""
+
+    def main(options: Any) -> Counted:
+        mesh = sm.init_device_mesh(DEVICE, (size,), axis_names=("a",))
+        calls = [(torch.arange(12.0) + i + mesh.world.rank,) for i in range(3)]
+        return counted(lambda x: f(mesh.group(), x), options, calls)
+
+    before, after = sm.simulate(size)(main)(OFF), sm.simulate(size)(main)(OFF | {name: value} | more)
+    for one, other in zip(before, after, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
+    return before[0], after[0]
+
+
+def reduced(group: Any, x: Tensor) -> Tensor:
+    out = x.clone()
+    group.all_reduce(out)
+    return out
+
+
+# -- dead and common -----------------------------------------------------------------------------------------------------
+
+
+def test_a_reduction_that_nobody_reads_is_dropped() -> None:
+    before, after = on(2, lambda group, x: [x * 2, _drop(reduced(group, x))][:1], "dead_collectives")
+    assert (before.launches, after.launches) == (1, 0)
+
+
+def _drop(x: Tensor) -> None:
+    x.mul_(2)
+
+
+def test_a_dead_result_that_is_written_to_an_argument_is_needed() -> None:
+    def f(group: Any, x: Tensor) -> list[Tensor]:
+        x[:3] = reduced(group, x)[:3]
+        return [x + 0]
+
+    before, after = on(2, f, "dead_collectives")
+    assert before.launches == after.launches == 1
+
+
+def test_equal_collectives_run_once() -> None:
+    before, after = on(2, lambda group, x: [reduced(group, x) * 2, reduced(group, x) + 1, reduced(group, x * 2) + 1], "common_collectives")
+    assert (before.launches, after.launches) == (3, 2)
+    assert after.peak <= before.peak
+
+
+@pytest.mark.parametrize("write", ["operand", "result"])
+def test_a_write_between_or_to_a_result_keeps_both(write: str) -> None:
+    def f(group: Any, x: Tensor) -> list[Tensor]:
+        first = reduced(group, x)
+        (x if write == "operand" else first).view(3, 4)[1].add_(1)
+        return [first * 2, reduced(group, x) * 3]
+
+    before, after = on(2, f, "common_collectives")
+    assert before.launches == after.launches == 2
+
+
+def test_two_results_that_are_returned_are_two_tensors() -> None:
+    before, after = on(2, lambda group, x: [reduced(group, x), reduced(group, x)], "common_collectives")
+    assert before.launches == after.launches == 2
+
+
+def test_a_gathered_parameter_is_not_kept_if_that_takes_more_memory() -> None:
+    def f(group: Any, x: Tensor) -> list[Tensor]:
+        def gathered() -> Tensor:
+            out = x.new_empty(group.size * x.numel())
+            group.all_gather(out, x)
+            return out.sum()
+
+        first = gathered()
+        large = torch.ones(20) * first
+        large = (large * 2).sum()
+        return [large + gathered()]
+
+    before, after = on(2, f, "common_collectives")
+    assert (before.launches, after.launches) == (2, 2)
+    assert on(2, f, "common_collectives", max_live_bytes=1 << 12)[1].launches == 1
+
+
+def test_common_collectives_of_hsdp() -> None:
+    before, after = compared(HSDP, "common_collectives")
+    assert after.launches < before.launches and after.bytes < before.bytes and after.peak <= before.peak
+
+
+# -- schedule ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [FSDP, HSDP, TP_SP], ids=str)
+def test_overlap_moves_no_more_bytes_and_takes_no_more_memory(case: Case) -> None:
+    before, after = compared(case, "overlap")
+    assert (after.launches, after.bytes) == (before.launches, before.bytes)
+    assert after.peak <= before.peak
+
+
+def targets(options: Any) -> list[str]:
+    """The order of starts, waits and products of two gathers that are used one after the other."""
+    mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
+    group = mesh.group()
+
+    def f(x: Tensor, parameters: list[Tensor]) -> Tensor:
+        for p in parameters:
+            whole = p.new_empty(16)
+            group.all_gather(whole, p)
+            x = whole.view(4, 4) @ x
+        parameters[0].add_(1)
+        return x + 0
+
+    jitted = sm.jit(f, backend="eager", compiler_options=options)
+    for _ in range(2):
+        jitted(torch.ones(4, 4), [torch.ones(8), torch.ones(8), torch.ones(8)])
+    short = {"shardmesh.all_gather.default": "start", "shardmesh.wait.default": "wait", "aten.mm.default": "mm"}
+    return [short[str(node.target)] for node in jitted.recorded[0].graph.nodes if str(node.target) in short]
+
+
+def test_parameters_are_gathered_ahead_within_the_bound() -> None:
+    once = ["start", "wait", "mm"]
+    assert sm.simulate(2)(targets)(OFF)[0] == once * 3
+    one = sm.simulate(2)(targets)(OFF | {"overlap": True, "max_live_bytes": 64})[0]
+    assert one == ["start", "start", "wait", "mm", "start", "wait", "mm", "wait", "mm"]
+    everything = sm.simulate(2)(targets)(OFF | {"overlap": True, "max_live_bytes": 1 << 20})[0]
+    assert everything == ["start"] * 3 + ["wait", "mm"] * 3
+
+
+# -- packing -------------------------------------------------------------------------------------------------------------
+
+
+def test_independent_reductions_are_one() -> None:
+    before, after = on(2, lambda group, x: [reduced(group, x), reduced(group, x.sum()), reduced(group, x[2:5] * 2)], "bucket_bytes", 1 << 10, max_live_bytes=1 << 12)
+    assert (before.launches, after.launches) == (3, 1)
+    assert before.bytes == after.bytes
+
+
+def test_dependent_ones_are_not_packed_nor_those_above_the_limit() -> None:
+    assert on(2, lambda group, x: [reduced(group, reduced(group, x) * 2)], "bucket_bytes", 1 << 10, max_live_bytes=1 << 12)[1].launches == 2
+    assert on(2, lambda group, x: [reduced(group, x), reduced(group, x + 1)], "bucket_bytes", 60)[1].launches == 2
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_gathers_and_scatters_are_one(kind: str) -> None:
+    def f(group: Any, x: Tensor) -> list[Tensor]:
+        results = []
+        for part in (x, x[:4] * 2):
+            out = part.new_empty(part.numel() * 2 if kind == "all_gather" else part.numel() // 2)
+            getattr(group, kind)(out, part)
+            results.append(out * 1)
+        return results
+
+    before, after = on(2, f, "bucket_bytes", 1 << 10, max_live_bytes=1 << 12)
+    assert (before.launches, after.launches) == (2, 1)
+    assert before.bytes == after.bytes
+
+
+@pytest.mark.parametrize(("case", "least"), [(TP_SP, 2), (Case("ddp", "tp", "global", EVEN, (2, 2)), 5), (HSDP, 2)], ids=str)
+def test_bucketing_of_models(case: Case, least: int) -> None:
+    before, after = compared(case, "bucket_bytes", 1 << 20)
+    assert after.launches <= before.launches - least
+    assert after.bytes == before.bytes
+    assert after.peak <= 1.01 * before.peak
+
+
+def test_norms_of_many_tensors() -> None:
+    def f(group: Any, x: Tensor) -> list[Tensor]:
+        return [reduced(group, (x * i).square().sum()).sqrt() for i in range(20)]
+
+    before, after = on(2, f, "bucket_bytes", 1 << 10, max_live_bytes=1 << 12)
+    assert (before.launches, after.launches) == (20, 1)
+
+
+# -- reduce_scatter ------------------------------------------------------------------------------------------------------
+
+
+def test_a_reduction_that_is_sliced_is_a_reduce_scatter() -> None:
+    def sliced(group: Any, x: Tensor) -> list[Tensor]:
+        n = 4 // group.size
+        return [reduced(group, x.view(4, 3))[group.rank * n : (group.rank + 1) * n] * 2]
+
+    before, after = on(2, sliced, "reduce_scatter")
+    assert after.bytes * 2 == before.bytes and after.peak <= before.peak
+
+
+def test_another_slice_stays() -> None:
+    before, after = on(2, lambda group, x: [reduced(group, x)[:6] * 2], "reduce_scatter")
+    assert before.bytes == after.bytes
+
+
+def test_all_passes_on_uneven_parts() -> None:
+    case = Case("fsdp", "sp", "global", UNEVEN, (2, 2))
+    for one, other in zip(sm.simulate(4)(step_of)(case, OFF), sm.simulate(4)(step_of)(case, ALL), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
+        assert other.launches < one.launches and other.bytes <= one.bytes
