@@ -78,6 +78,11 @@ class Lowered:
         """The graph."""
         return self._program.graph
 
+    @property
+    def passes(self) -> dict[str, int]:
+        """The passes that ran, and how many nodes each has changed."""
+        return dict(self._program.passes)
+
     def compile(self) -> Callable[..., Any]:
         """Return the jitted function, which makes its graph of real tensors when it is first called."""
         return self._function

@@ -148,7 +148,8 @@ def _pack(graph: fx.Graph, starts: list[fx.Node]) -> fx.Node:
     new = Appender(graph, places.nodes[place])
     for node in sorted(needed, key=places.at.__getitem__):
         new.move(node)
-    kind: Any = OPERATORS[starts[0].target]  # type: ignore[index]
+    target: Any = starts[0].target
+    kind = OPERATORS[target]
     size = group_size(starts[0])
     sizes = [math.prod(node.args[0].meta["val"][0]) for node in starts]  # type: ignore[union-attr]
     rows = size if kind == "reduce_scatter" else 1
@@ -156,7 +157,7 @@ def _pack(graph: fx.Graph, starts: list[fx.Node]) -> fx.Node:
     packed = new.make(aten.cat.default, (parts, 1), [rows, sum(sizes) // rows])
     flat = new.make(aten.view.default, (packed, [sum(sizes)]), [sum(sizes)])
     length = {"all_gather": sum(sizes) * size, "reduce_scatter": sum(sizes) // size}.get(kind, sum(sizes))
-    start = new.make(starts[0].target, (flat, *starts[0].args[1:]), [length])
+    start = new.make(target, (flat, *starts[0].args[1:]), [length])
     start.meta["numbers"] = tuple(number for node in starts for number in node.meta.get("numbers", ()))
     if kind == "all_reduce":
         start.meta["donate"] = True

@@ -47,7 +47,7 @@ def _is_root(node: fx.Node, use: MemoryUse) -> bool:
     if node.target in OPERATORS:
         return OPERATORS[node.target] == "permute"  # type: ignore[index]
     # A write that is declared is needed if its memory is; random operators advance a generator.
-    return not (is_pure(node) or node.target is WAIT or bool(use.writes[node]) and _only_writes(node))
+    return not (is_pure(node) or node.target is WAIT or (bool(use.writes[node]) and _only_writes(node)))
 
 
 def _only_writes(node: fx.Node) -> bool:
