@@ -179,20 +179,28 @@ def _entry(values: dict[Any, Any], key: Any, leaves: Leaves) -> float:
 
 @contextmanager
 def _numbers(recorder: GraphRecorder, snapshot: Snapshot) -> Iterator[None]:
-    """Inside, the learning rates of optimizers are inputs of the graph."""
+    """Inside, the learning rates of optimizers are inputs of the graph.
+
+    Raises: JitError at the end if one was set.
+    """
     before = []
     for optimizer in snapshot.optimizers:
         for group in optimizer.param_groups:
             if type(group.get("lr")) in (int, float):
-                before.append((group, group["lr"]))
-                group["lr"] = recorder.number(("entry", id(group), "lr"), float(group["lr"]))
+                traced = recorder.number(("entry", id(group), "lr"), float(group["lr"]))
+                before.append((group, group["lr"], traced))
+                group["lr"] = traced
                 recorder.number_sources["entry", id(group), "lr"] = functools.partial(_entry, group, "lr")
+    was_set = False
     try:
         yield
     finally:
-        for group, lr in before:
+        for group, lr, traced in before:
+            was_set = was_set or group["lr"] is not traced
             if isinstance(group["lr"], TracedFloat):
                 group["lr"] = lr
+    if was_set:
+        raise JitError("a function under sm.jit has set a learning rate, which a graph would not do; call scheduler.step() outside of it")
 
 
 def _shown(x: Any) -> Any:

@@ -43,6 +43,7 @@ _OPAQUE = (
     "torch._", "torch.autograd", "torch.distributed", "torch.cuda", "torch.utils", "threading", "logging", "weakref", "_io", _PACKAGE,
 )  # fmt: skip
 _OF_MODULES = frozenset(torch.nn.Module().__dict__)
+_OF_SCHEDULERS = {"get_last_lr", "get_lr", "last_epoch", "_last_lr", "_step_count", "state_dict"}
 _MAKING = {"__init__", "__new__", "__post_init__", "__repr__", "__str__"}  # methods that a program calls where it names the class
 _SMALL = 1 << 16  # bytes of a numpy array that is compared by value, larger ones by a checksum
 
@@ -165,6 +166,8 @@ class Snapshot:
         if isinstance(x, torch.optim.Optimizer):
             self.optimizers.append(x)
         kind = type(x)
+        if isinstance(x, torch.optim.lr_scheduler.LRScheduler) and not self._names & _OF_SCHEDULERS:
+            return  # it acts through learning rates, which are inputs
         if hasattr(kind, "__wrapped_function__"):
             self._todo.append((path, getattr(x, "__wrapped_function__")))  # noqa: B009
             return
