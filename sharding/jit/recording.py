@@ -2,7 +2,7 @@
 
 What the function did besides running operators decides whether the program can stand for it:
 
-    gradients set or cleared              written back by the program (`slots.py`)
+    gradients set or cleared              written back by the program (`state/slots.py`)
     state that it changed in Python       the recording is dropped; the next call records again, the third time it is an error
     tensors that nobody else holds        made by something that the recorder cannot see: an error
 """
@@ -27,12 +27,12 @@ from ...mesh.simulated.simulate import SimulatedWorld
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .errors import JitError
-from .iterators import counting_resumptions
 from .program import Program, clean
 from .recorder import Captured, GraphRecorder
 from .scalars import TracedFloat
-from .slots import GradSlot, signature, slots_of
-from .state import _PLAIN, Snapshot
+from .state.iterators import counting_resumptions
+from .state.slots import GradSlot, signature, slots_of
+from .state.snapshot import _PLAIN, Snapshot
 
 _NO_GRADIENT = (
     "this tensor was computed inside sm.jit, whose results have no gradient history: call backward() inside the function, or compute the "
@@ -113,9 +113,9 @@ def record(
     torch.set_autocast_cache_enabled(False)
     try:
         # Backward runs in this thread on every device: others would not know the recorder.
-        with _numbers(recorder, snapshot), torch.autograd.set_multithreading_enabled(False), recorder:
-            with counting_resumptions([x for _, x, _ in snapshot.iterators]):
-                result = f(given)
+        one_thread, counting = torch.autograd.set_multithreading_enabled(False), counting_resumptions([x for _, x, _ in snapshot.iterators])
+        with _numbers(recorder, snapshot), one_thread, recorder, counting:
+            result = f(given)
     finally:
         torch.set_autocast_cache_enabled(cached)
     if generators != _generators():
@@ -323,8 +323,8 @@ class _Finish:
         x = captured.ref()
         if x is None or (x.grad_fn is not None and id(x) not in self._sources and id(x) not in self._paths):
             raise JitError(
-                f"{captured.place}: a tensor is used here that was made without an operator of torch (from numpy, a buffer, compiled code, or "
-                "another library), so later calls could not make it again. Pass it to the function as an argument"
+                f"{captured.place}: a tensor is used here that was made without an operator of torch (from numpy, a buffer, compiled code "
+                "or another library), so later calls could not make it again. Pass it to the function as an argument"
             )
         if id(x) in self._sources:
             return self._sources[id(x)]

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import dict_version  # type: ignore[import-not-found]
 
-from ...mesh.comm.call_site import _OURS, _TORCH
-from ..layout.layout import Layout
-from ..layout.spec import Placement
-from ..tensor.sharded_tensor import ShardedTensor
+from ....mesh.comm.call_site import _OURS, _TORCH
+from ...layout.layout import Layout
+from ...layout.spec import Placement
+from ...tensor.sharded_tensor import ShardedTensor
 from .iterators import iterator_state
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, range, slice, Placement, np.generic)
