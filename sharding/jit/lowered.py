@@ -24,7 +24,7 @@ from .collectives import OPERATORS, site_of
 from .errors import JitError
 from .program import Program, owner_of, root_of
 from .recording import record
-from .state import Snapshot
+from .state.snapshot import Snapshot
 
 _SHORT = {
     torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.int32: "i32",

@@ -35,7 +35,7 @@ from .draws import Draw, Draws
 from .errors import at_line, value_read
 from .host_calls import Exchange, barrier, expect, item
 from .scalars import TracedFloat
-from .state import is_installed
+from .state.snapshot import is_installed
 
 aten = torch.ops.aten
 _VIEWS: dict[Any, Any] = {  # operators that return views without saying so, and those that say so: a compiler must know

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from typing import Any
@@ -116,11 +117,40 @@ def test_results_collected_in_a_list() -> None:
         f(X)
 
 
-@pytest.mark.parametrize("source", [iter, enumerate, lambda data: (x for x in data), lambda data: map(abs, data)])
-def test_an_iterator(source: Any) -> None:
-    batches = source([torch.ones(3), torch.zeros(3)])
-    with pytest.raises(JitError, match=r"batches is an iterator .* call next\(\) outside"):
-        sm.jit(lambda x: x + next(batches)[0], backend="eager")(X)
+def forever() -> Any:
+    while True:
+        yield torch.ones(3)
+
+
+SOURCES = {
+    "list": iter, "enumerate": enumerate, "generator": lambda data: (x for x in data), "map": lambda data: map(abs, data),
+    "zip": lambda data: zip(data, data, strict=True), "endless generator": lambda data: forever(), "count": lambda data: itertools.count(),
+    "DataLoader": lambda data: iter(torch.utils.data.DataLoader(data)), "dict": lambda data: iter(dict.fromkeys(range(9))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_an_iterator(source: str) -> None:
+    batches = SOURCES[source]([torch.ones(3) * i for i in range(9)])
+    f = sm.jit(lambda x: (next(batches), x + 1)[1], backend="eager")
+    with pytest.raises(JitError, match=r"batches is an iterator and was advanced: call next\(\) outside"):
+        for _ in range(3):
+            f(X)
+
+
+def test_an_iterator_that_is_only_reached() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.batches, self.scale = forever(), torch.ones(3)
+
+        def step(self, x: Tensor) -> Tensor:
+            return x * self.scale + len([self.batches])
+
+    trainer = Trainer()
+    f = sm.jit(trainer.step, backend="eager")
+    found = [f(next(trainer.batches)) for _ in range(4)]
+    assert all(torch.equal(x, torch.ones(3) * 2) for x in found)
+    assert len(f.recorded) == 1
 
 
 @pytest.mark.parametrize("kind", [random.Random, np.random.default_rng, np.random.RandomState], ids=lambda kind: kind.__name__)
@@ -137,10 +167,12 @@ def test_a_static_argument_that_cannot_be_hashed() -> None:
         sm.jit(lambda x, n: x, static_argnums=1, backend="eager")(X, [])
 
 
-def test_a_scheduler_inside() -> None:
+@pytest.mark.parametrize("kind", ["StepLR", "LambdaLR", "CosineAnnealingLR", "OneCycleLR"])
+def test_a_scheduler_inside(kind: str) -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    options = {"StepLR": [1], "LambdaLR": [lambda step: 0.5**step], "CosineAnnealingLR": [9], "OneCycleLR": [2.0, 50]}
+    schedule = getattr(torch.optim.lr_scheduler, kind)(optimizer, *options[kind])
 
     @sm.jit(backend="eager")
     def step(x: Tensor) -> None:
@@ -149,9 +181,19 @@ def test_a_scheduler_inside() -> None:
         optimizer.zero_grad()
         schedule.step()
 
-    with pytest.raises((JitError, RuntimeError), match=r"reads a value|changes Python state"):
+    with pytest.raises(JitError, match=r"reads a value|set a learning rate|changes Python state"):
         for _ in range(3):
             step(X)
+
+
+def test_the_rate_of_a_scheduler_is_read() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    f = sm.jit(lambda x: x * schedule.get_last_lr()[0], backend="eager")
+    for i in range(4):
+        assert torch.equal(f(X), X * 0.5**i)
+        optimizer.step()
+        schedule.step()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+import train_lm
 from torch import Tensor
 
 import shardmesh as sm
@@ -192,6 +194,28 @@ def llama(backend: str | None) -> tuple[Tensor, list[Tensor], int]:
         return (sm.device_put(ids, mesh, P("dp"), src_data_rank=None),)
 
     return trained(step, backend, model, schedule, batch)
+
+
+@pytest.mark.parametrize("how", [["--mesh", "fsdp=2,tp=2"], ["--parallel", "fsdp=2,tp=2"], ["--parallel", "zero2=2,sp=2"]], ids=" ".join)
+def test_the_model_of_the_example(how: list[str]) -> None:
+    for expected, found in zip(sm.simulate(4)(example)(how, None), sm.simulate(4)(example)(how, "eager"), strict=True):
+        assert_same(found, expected)
+
+
+def example(how: list[str], backend: str | None) -> tuple[Tensor, list[Tensor], int]:
+    options = train_lm.parse(["--size", "tiny", *how])
+    mesh = sm.init_device_mesh(DEVICE, tuple(options.mesh.values()), axis_names=tuple(options.mesh))
+    trainer = train_lm.Trainer(options, mesh)
+
+    def step(ids: Any, targets: Any) -> tuple[Any, Any]:
+        loss = F.cross_entropy(trainer.model(ids), targets)
+        loss.backward()
+        norm = sm.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        return loss, norm
+
+    return trained(step, backend, trainer.model, trainer.schedule, lambda i: next(trainer.batches))
 
 
 def test_gradients_that_are_left_and_read() -> None:

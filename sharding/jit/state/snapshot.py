@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import dict_version  # type: ignore[import-not-found]
 
-from ...mesh.comm.call_site import _OURS, _TORCH
-from ...mesh.device_mesh import DeviceMesh
-from ..layout.layout import Layout
-from ..layout.spec import Placement
-from ..tensor.sharded_tensor import ShardedTensor
-from .errors import JitError
+from ....mesh.comm.call_site import _OURS, _TORCH
+from ....mesh.device_mesh import DeviceMesh
+from ...layout.layout import Layout
+from ...layout.spec import Placement
+from ...tensor.sharded_tensor import ShardedTensor
+from .iterators import iterator_state
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, range, slice, Placement, np.generic)
 _paths = sysconfig.get_paths()
@@ -44,6 +44,7 @@ _OPAQUE = (
     "torch._", "torch.autograd", "torch.distributed", "torch.cuda", "torch.utils", "threading", "logging", "weakref", "_io", _PACKAGE,
 )  # fmt: skip
 _OF_MODULES = frozenset(torch.nn.Module().__dict__)
+_OF_SCHEDULERS = {"get_last_lr", "get_lr", "last_epoch", "_last_lr", "_step_count", "state_dict"}
 _MAKING = {"__init__", "__new__", "__post_init__", "__repr__", "__str__"}  # methods that a program calls where it names the class
 _SMALL = 1 << 16  # bytes of a numpy array that is compared by value, larger ones by a checksum
 
@@ -88,6 +89,7 @@ class Snapshot:
         sharded: sharded tensors, and their paths.
         optimizers: the optimizers.
         meshes: the meshes.
+        iterators: iterators, their paths, and where they were.
     """
 
     def __init__(self, roots: list[tuple[str, Any]]) -> None:
@@ -103,6 +105,7 @@ class Snapshot:
         self.sharded: list[tuple[ShardedTensor, str]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.meshes: list[DeviceMesh] = []
+        self.iterators: list[tuple[str, Any, Any]] = []
         self._seen: dict[int, Any] = {}
         self._todo: deque[tuple[str, Any]] = deque(roots)
         while self._todo:
@@ -113,6 +116,9 @@ class Snapshot:
 
     def change(self, dynamic: set[tuple[int, Any]]) -> str | None:
         """Return the first thing that has changed since, as text; None if nothing has."""
+        advanced = next((path for path, x, before in self.iterators if iterator_state(x) != before), None)
+        if advanced is not None:
+            return f"{advanced} is an iterator and was advanced: call next() outside and pass what it returns"
         return next((change for holder in self.holders if (change := holder.change(dynamic)) is not None), None)
 
     def knows(self, x: Any) -> bool:
@@ -147,10 +153,7 @@ class Snapshot:
         elif isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
             self._hold(path, functools.partial(_state_of_generator, x))
         elif isinstance(x, Iterator) and not isinstance(x, io.IOBase):
-            raise JitError(
-                f"{path} is an iterator ({type(x).__name__}), which a graph would not advance; call next() outside of the function and "
-                "pass what it returns"
-            )
+            self.iterators.append((path, x, iterator_state(x)))
         elif isinstance(x, type):
             self._visit_class(path, x)
         elif not isinstance(x, (types.ModuleType, types.BuiltinFunctionType)):
@@ -168,6 +171,8 @@ class Snapshot:
         if isinstance(x, DeviceMesh):
             self.meshes.append(x)
         kind = type(x)
+        if isinstance(x, torch.optim.lr_scheduler.LRScheduler) and not self._names & _OF_SCHEDULERS:
+            return  # it acts through learning rates, which are inputs
         if hasattr(kind, "__wrapped_function__"):
             self._todo.append((path, getattr(x, "__wrapped_function__")))  # noqa: B009
             return
