@@ -55,7 +55,7 @@ def bucket_collectives(graph: fx.Graph, limit: int, max_live_bytes: int | None =
 def _bucket(graph: fx.Graph, limit: int, done: set[fx.Node], peak: int) -> list[fx.Node]:
     """Return starts that can be one, in order; none if there are no such."""
     places = Places(graph)
-    memory = _Memory(places, peak)
+    memory = _PackedMemory(places, peak)
     by_key: dict[Any, list[fx.Node]] = {}
     for node in places.nodes:
         if node.target in OPERATORS and OPERATORS[node.target] in _KINDS and node not in done and nbytes(node) < limit:  # type: ignore[index]
@@ -73,7 +73,7 @@ def _bucket(graph: fx.Graph, limit: int, done: set[fx.Node], peak: int) -> list[
     return found
 
 
-def _grow(memory: _Memory, nodes: list[fx.Node], limit: int) -> list[fx.Node]:
+def _grow(memory: _PackedMemory, nodes: list[fx.Node], limit: int) -> list[fx.Node]:
     """Return the first start and those that can be packed with it; none if there are no such."""
     taken, size = nodes[:1], _buffer(nodes[0])
     for node in nodes[1:]:
@@ -101,7 +101,7 @@ def _place(places: Places, starts: list[fx.Node]) -> int:
     return max(places.at[starts[0]] - 1, *(places.early(node) for node in starts))
 
 
-class _Memory:
+class _PackedMemory:
     """What a graph takes, and whether it takes more with some collectives packed."""
 
     def __init__(self, places: Places, peak: int) -> None:
