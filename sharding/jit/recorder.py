@@ -159,8 +159,6 @@ class GraphRecorder(TorchDispatchMode):
         self._nodes[x] = node, _storage(x)
         self._aliases.setdefault(_storage(x), []).append(TensorWeakRef(x))
         node.meta.setdefault("val", (tuple(x.shape), tuple(x.stride()), x.dtype, x.device))
-        if node.op == "placeholder" and not x.is_meta:
-            node.meta["memory"] = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
 
     def add_argument(self, x: Tensor) -> None:
         """Make a tensor an input before anything uses it."""

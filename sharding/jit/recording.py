@@ -231,6 +231,12 @@ def _layout_of(x: Tensor) -> tuple[Layout | None, int]:
     return (x._layout, x._lineage) if isinstance(x, ShardedTensor) else (None, 0)
 
 
+def _note_memory(node: fx.Node, x: Tensor | None) -> None:
+    """Note where an input's memory is, so that passes know which inputs share it."""
+    if x is not None and not x.is_meta:
+        node.meta["memory"] = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
+
+
 class _Finish:
     """Make a recording of what a recorder has seen."""
 
@@ -310,9 +316,11 @@ class _Finish:
         for captured in recorder.captured:
             if captured.node.users:
                 found[captured.node] = self._source(captured)
+                _note_memory(captured.node, captured.ref())
         for i, (node, x) in enumerate(recorder.constants):
             if node.users:
                 found[node] = f"constant {i}", functools.partial(_constant, x)
+                _note_memory(node, x)
         for key, node in recorder.numbers.items():
             if node.users:
                 source = recorder.number_sources.get(key) or functools.partial(_argument, key[1])

@@ -152,7 +152,7 @@ def _classes(inputs: list[fx.Node]) -> list[int | None]:
     spans: list[tuple[float, float, int]] = []
     found: list[int | None] = []
     for i, node in enumerate(inputs):
-        low, size = node.meta.get("memory", (float("-inf"), float("inf")))
+        low, size = node.meta.get("memory", (0, float("inf")))
         found.append(None if "val" not in node.meta or not size else i)
         if found[-1] is not None:
             spans.append((low, low + size, i))
