@@ -2,6 +2,7 @@
 
     python benchmarks/compiled.py                          host time: four tensor-parallel MLP blocks, no communication, about two minutes
     python benchmarks/compiled.py --processes 4            twelve blocks with AdamW on gloo processes, ours only
+    python benchmarks/compiled.py --processes 4 --no-inductor      the same without what takes minutes to compile
     python benchmarks/compiled.py --json figures.json --markdown tables.md
 
 Host time: one process that takes itself for rank 0 of 4, on torch's `fake` backend, where collectives return at once. A step is forward,
@@ -132,12 +133,13 @@ def check(losses: dict[str, float]) -> None:
 # -- processes -----------------------------------------------------------------------------------------------------------
 
 
-def on_processes(layers: int, width: int, rounds: int) -> dict[str, float]:
+def on_processes(layers: int, width: int, rounds: int, inductor: bool) -> dict[str, float]:
     """Milliseconds of a training step of ours on this process and the others, the slowest rank's."""
     mesh = sm.init_device_mesh("cpu", (dist.get_world_size() if dist.is_initialized() else WORLD,), axis_names=("tp",))
     x = sm.device_put(torch.randn(64, width, generator=torch.Generator().manual_seed(1)), mesh, P("tp"), src_data_rank=None)
     steps, losses = {}, {}
-    for name, backend in (("ours, eager", None), ("ours, sm.jit, eager backend", "eager"), ("ours, sm.jit, Inductor", "inductor")):
+    backends = {"ours, eager": None, "ours, sm.jit, eager backend": "eager"} | ({"ours, sm.jit, Inductor": "inductor"} if inductor else {})
+    for name, backend in backends.items():
         specs = {None: P(), 0: P("tp"), 1: P(None, "tp")}
         placed = weights(lambda w, dim: sm.device_put(w, mesh, specs[dim], src_data_rank=None), layers, width)  # noqa: B023
         leaves = [w for block in placed for w in block]
@@ -174,13 +176,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=0, help="train on so many gloo processes in place of the host time")
     parser.add_argument("--layers", type=int, default=12, help="blocks, on processes")
     parser.add_argument("--width", type=int, default=256, help="of the blocks, on processes")
+    parser.add_argument("--inductor", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json")
     parser.add_argument("--markdown")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     torch.set_num_threads(1)
     if options.processes:
-        found, unit = sm.launch(on_processes, options.processes, args=(options.layers, options.width, options.rounds))[0], "ms"
+        found, unit = sm.launch(on_processes, options.processes, args=(options.layers, options.width, options.rounds, options.inductor))[0], "ms"
     else:
         found, unit = host_time(options.rounds), "us"
     env = environment()

@@ -33,8 +33,8 @@ from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
 from .program import Runner, written_inputs
 from .recording import Recording, record, seal
-from .slots import empty_slots, signature
-from .state import _PLAIN, Guard, Snapshot
+from .state.slots import empty_slots, signature
+from .state.snapshot import _PLAIN, Guard, Snapshot
 
 _ATTEMPTS = 3  # calls whose recordings are dropped before that is an error
 _KEPT = 16  # recordings of one signature, the newest ones

@@ -24,7 +24,7 @@ from .collectives import OPERATORS, site_of
 from .errors import JitError
 from .program import Program, owner_of, root_of
 from .recording import record
-from .state import Snapshot
+from .state.snapshot import Snapshot
 
 _SHORT = {
     torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.int32: "i32",
@@ -77,6 +77,11 @@ class Lowered:
     def graph(self) -> fx.Graph:
         """The graph."""
         return self._program.graph
+
+    @property
+    def passes(self) -> dict[str, int]:
+        """The passes that ran, and how many nodes each has changed."""
+        return dict(self._program.passes)
 
     def compile(self) -> Callable[..., Any]:
         """Return the jitted function, which makes its graph of real tensors when it is first called."""

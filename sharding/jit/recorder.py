@@ -36,7 +36,7 @@ from .dynamic_shapes import check_shape_is_static
 from .errors import at_line, value_read
 from .host_calls import Exchange, barrier, expect, item
 from .scalars import TracedFloat
-from .state import is_installed
+from .state.snapshot import is_installed
 
 aten = torch.ops.aten
 _VIEWS: dict[Any, Any] = {  # operators that return views without saying so, and those that say so: a compiler must know
@@ -160,8 +160,6 @@ class GraphRecorder(TorchDispatchMode):
         self._nodes[x] = node, _storage(x)
         self._aliases.setdefault(_storage(x), []).append(TensorWeakRef(x))
         node.meta.setdefault("val", (tuple(x.shape), tuple(x.stride()), x.dtype, x.device))
-        if node.op == "placeholder" and not x.is_meta:
-            node.meta["memory"] = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
 
     def add_argument(self, x: Tensor) -> None:
         """Make a tensor an input before anything uses it."""

@@ -2,7 +2,7 @@
 
 What the function did besides running operators decides whether the program can stand for it:
 
-    gradients set or cleared              written back by the program (`slots.py`)
+    gradients set or cleared              written back by the program (`state/slots.py`)
     state that it changed in Python       the recording is dropped; the next call records again, the third time it is an error
     tensors that nobody else holds        made by something that the recorder cannot see: an error
 """
@@ -27,12 +27,12 @@ from ...mesh.simulated.simulate import SimulatedWorld
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .errors import JitError
-from .iterators import counting_resumptions
 from .program import Program, clean
 from .recorder import Captured, GraphRecorder
 from .scalars import TracedFloat
-from .slots import GradSlot, signature, slots_of
-from .state import _PLAIN, Snapshot
+from .state.iterators import counting_resumptions
+from .state.slots import GradSlot, signature, slots_of
+from .state.snapshot import _PLAIN, Snapshot
 
 _NO_GRADIENT = (
     "this tensor was computed inside sm.jit, whose results have no gradient history: call backward() inside the function, or compute the "
@@ -113,9 +113,9 @@ def record(
     torch.set_autocast_cache_enabled(False)
     try:
         # Backward runs in this thread on every device: others would not know the recorder.
-        with _numbers(recorder, snapshot), torch.autograd.set_multithreading_enabled(False), recorder:
-            with counting_resumptions([x for _, x, _ in snapshot.iterators]):
-                result = f(given)
+        one_thread, counting = torch.autograd.set_multithreading_enabled(False), counting_resumptions([x for _, x, _ in snapshot.iterators])
+        with _numbers(recorder, snapshot), one_thread, recorder, counting:
+            result = f(given)
     finally:
         torch.set_autocast_cache_enabled(cached)
     if generators != _generators():
@@ -179,20 +179,28 @@ def _entry(values: dict[Any, Any], key: Any, leaves: Leaves) -> float:
 
 @contextmanager
 def _numbers(recorder: GraphRecorder, snapshot: Snapshot) -> Iterator[None]:
-    """Inside, the learning rates of optimizers are inputs of the graph."""
+    """Inside, the learning rates of optimizers are inputs of the graph.
+
+    Raises: JitError at the end if one was set.
+    """
     before = []
     for optimizer in snapshot.optimizers:
         for group in optimizer.param_groups:
             if type(group.get("lr")) in (int, float):
-                before.append((group, group["lr"]))
-                group["lr"] = recorder.number(("entry", id(group), "lr"), float(group["lr"]))
+                traced = recorder.number(("entry", id(group), "lr"), float(group["lr"]))
+                before.append((group, group["lr"], traced))
+                group["lr"] = traced
                 recorder.number_sources["entry", id(group), "lr"] = functools.partial(_entry, group, "lr")
+    was_set = False
     try:
         yield
     finally:
-        for group, lr in before:
+        for group, lr, traced in before:
+            was_set = was_set or group["lr"] is not traced
             if isinstance(group["lr"], TracedFloat):
                 group["lr"] = lr
+    if was_set:
+        raise JitError("a function under sm.jit has set a learning rate, which a graph would not do; call scheduler.step() outside of it")
 
 
 def _shown(x: Any) -> Any:
@@ -221,6 +229,12 @@ def _locals(snapshot: Snapshot) -> list[Tensor]:
 def _layout_of(x: Tensor) -> tuple[Layout | None, int]:
     """Return the layout and the lineage of a tensor, which every call gives its result."""
     return (x._layout, x._lineage) if isinstance(x, ShardedTensor) else (None, 0)
+
+
+def _note_memory(node: fx.Node, x: Tensor | None) -> None:
+    """Note where an input's memory is, so that passes know which inputs share it."""
+    if x is not None and not x.is_meta:
+        node.meta["memory"] = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
 
 
 class _Finish:
@@ -302,9 +316,11 @@ class _Finish:
         for captured in recorder.captured:
             if captured.node.users:
                 found[captured.node] = self._source(captured)
+                _note_memory(captured.node, captured.ref())
         for i, (node, x) in enumerate(recorder.constants):
             if node.users:
                 found[node] = f"constant {i}", functools.partial(_constant, x)
+                _note_memory(node, x)
         for key, node in recorder.numbers.items():
             if node.users:
                 source = recorder.number_sources.get(key) or functools.partial(_argument, key[1])
@@ -315,8 +331,8 @@ class _Finish:
         x = captured.ref()
         if x is None or (x.grad_fn is not None and id(x) not in self._sources and id(x) not in self._paths):
             raise JitError(
-                f"{captured.place}: a tensor is used here that was made without an operator of torch (from numpy, a buffer, compiled code, or "
-                "another library), so later calls could not make it again. Pass it to the function as an argument"
+                f"{captured.place}: a tensor is used here that was made without an operator of torch (from numpy, a buffer, compiled code "
+                "or another library), so later calls could not make it again. Pass it to the function as an argument"
             )
         if id(x) in self._sources:
             return self._sources[id(x)]

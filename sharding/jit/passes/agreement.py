@@ -63,7 +63,8 @@ def _lines(graph: fx.Graph) -> Iterator[Line]:
             shape, _, dtype, _ = x.meta["val"]  # type: ignore[union-attr]
             how = "" if name in (*_FREE, "all_gather") else f" {node.args[1]}"
             size = "" if name in _FREE else f" x {math.prod(shape)}"
-            yield Line(f"{name}{how} {str(dtype).removeprefix('torch.')}{size}", tuple(map(int, str(node.args[-2]).split(","))), node.meta.get("numbers", ()))
+            ranks = tuple(map(int, str(node.args[-2]).split(",")))
+            yield Line(f"{name}{how} {str(dtype).removeprefix('torch.')}{size}", ranks, node.meta.get("numbers", ()))
         elif (group := _group_of_other(node)) is not None:
             yield Line(getattr(node.target, "__name__", "exchange"), tuple(map(int, group.split(","))))
 

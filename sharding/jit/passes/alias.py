@@ -145,11 +145,14 @@ def _nodes(values: Any) -> Iterator[fx.Node]:
 
 
 def _classes(inputs: list[fx.Node]) -> list[int | None]:
-    """Return a number for each input that is a tensor: the same one for inputs that may overlap."""
+    """Return a number for each input that is a tensor: the same one for inputs that may overlap.
+
+    Gradients that are set are one class: another call may find them elsewhere.
+    """
     spans: list[tuple[float, float, int]] = []
     found: list[int | None] = []
     for i, node in enumerate(inputs):
-        low, size = node.meta.get("memory", (float("-inf"), float("inf")))
+        low, size = node.meta.get("memory", (0, float("inf")))
         found.append(None if "val" not in node.meta or not size else i)
         if found[-1] is not None:
             spans.append((low, low + size, i))
@@ -158,7 +161,8 @@ def _classes(inputs: list[fx.Node]) -> list[int | None]:
         current = i if low >= end and spans else current
         end = max(end, high)
         found[i] = current
-    return found
+    gradients = {found[i] for i, node in enumerate(inputs) if node.meta.get("slot") and found[i] is not None}
+    return [min(gradients) if number in gradients else number for number in found]  # type: ignore[type-var]
 
 
 def is_view(node: fx.Node) -> bool:

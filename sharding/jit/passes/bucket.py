@@ -55,7 +55,7 @@ def bucket_collectives(graph: fx.Graph, limit: int, max_live_bytes: int | None =
 def _bucket(graph: fx.Graph, limit: int, done: set[fx.Node], peak: int) -> list[fx.Node]:
     """Return starts that can be one, in order; none if there are no such."""
     places = Places(graph)
-    memory = _Memory(places, peak)
+    memory = _PackedMemory(places, peak)
     by_key: dict[Any, list[fx.Node]] = {}
     for node in places.nodes:
         if node.target in OPERATORS and OPERATORS[node.target] in _KINDS and node not in done and nbytes(node) < limit:  # type: ignore[index]
@@ -73,7 +73,7 @@ def _bucket(graph: fx.Graph, limit: int, done: set[fx.Node], peak: int) -> list[
     return found
 
 
-def _grow(memory: _Memory, nodes: list[fx.Node], limit: int) -> list[fx.Node]:
+def _grow(memory: _PackedMemory, nodes: list[fx.Node], limit: int) -> list[fx.Node]:
     """Return the first start and those that can be packed with it; none if there are no such."""
     taken, size = nodes[:1], _buffer(nodes[0])
     for node in nodes[1:]:
@@ -101,7 +101,7 @@ def _place(places: Places, starts: list[fx.Node]) -> int:
     return max(places.at[starts[0]] - 1, *(places.early(node) for node in starts))
 
 
-class _Memory:
+class _PackedMemory:
     """What a graph takes, and whether it takes more with some collectives packed."""
 
     def __init__(self, places: Places, peak: int) -> None:
@@ -148,7 +148,8 @@ def _pack(graph: fx.Graph, starts: list[fx.Node]) -> fx.Node:
     new = Appender(graph, places.nodes[place])
     for node in sorted(needed, key=places.at.__getitem__):
         new.move(node)
-    kind: Any = OPERATORS[starts[0].target]  # type: ignore[index]
+    target: Any = starts[0].target
+    kind = OPERATORS[target]
     size = group_size(starts[0])
     sizes = [math.prod(node.args[0].meta["val"][0]) for node in starts]  # type: ignore[union-attr]
     rows = size if kind == "reduce_scatter" else 1
@@ -156,7 +157,7 @@ def _pack(graph: fx.Graph, starts: list[fx.Node]) -> fx.Node:
     packed = new.make(aten.cat.default, (parts, 1), [rows, sum(sizes) // rows])
     flat = new.make(aten.view.default, (packed, [sum(sizes)]), [sum(sizes)])
     length = {"all_gather": sum(sizes) * size, "reduce_scatter": sum(sizes) // size}.get(kind, sum(sizes))
-    start = new.make(starts[0].target, (flat, *starts[0].args[1:]), [length])
+    start = new.make(target, (flat, *starts[0].args[1:]), [length])
     start.meta["numbers"] = tuple(number for node in starts for number in node.meta.get("numbers", ()))
     if kind == "all_reduce":
         start.meta["donate"] = True

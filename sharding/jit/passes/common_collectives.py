@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ..collectives import OPERATORS, WAIT
 from ..program import is_pure
@@ -105,7 +106,7 @@ class _Values:
         """Note the next node of the graph; return the key of what it computes."""
         operands = [self._content(x) for x in node.all_input_nodes]
         names = {x: i for i, x in enumerate(node.all_input_nodes)}
-        args = fx.node.map_arg((_drop_site(node), node.kwargs), lambda x: _Operand(names[x]))
+        args = map_arg((_drop_site(node), node.kwargs), lambda x: _Operand(names[x]))  # type: ignore[arg-type,return-value]
         known = (is_pure(node) or node.target in OPERATORS or node.target is WAIT) and not _is_undefined(node)
         key: Any = (node.target, repr(args), tuple(operands)) if known and not self._use.writes[node] - self._clobbered(node) else node
         if isinstance(key, tuple) and "Generator" in key[1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,6 +111,6 @@ def needs_own_memory(graph: fx.Graph, use: MemoryUse, start: fx.Node) -> bool:
 
 def set_order(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     """Bring the nodes of a graph into this order."""
-    for before, node in zip(nodes, nodes[1:], strict=False):
+    for before, node in itertools.pairwise(nodes):
         if node.prev is not before:
             before.append(node)

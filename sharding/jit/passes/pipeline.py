@@ -55,6 +55,9 @@ def run(found: Program | str, options: PassOptions, world: World | None, meshes:
 def _stages(program: Program, options: PassOptions) -> list[tuple[Program, str]]:
     """Return the program as recorded, and after each pass that is on."""
     number_collectives(program.graph)
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
+    for node, name in zip(inputs, program.names, strict=True):
+        node.meta["slot"] = name.endswith((".grad", "(unreduced)"))
     stages = [(program, "")]
     passes: list[tuple[str, Any, Pass]] = [
         ("dead_collectives", options.dead_collectives, remove_dead_collectives),

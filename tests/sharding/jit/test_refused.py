@@ -204,10 +204,12 @@ def test_a_static_argument_that_cannot_be_hashed() -> None:
         sm.jit(lambda x, n: x, static_argnums=1, backend="eager")(X, [])
 
 
-def test_a_scheduler_inside() -> None:
+@pytest.mark.parametrize("kind", ["StepLR", "LambdaLR", "CosineAnnealingLR", "OneCycleLR"])
+def test_a_scheduler_inside(kind: str) -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    options = {"StepLR": [1], "LambdaLR": [lambda step: 0.5**step], "CosineAnnealingLR": [9], "OneCycleLR": [2.0, 50]}
+    schedule = getattr(torch.optim.lr_scheduler, kind)(optimizer, *options[kind])
 
     @sm.jit(backend="eager")
     def step(x: Tensor) -> None:
@@ -216,9 +218,19 @@ def test_a_scheduler_inside() -> None:
         optimizer.zero_grad()
         schedule.step()
 
-    with pytest.raises((JitError, RuntimeError), match=r"reads a value|changes Python state"):
+    with pytest.raises(JitError, match=r"reads a value|set a learning rate|changes Python state"):
         for _ in range(3):
             step(X)
+
+
+def test_the_rate_of_a_scheduler_is_read() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    f = sm.jit(lambda x: x * schedule.get_last_lr()[0], backend="eager")
+    for i in range(4):
+        assert torch.equal(f(X), X * 0.5**i)
+        optimizer.step()
+        schedule.step()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

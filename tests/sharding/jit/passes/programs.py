@@ -52,7 +52,9 @@ class Random:
         return [*results, *(x + 0 for x in even + uneven), even[-1]]
 
     def _step(self, choice: random.Random, group: Any, family: list[Tensor], x: Tensor, pending: list[Any], results: list[Tensor]) -> None:
-        kind = choice.choice(["compute", "compute", "write", "write part", "reduce", "reduce", "gather", "gather", "scatter", "again", "in place", "later"])
+        kinds = ["compute", "compute", "write", "write part", "reduce", "reduce", "gather", "gather"]
+        kinds += ["scatter", "again", "in place", "later"]
+        kind = choice.choice(kinds)
         if kind == "compute":
             family.append(x * choice.choice([0.5, 1.5]) + choice.choice(family))
         elif kind == "write":

@@ -72,7 +72,9 @@ def differing() -> str:
 
 def test_processes(world4: Pool) -> None:
     found = world4(differing)
-    assert len(set(found)) == 1 and "rank 0 has all_reduce" in found[0] and "rank 2 has all_gather" in found[0]
+    assert len(set(found)) == 1
+    assert "rank 0 has all_reduce" in found[0]
+    assert "rank 2 has all_gather" in found[0]
 
 
 def test_an_order_in_which_ranks_wait_for_each_other_does_not_fit() -> None:

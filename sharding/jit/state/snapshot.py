@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import dict_version  # type: ignore[import-not-found]
 
-from ...mesh.comm.call_site import _OURS, _TORCH
-from ...mesh.device_mesh import DeviceMesh
-from ..layout.layout import Layout
-from ..layout.spec import Placement
-from ..tensor.sharded_tensor import ShardedTensor
+from ....mesh.comm.call_site import _OURS, _TORCH
+from ....mesh.device_mesh import DeviceMesh
+from ...layout.layout import Layout
+from ...layout.spec import Placement
+from ...tensor.sharded_tensor import ShardedTensor
 from .iterators import iterator_state
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, range, slice, Placement, np.generic)
@@ -44,6 +44,7 @@ _OPAQUE = (
     "torch._", "torch.autograd", "torch.distributed", "torch.cuda", "torch.utils", "threading", "logging", "weakref", "_io", _PACKAGE,
 )  # fmt: skip
 _OF_MODULES = frozenset(torch.nn.Module().__dict__)
+_OF_SCHEDULERS = {"get_last_lr", "get_lr", "last_epoch", "_last_lr", "_step_count", "state_dict"}
 _MAKING = {"__init__", "__new__", "__post_init__", "__repr__", "__str__"}  # methods that a program calls where it names the class
 _SMALL = 1 << 16  # bytes of a numpy array that is compared by value, larger ones by a checksum
 
@@ -87,8 +88,8 @@ class Snapshot:
         tensors: plain tensors, and their paths.
         sharded: sharded tensors, and their paths.
         optimizers: the optimizers.
-        iterators: iterators, their paths, and where they were.
         meshes: the meshes.
+        iterators: iterators, their paths, and where they were.
     """
 
     def __init__(self, roots: list[tuple[str, Any]]) -> None:
@@ -103,8 +104,8 @@ class Snapshot:
         self.tensors: list[tuple[Tensor, str]] = []
         self.sharded: list[tuple[ShardedTensor, str]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.iterators: list[tuple[str, Any, Any]] = []
         self.meshes: list[DeviceMesh] = []
+        self.iterators: list[tuple[str, Any, Any]] = []
         self._seen: dict[int, Any] = {}
         self._todo: deque[tuple[str, Any]] = deque(roots)
         while self._todo:
@@ -170,6 +171,8 @@ class Snapshot:
         if isinstance(x, DeviceMesh):
             self.meshes.append(x)
         kind = type(x)
+        if isinstance(x, torch.optim.lr_scheduler.LRScheduler) and not self._names & _OF_SCHEDULERS:
+            return  # it acts through learning rates, which are inputs
         if hasattr(kind, "__wrapped_function__"):
             self._todo.append((path, getattr(x, "__wrapped_function__")))  # noqa: B009
             return

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..tensor.sharded_tensor import ShardedTensor
+from ...tensor.sharded_tensor import ShardedTensor
 
 _ATTRIBUTES = ("_reduced_grad", "_accumulated_grad")
 

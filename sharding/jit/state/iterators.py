@@ -42,7 +42,7 @@ def counting_resumptions(iterators: Sequence[Any]) -> Iterator[None]:
         return
     before = sys.getprofile()
 
-    def profile(frame: types.FrameType, event: str, argument: Any) -> None:
+    def profile(frame: types.FrameType, event: Any, argument: Any) -> None:
         if event == "call" and id(frame) in frames:
             number = frames[id(frame)]
             _resumed[number] = _resumed.get(number, 0) + 1

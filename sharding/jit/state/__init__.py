@@ -1,0 +1,1 @@
+"""What a function reaches and changes in Python: a snapshot, gradients of leaves, iterators."""
