@@ -13,6 +13,7 @@ Contestants take turns in every round (see measure.py); figures are minima. All 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -135,7 +136,7 @@ def check(losses: dict[str, float]) -> None:
 
 def on_processes(layers: int, width: int, rounds: int, inductor: bool) -> dict[str, float]:
     """Milliseconds of a training step of ours on this process and the others, the slowest rank's."""
-    mesh = sm.init_device_mesh("cpu", (dist.get_world_size() if dist.is_initialized() else WORLD,), axis_names=("tp",))
+    mesh = sm.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), axis_names=("tp",))
     x = sm.device_put(torch.randn(64, width, generator=torch.Generator().manual_seed(1)), mesh, P("tp"), src_data_rank=None)
     steps, losses = {}, {}
     backends = {"ours, eager": None, "ours, sm.jit, eager backend": "eager"} | ({"ours, sm.jit, Inductor": "inductor"} if inductor else {})
@@ -183,7 +184,8 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     torch.set_num_threads(1)
     if options.processes:
-        found, unit = sm.launch(on_processes, options.processes, args=(options.layers, options.width, options.rounds, options.inductor))[0], "ms"
+        arguments_of_ranks = options.layers, options.width, options.rounds, options.inductor
+        found, unit = sm.launch(on_processes, options.processes, args=arguments_of_ranks)[0], "ms"
     else:
         found, unit = host_time(options.rounds), "us"
     env = environment()
