@@ -137,8 +137,7 @@ class Group(ABC):
             rank 1   x = [c d]   ->   out = [b+d]
 
         Communication: reduce_scatter, (n-1) * out.nbytes in and out of each rank.
-        Raises: CollectiveError when x.numel() != size * out.numel(), dtypes differ, a buffer is not contiguous, or the
-            reduction is not one of "sum", "max", "min", "product" or has no meaning for the dtype.
+        Raises: CollectiveError when x.numel() != size * out.numel(), dtypes differ, a buffer is not contiguous, or as `all_reduce`.
         """
         if tracing.recorder is not None:
             return tracing.recorder.collective(self, "reduce_scatter", out, x, op, async_op, tag=tag)
@@ -161,7 +160,7 @@ class Group(ABC):
             rank 1   x = [c d]   ->   x = [a+c b+d]
 
         Communication: all_reduce, 2(n-1)/n * x.nbytes in and out of each rank.
-        Raises: CollectiveError when x is not contiguous, or the reduction is unknown or has no meaning for the dtype.
+        Raises: CollectiveError when x is not contiguous, or the reduction is none of sum, max, min, product, or unknown for the dtype.
         """
         if tracing.recorder is not None:
             return tracing.recorder.collective(self, "all_reduce", x, op, async_op, tag=tag)

@@ -81,9 +81,8 @@ class GraphRecorder(TorchDispatchMode):
 
     def __init__(self, world: World, abstract: bool = False) -> None:
         super().__init__()
-        self.abstract = abstract
+        self.abstract, self.world, self.graph = abstract, world, fx.Graph()
         self._stand_ins: dict[int, Any] = {}
-        self.world, self.graph = world, fx.Graph()
         self.captured: list[Captured] = []
         self.constants: list[tuple[fx.Node, Tensor]] = []
         self.numbers: dict[Any, fx.Node] = {}
@@ -268,8 +267,7 @@ class GraphRecorder(TorchDispatchMode):
     # -- values --------------------------------------------------------------------------------------------------------
 
     def _read(self, x: Tensor) -> Any:
-        """Return the value of a tensor with one element: as a number of the graph; for checks of libraries as it is, and later calls check
-        that it is the same."""
+        """Return the value of a tensor with one element: a number of the graph; for libraries the value, which later calls compare."""
         with _disable_current_modes():
             value = math.nan if x.is_meta else x.item()
         frame = _caller()
