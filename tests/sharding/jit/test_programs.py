@@ -20,7 +20,7 @@ from tests.sharding.test_loud import EQUAL, plain
 Jit = Callable[..., Any]
 CALLS = 4
 REFUSED = {
-    "shapes that depend on values": "reads a value",
+    "shapes that depend on values": "depends on values",
     "a vector of parameters": "made without an operator of torch",  # it assigns `.data`
 }
 
