@@ -116,7 +116,7 @@ def test_type_checkers_know_the_namespaces(tmp_path):
         "from shardmesh.optim import Muon, NoSuchName\n"
         "sm.parallel.fully_shard, sm.debug.explain, sm.psum, shardmesh.parallel.colwise, Muon\n"
         "sm.parallel.no_such_name\n"
-        "sm.parallel.fully_shard\n"
+        "sm.fully_shard\n"
     )
     (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT / ".venv/src")]}))
     done = subprocess.run(
