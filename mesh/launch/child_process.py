@@ -77,9 +77,7 @@ def child_main(parent: int, pipe: Connection, payload: bytes) -> None:
 def _exit() -> None:
     """Exit normally (join threads, run exit functions), but without finalizing the interpreter, in which a remaining thread of torch
     occasionally aborts the process."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does: it also lets the workers of thread pools end
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

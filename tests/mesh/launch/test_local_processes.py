@@ -1,6 +1,7 @@
 """launch(): results, errors that name their rank, and no process left running."""
 
 import atexit
+import concurrent.futures
 import contextlib
 import functools
 import operator
@@ -35,6 +36,13 @@ def all_reduced(x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
     y = x * scale * (dist.get_rank() + 1)
     dist.all_reduce(y)
     return y
+
+
+def leave_a_thread_pool() -> bool:
+    """Leave a pool whose worker waits for more to do, as compilers do."""
+    global _pool
+    _pool = concurrent.futures.ThreadPoolExecutor(1)
+    return _pool.submit(bool, 1).result()
 
 
 def leave_notes(folder: Path) -> None:
@@ -168,6 +176,10 @@ def test_threads_and_exit_functions_finish(tmp_path, capfd):
     assert launch(leave_notes, 2, (tmp_path,)) == [None, None]
     assert [(tmp_path / f"{rank}.exit").read_text() for rank in range(2)] == ["thread, then exit functions"] * 2
     assert capfd.readouterr().out == "not flushed" * 2
+
+
+def test_idle_workers_of_a_thread_pool_end():
+    assert launch(leave_a_thread_pool, 1) == [True]
 
 
 # ----------------------------------------------------------------------------------------------------------- failures
