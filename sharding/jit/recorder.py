@@ -292,7 +292,7 @@ class GraphRecorder(TorchDispatchMode):
             finally:
                 tracing.recorder = self
         if name == "direct":
-            raise at_line("a collective in symmetric memory cannot be recorded by sm.jit", "Set SHARDMESH_SYMMETRIC=0")
+            raise at_line("sm.jit records no symmetric memory", "Set mesh.topology = replace(mesh.topology, symmetric=None)")
         if name in ("all_gather_object", "barrier"):
             with self._hidden():
                 found = getattr(Group, name)(group, *args, **kwargs)

@@ -44,6 +44,7 @@ def test_processes_have_the_bits_of_eager(world4: Pool) -> None:
         assert_same(found, expected)
 
 
+@pytest.mark.slow  # four processes compile
 def test_processes_with_inductor(world4: Pool) -> None:
     case = Case("fsdp", "tp", "global", EVEN, (2, 2))
     for expected, found in zip(world4(composed, case, None), world4(composed, case, "inductor"), strict=True):
