@@ -35,7 +35,6 @@ gc.disable()
 
 from .mesh import AbstractMesh, DeviceMesh, init_device_mesh, make_mesh, process_count, process_index, simulate
 from .mesh.context import get_mesh, set_mesh
-from .mesh.launch.local_processes import launch
 from .mesh.launch.session import session
 from .mesh.version import __version__ as __version__
 from .sharding.functional.collectives.apply import async_start
@@ -53,14 +52,7 @@ from .sharding.functional.collectives.collectives import (
     psum_scatter,
     pswapaxes,
 )
-from .sharding.functional.collectives.ragged import ragged_all_to_all
-from .sharding.functional.control import cond, fori_loop, scan, switch, while_loop
 from .sharding.functional.shard_map import shard_map
-from .sharding.functional.transforms.custom_vjp import custom_vjp
-from .sharding.functional.transforms.forward import jvp, linearize
-from .sharding.functional.transforms.gradients import grad, remat, stop_gradient, value_and_grad, vjp
-from .sharding.functional.transforms.jacobians import hessian, jacfwd, jacrev
-from .sharding.functional.transforms.vmap import vmap
 from .sharding.functional.typeof import typeof
 from .sharding.layout.layout import Layout
 from .sharding.layout.named_sharding import NamedSharding
@@ -95,6 +87,14 @@ if TYPE_CHECKING:
     import shardmesh.topology as topology
     import shardmesh.training as training
 
+    from .mesh.launch.local_processes import launch
+    from .sharding.functional.collectives.ragged import ragged_all_to_all
+    from .sharding.functional.control import cond, fori_loop, scan, switch, while_loop
+    from .sharding.functional.transforms.custom_vjp import custom_vjp
+    from .sharding.functional.transforms.forward import jvp, linearize
+    from .sharding.functional.transforms.gradients import grad, remat, stop_gradient, value_and_grad, vjp
+    from .sharding.functional.transforms.jacobians import hessian, jacfwd, jacrev
+    from .sharding.functional.transforms.vmap import vmap
     from .sharding.jit.jit import jit
 
 _NAMESPACES = (
@@ -112,14 +112,28 @@ _NAMESPACES = (
     "compat",
 )
 
+# Modules of the core that are loaded when one of their names is first used.
+_LAZY = {
+    ".mesh.launch.local_processes": "launch",
+    ".sharding.functional.collectives.ragged": "ragged_all_to_all",
+    ".sharding.functional.control": "cond fori_loop scan switch while_loop",
+    ".sharding.functional.transforms.custom_vjp": "custom_vjp",
+    ".sharding.functional.transforms.forward": "jvp linearize",
+    ".sharding.functional.transforms.gradients": "grad remat stop_gradient value_and_grad vjp",
+    ".sharding.functional.transforms.jacobians": "hessian jacfwd jacrev",
+    ".sharding.functional.transforms.vmap": "vmap",
+    ".sharding.jit.jit": "jit",
+}
+_MODULE_OF = {name: module for module, names in _LAZY.items() for name in names.split()}
+
 
 if not TYPE_CHECKING:  # type checkers would take any name for known
 
     def __getattr__(name: str) -> Any:
         if name in _NAMESPACES:
             return import_module(f".{name}", __name__)
-        if name == "jit":  # loads torch.fx and more of torch's compiler
-            found = globals()[name] = import_module(".sharding.jit.jit", __name__).jit
+        if name in _MODULE_OF:
+            found = globals()[name] = getattr(import_module(_MODULE_OF[name], __name__), name)
             return found
         there = () if name.startswith("_") else (n for n in _NAMESPACES if name in import_module(f".{n}", __name__).__all__)
         hint = next((f"; did you mean {__name__}.{n}.{name}?" for n in there), "")
