@@ -14,6 +14,7 @@ What is not known in detail counts as reading and writing everything.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -176,12 +177,7 @@ def is_view(node: fx.Node) -> bool:
 def nbytes(node: fx.Node) -> int:
     """Return the bytes of a node's result, 0 if it is no tensor."""
     value = node.meta.get("val")
-    if value is None:
-        return 0
-    count = value[2].itemsize
-    for n in value[0]:
-        count *= n
-    return count
+    return 0 if value is None else math.prod(value[0]) * value[2].itemsize
 
 
 def live_bytes(graph: fx.Graph, use: MemoryUse) -> list[int]:

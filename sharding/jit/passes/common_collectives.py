@@ -107,8 +107,9 @@ class _Values:
         operands = [self._content(x) for x in node.all_input_nodes]
         names = {x: i for i, x in enumerate(node.all_input_nodes)}
         args = map_arg((_drop_site(node), node.kwargs), lambda x: _Operand(names[x]))  # type: ignore[arg-type,return-value]
-        known = (is_pure(node) or node.target in OPERATORS or node.target is WAIT) and not _is_undefined(node)
-        key: Any = (node.target, repr(args), tuple(operands)) if known and not self._use.writes[node] - self._clobbered(node) else node
+        communicates = node.target in OPERATORS or node.target is WAIT  # these write at most their operand, which `is_written` sees
+        known = communicates or (is_pure(node) and not _is_undefined(node) and not self._use.writes[node])
+        key: Any = (node.target, repr(args), tuple(operands)) if known else node
         if isinstance(key, tuple) and "Generator" in key[1]:
             key = node
         self._made[node] = self._numbers.setdefault(key, len(self._numbers))
@@ -116,10 +117,6 @@ class _Values:
             self._version[c] = self._version.get(c, 0) + 1
         self._fences += node in self._use.fences
         return key
-
-    def _clobbered(self, node: fx.Node) -> frozenset[int]:
-        """Return what a collective writes besides its result: its operand."""
-        return self._use.writes[node] if node.target in OPERATORS or node.target is WAIT else frozenset()
 
     def _content(self, x: fx.Node) -> Any:
         versions = tuple(sorted((c, self._version[c]) for c in self._use.of[x] if c in self._version))
