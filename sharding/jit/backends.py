@@ -29,8 +29,3 @@ def _has_compiler() -> bool:
         return True
     warnings.warn("sm.jit: no C++ compiler was found, so graphs run as Python; install g++, or pass backend='eager'", stacklevel=4)
     return False
-
-
-def compile_program(program: Program, backend: Backend, inputs: Sequence[Any]) -> Runner:
-    """Return the program's graph as a function of its inputs."""
-    return backend(program, inputs)

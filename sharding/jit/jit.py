@@ -25,7 +25,7 @@ from ..tensor.autograd import engine_hooks
 from ..tensor.autograd.leaf_grads import is_accumulating
 from ..tensor.device_put import device_put
 from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
-from .backends import Backend, compile_program, find_backend
+from .backends import Backend, find_backend
 from .draws import advance
 from .errors import JitError
 from .lowered import Lowered, lower
@@ -108,7 +108,7 @@ class Entry:
         recording = self.recording
         inputs = [source(leaves) for source in recording.program.sources]
         if self.runner is None:
-            self.runner = compile_program(recording.program, backend, inputs)
+            self.runner = backend(recording.program, inputs)
         outputs = _run_plainly(self.runner, inputs)
         self.calls += 1
         torch.autograd.graph.increment_version([inputs[i] for i in self._written])
