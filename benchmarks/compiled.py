@@ -2,12 +2,12 @@
 
     python benchmarks/compiled.py                          host time: four tensor-parallel MLP blocks, no communication, about two minutes
     python benchmarks/compiled.py --processes 4            twelve blocks with AdamW on gloo processes, ours only
-    python benchmarks/compiled.py --processes 4 --no-inductor      the same without what takes minutes to compile
+    python benchmarks/compiled.py --processes 4 --no-inductor      the same without Inductor, which takes minutes to compile
     python benchmarks/compiled.py --json figures.json --markdown tables.md
 
-Host time: one process that takes itself for rank 0 of 4, on torch's `fake` backend, where collectives return at once. A step is forward,
-backward and the gradients of all weights. "plain" is the same arithmetic on local tensors of the same shapes, without collectives.
-Contestants take turns in every round (see measure.py); figures are minima. All that compute the same loss are compared before.
+Host time: one process is rank 0 of 4 on torch's `fake` backend, where collectives return at once. A step is forward, backward
+and the gradients of all weights. "plain" is the same arithmetic on local tensors of the same shapes, without collectives.
+The implementations are interleaved in every round (see measure.py); figures are minima. Losses are compared before timing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Weights = list[tuple[Tensor, Tensor, Tensor]]
 
 
 def weights(place: Callable[[Tensor, int | None], Tensor], layers: int = LAYERS, width: int = WIDTH) -> Weights:
-    """Norm, up and down projection of each block; up is split by output features, down by input features."""
+    """Return norm, up and down projection of each block; up is sharded by output features, down by input features."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for _ in range(layers):
@@ -54,7 +54,7 @@ def forward(x: Tensor, blocks: Weights, whole: Callable[[Tensor], Tensor]) -> Te
 
 
 def step_of(blocks: Weights, whole: Callable[[Tensor], Tensor], compute: Callable[..., Tensor] = forward) -> Callable[[Tensor], Any]:
-    """Forward and backward; returns the loss and the gradients."""
+    """Return a function that runs forward and backward, and returns the loss and the gradients."""
     leaves = [w for block in blocks for w in block]
 
     def step(x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
@@ -69,7 +69,7 @@ def step_of(blocks: Weights, whole: Callable[[Tensor], Tensor], compute: Callabl
 
 
 def host_time(rounds: int) -> dict[str, float]:
-    """Microseconds of a step of each contestant."""
+    """Return the microseconds of a step by implementation."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
@@ -101,7 +101,7 @@ def host_time(rounds: int) -> dict[str, float]:
         for _ in range(3):
             step()
     found = {name: times.best * 1e6 for name, times in interleaved(steps, rounds=rounds).items()}
-    found["sm.jit that does nothing, 200 parameters"] = nothing(rounds)
+    found["sm.jit that does nothing, 200 parameters"] = call_overhead(rounds)
     return found
 
 
@@ -109,11 +109,11 @@ def _same(y: Tensor) -> Tensor:
     return y
 
 
-def nothing(rounds: int) -> float:
-    """Microseconds of a call of a function that reaches 200 parameters and does nothing."""
+def call_overhead(rounds: int) -> float:
+    """Return the microseconds of a call of an empty function with 200 parameters."""
     model = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(100)])
     f = sm.jit(lambda module: None, backend="eager")
-    return interleaved({"nothing": lambda: f(model)}, rounds=rounds)["nothing"].best * 1e6
+    return interleaved({"empty": lambda: f(model)}, rounds=rounds)["empty"].best * 1e6
 
 
 def _bound(step: Callable[[Any], Any], x: Any) -> Call:
@@ -128,14 +128,14 @@ def check(losses: dict[str, float]) -> None:
     """Raise unless the losses are equal."""
     low, high = min(losses.values()), max(losses.values())
     if high - low > TOLERANCE * abs(high):
-        raise SystemExit(f"the contestants' losses differ: {losses}")
+        raise SystemExit(f"the losses differ between implementations: {losses}")
 
 
-# -- processes -----------------------------------------------------------------------------------------------------------
+# -- processes ---------------------------------------------------------------------------------------------------------
 
 
 def on_processes(layers: int, width: int, rounds: int, inductor: bool) -> dict[str, float]:
-    """Milliseconds of a training step of ours on this process and the others, the slowest rank's."""
+    """Return the milliseconds of a training step of ours on the slowest rank; runs in every process."""
     mesh = sm.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), axis_names=("tp",))
     x = sm.device_put(torch.randn(64, width, generator=torch.Generator().manual_seed(1)), mesh, P("tp"), src_data_rank=None)
     steps, losses = {}, {}
@@ -168,15 +168,15 @@ def on_processes(layers: int, width: int, rounds: int, inductor: bool) -> dict[s
     return {name: max(group.all_gather_object(min(times))) * 1e3 for name, times in found.items()}
 
 
-# -- the command ---------------------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--processes", type=int, default=0, help="train on so many gloo processes in place of the host time")
-    parser.add_argument("--layers", type=int, default=12, help="blocks, on processes")
-    parser.add_argument("--width", type=int, default=256, help="of the blocks, on processes")
+    parser.add_argument("--processes", type=int, default=0, help="train on this many gloo processes instead of measuring host time")
+    parser.add_argument("--layers", type=int, default=12, help="number of blocks, with --processes")
+    parser.add_argument("--width", type=int, default=256, help="width of the blocks, with --processes")
     parser.add_argument("--inductor", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json")
     parser.add_argument("--markdown")
@@ -190,12 +190,12 @@ def main(arguments: list[str] | None = None) -> None:
         found, unit = host_time(options.rounds), "us"
     env = environment()
     rows = [(name, f"{value:,.1f}") for name, value in found.items()]
-    show("A step as one graph", ("contestant", unit), rows)
+    show("A step as one graph", ("implementation", unit), rows)
     print(environment_line(env))
     if options.json:
         write_json(options.json, {"environment": env, "unit": unit, "steps": found})
     if options.markdown:
-        write_markdown(options.markdown, f"{markdown(('contestant', unit), rows)}\n\n{environment_line(env)}")
+        write_markdown(options.markdown, f"{markdown(('implementation', unit), rows)}\n\n{environment_line(env)}")
 
 
 if __name__ == "__main__":

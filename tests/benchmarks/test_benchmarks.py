@@ -118,7 +118,7 @@ def test_redistribute_runs_and_finds_the_bound_reached(tmp_path):
     [("S0 -> R, all axes", 31), ("S0 -> S1, all axes", 31), ("FSDP all_gather", 3), ("FSDP all_gather, minor", 3)],
 )
 def test_peers(plan_scale, pair, peers):
-    assert plan_scale.time_rank(plan_scale.Case((4, 8), None, pair, plan_scale.EVEN)).found == peers
+    assert plan_scale.time_rank(plan_scale.PlanCase((4, 8), None, pair, plan_scale.EVEN)).result == peers
 
 
 @pytest.mark.slow

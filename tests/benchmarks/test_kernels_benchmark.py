@@ -19,7 +19,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpre
 
 @pytest.fixture
 def module(monkeypatch):
-    """A file of the folder, by its name."""
+    """Import a file of the folder by its name."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     # transformers looks for a package named `kernels`, and on pytest's path finds the folder of ours
     if "kernels" in sys.modules and not (sys.modules["kernels"].__file__ or "").startswith(str(BENCHMARKS)):
@@ -37,7 +37,7 @@ def run_script(name, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-# -- the contestants do the same ---------------------------------------------------------------------------------------
+# -- all implementations give the same result --------------------------------------------------------------------------
 
 
 def test_torch_equals_our_torch_implementation(module, cases):
@@ -47,7 +47,7 @@ def test_torch_equals_our_torch_implementation(module, cases):
 
 
 @NO_GPU
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of what stands for infinities
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, for infinities
 @pytest.mark.parametrize("kind", ["pack", "unpack", "cast", "sum", "quantise", "dequantise"])
 def test_torch_equals_our_kernels(module, cases, kind):
     disagreeing = module("kernel_cases").disagreeing
@@ -83,8 +83,8 @@ def test_bytes_of_torch(module):
 
 
 def test_sectors(module):
-    """A column of 64 float32, and a row of as many: half a warp's worth of the same sectors, all of them."""
-    kernel_bytes, traffic = module("kernel_bytes"), module("kernel_bytes").Traffic()
+    """Rows of 16 bytes use half of each sector; contiguous elements use all of it."""
+    kernel_bytes, traffic = module("kernel_bytes"), module("kernel_bytes").KernelTraffic()
     everywhere = torch.ones(64, 4, dtype=torch.bool).numpy()
     rows = (torch.arange(64)[:, None] * 64 + torch.arange(4) * 4).numpy()  # 16 of every 64 bytes
     traffic.add(kernel_bytes.Access("load", (0, 0), rows, everywhere, 4))
@@ -134,7 +134,7 @@ def test_without_a_gpu():
 
 @pytest.fixture
 def kernels(module, monkeypatch):
-    """The script, with everything but the clock: a call takes as many microseconds as its name is long."""
+    """The script without the clock: a call takes as many microseconds as its name has letters."""
     kernels = module("kernels")
 
     def medians(calls, rounds):
@@ -156,7 +156,7 @@ def test_tables_of_times(kernels, cases):
     assert (ours.of_copy, ours.missed) == (1.0, False)  # both names have four letters
     assert (dtensor.slower, dtensor.wanted, dtensor.missed) == (len(dtensor.who) / 4, 2.0, False)
     document = kernels.document(found, 4e12)
-    assert "2 of 2 figures are as wanted." in document
+    assert "2 of 2 targets are met." in document
     assert "4000 GB/s" in document
     assert f"| {ours.case} | 0.01 | ours |" in document
 

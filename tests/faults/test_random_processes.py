@@ -15,7 +15,7 @@ from tests.faults.random_programs import MESHES, PROCESS_KINDS, healthy_program,
 from tests.faults.runner import Runner
 from tests.pool import Pool
 
-# benchmarks/watch_random.py has hundreds.
+# benchmarks/monitor_random.py has hundreds.
 NAMES = [f"{raw}{kind} {seed}" for seed in range(1) for kind in PROCESS_KINDS for raw in ("", "raw ")]
 AT_ONCE = 3  # most wait most of the time
 CALLS = 1_000

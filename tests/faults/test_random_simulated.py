@@ -12,7 +12,7 @@ import pytest
 from tests.faults.random_outcome import RIGHT, outcome, simulated
 from tests.faults.random_programs import KINDS, MORE_MESHES, faulty_program, healthy_program
 
-# benchmarks/watch_random.py has thousands.
+# benchmarks/monitor_random.py has thousands.
 PROGRAMS, PARTS = 75, 5
 CALLS = 8_000
 
