@@ -41,7 +41,7 @@ from shardmesh.sharding.checkpoint.agreement import CheckpointError
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.save import save
 from tests.faults.runner import Runner
-from tests.sharding.checkpoint.kills import FAULTS, VARIABLE, what_is_there
+from tests.sharding.checkpoint.kills import FAULTS, VARIABLE, loaded_step
 from tests.sharding.checkpoint.trees import pair
 
 NEVER = 10**6  # a call number that no save reaches
@@ -92,7 +92,7 @@ def killed(names: Sequence[str], at_once: int) -> Counter[str]:
                 dead = sum(rank.status == -9 for rank in outcome.ranks)
                 found[f"{dead} ranks killed"] += 1
                 found.update(rank.error for rank in outcome.ranks if rank.error)
-                found[f"step {what_is_there(Path(base), name)} is loaded"] += 1
+                found[f"step {loaded_step(Path(base), name)} is loaded"] += 1
     return found
 
 

@@ -1,21 +1,21 @@
-"""Random programs under the watch: thousands with one odd rank, and a million collectives of correct ones.
+"""Random programs under the monitor: thousands with one outlier, and a million collectives of correct ones.
 
-    python benchmarks/watch_random.py                               all of it, about an hour
-    python benchmarks/watch_random.py --simulated 100 --processes 0 --calls 0
-    python benchmarks/watch_random.py --raw                         programs that also call torch.distributed themselves
-    python benchmarks/watch_random.py --json figures.json --markdown tables.md
+    python benchmarks/monitor_random.py                               everything, about an hour
+    python benchmarks/monitor_random.py --simulated 100 --processes 0 --calls 0
+    python benchmarks/monitor_random.py --raw                         programs that also call torch.distributed directly
+    python benchmarks/monitor_random.py --json figures.json --markdown tables.md
 
-The programs are those of tests/faults/random_programs.py. In one rank of each faulty one something goes wrong once: it skips,
-repeats or swaps lines, passes a wrong argument, raises, ends, dies, freezes, or is late (which is no error). What became of it:
+The programs are those of tests/faults/random_programs.py. In each faulty one, one rank diverges once: it skips, repeats or swaps
+lines, passes a wrong argument, raises, exits, dies, freezes, or is late (which is no error). The outcomes are:
 
-    named       an error on all other ranks, which blames the odd rank and nobody else
-    tie         an error that blames nobody, where two ranks differ and nobody can tell who is right
-    nothing     no error and the right results: what the rank did differently changed nothing
-    local       other results on the odd rank, which no collective moved: there was nothing to see
-    unseen      other data in collectives that the program itself calls on plain tensors, of which nobody knows how they were made
-    wrong       anything else: other results in silence, an innocent rank blamed, nobody blamed by a majority, a rank that hangs
+    named       all other ranks raise an error that names the outlier and no other rank
+    tie         an error that names no rank, since two ranks differ and there is no majority
+    nothing     no error and correct results: the divergence had no effect
+    local       different results on the outlier, but all collectives moved the same data: it was not observable
+    unseen      different data only in collectives that the program calls on plain tensors, which have no lineage
+    wrong       anything else: silently different results, a correct rank named, no rank named despite a majority, a hang
 
-Correct programs are run for the false alarms: ranks make tensors of their own in them, on lines of their own and from threads.
+Correct programs test for false alarms: their ranks create additional tensors, on different lines and in threads.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from report import environment, environment_line, markdown, show, write_json, wr
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the programs are tests
 
-from tests.faults.random_jobs import healthy_job, job
-from tests.faults.random_outcome import RIGHT, outcome, simulated
+from tests.faults.random_jobs import run_faulty, run_healthy
+from tests.faults.random_outcome import RIGHT, outcome, run_simulated
 from tests.faults.random_programs import KINDS, MORE_MESHES, PROCESS_KINDS, faulty_program, healthy_program
-from tests.faults.random_table import AT_A_TIME
+from tests.faults.random_table import ITERATIONS, PROGRAMS_PER_JOB
 from tests.faults.runner import Runner
 
-COLUMNS = ("what the odd rank does", "programs", *RIGHT, "wrong")
-TURNS = (4, 24)  # of loops in correct programs
+COLUMNS = ("divergence", "programs", *RIGHT, "wrong")
 
 
 @dataclass
-class Tally:
-    """What became of programs, by kind of divergence.
+class OutcomeCounts:
+    """Outcomes of programs, by kind of divergence.
 
     Attributes:
-        wrong: a line for each that should not be.
+        counts: number of programs by kind and outcome.
+        wrong: a line for each wrong outcome.
     """
 
     counts: dict[str, Counter[str]]
     wrong: list[str] = field(default_factory=list)
 
-    def add(self, kind: str, what: str, said: str) -> None:
+    def add(self, kind: str, what: str, report: str) -> None:
         self.counts[kind][what] += 1
         if what not in RIGHT:
-            self.wrong.append(f"{said.splitlines()[0] if said else ''} [{what}]")
-            print(f"WRONG: {what}: {said}", flush=True)
+            self.wrong.append(f"{report.splitlines()[0] if report else ''} [{what}]")
+            print(f"WRONG: {what}: {report}", flush=True)
 
     def rows(self) -> list[list[str]]:
         total = sum(self.counts.values(), Counter())
@@ -70,71 +70,71 @@ def _row(kind: str, counts: Counter[str]) -> list[str]:
     return [kind, str(counts.total()), *(str(counts[what]) for what in RIGHT), str(wrong)]
 
 
-def faulty_simulated(count: int, first: int, raw: bool) -> Tally:
-    tally = Tally({kind: Counter() for kind in KINDS})
+def faulty_simulated(count: int, first: int, raw: bool) -> OutcomeCounts:
+    counts = OutcomeCounts({kind: Counter() for kind in KINDS})
     for seed in range(first, first + count):
         program = faulty_program(seed, MORE_MESHES, raw=raw)
         what, error = outcome(program)
         assert program.divergence
-        tally.add(program.divergence.kind, what, f"seed {seed}: {program.divergence}: {error}")
-        _tell(seed - first, count, "simulated")
-    return tally
+        counts.add(program.divergence.kind, what, f"seed {seed}: {program.divergence}: {error}")
+        _print_progress(seed - first, count, "simulated")
+    return counts
 
 
-def faulty_processes(count: int, first: int, at_once: int, raw: bool) -> Tally:
-    tally = Tally({kind: Counter() for kind in PROCESS_KINDS})
+def faulty_processes(count: int, first: int, at_once: int, raw: bool) -> OutcomeCounts:
+    counts = OutcomeCounts({kind: Counter() for kind in PROCESS_KINDS})
     names = [f"{'raw ' * raw}{PROCESS_KINDS[n % len(PROCESS_KINDS)]} {first + n}" for n in range(count)]
     with Runner("tests.faults.random_table") as runner, ThreadPoolExecutor(at_once) as pool:
-        found = pool.map(lambda name: job(runner, name), names)
-        for n, (name, (what, said)) in enumerate(zip(names, found, strict=True)):
-            tally.add(name.rpartition(" ")[0].removeprefix("raw "), what, f"{name}: {said}")
-            _tell(n, count, "on processes")
-    return tally
+        found = pool.map(lambda name: run_faulty(runner, name), names)
+        for n, (name, (what, report)) in enumerate(zip(names, found, strict=True)):
+            counts.add(name.rpartition(" ")[0].removeprefix("raw "), what, f"{name}: {report}")
+            _print_progress(n, count, "on processes")
+    return counts
 
 
 @dataclass
-class Healthy:
-    """Correct programs: collectives, counted once for each rank that calls them, and the alarms that were false."""
+class HealthyCounts:
+    """Correct programs: collectives, counted once per calling rank, and false alarms."""
 
     programs: int = 0
     calls: int = 0
     alarms: list[str] = field(default_factory=list)
 
 
-def healthy(run: Callable[[int], int], calls: int, seeds: Iterator[int], at_a_time: int = 1) -> Healthy:
-    found = Healthy()
+def count_healthy(run: Callable[[int], int], calls: int, seeds: Iterator[int], per_run: int = 1) -> HealthyCounts:
+    found = HealthyCounts()
     while found.calls < calls:
         seed = next(seeds)
-        found.programs += at_a_time
+        found.programs += per_run
         try:
             found.calls += run(seed)
         except Exception as error:
             found.alarms.append(f"seed {seed}: {error}")
             print(f"FALSE ALARM: seed {seed}: {error}", flush=True)
-        _tell(found.calls, calls, "correct calls")
+        _print_progress(found.calls, calls, "correct calls")
     return found
 
 
-_told: dict[str, float] = {}
+_last_printed: dict[str, float] = {}
 
 
-def _tell(done: int, count: int, what: str) -> None:
-    """How far it is, every half minute."""
+def _print_progress(done: int, count: int, what: str) -> None:
+    """Print the progress every half minute."""
     now = time.monotonic()
-    if now - _told.setdefault(what, now) > 30:
-        _told[what] = now
+    if now - _last_printed.setdefault(what, now) > 30:
+        _last_printed[what] = now
         print(f"  {done} of {count} {what}", file=sys.stderr, flush=True)
 
 
-def healthy_simulated(calls: int, first: int, raw: bool) -> Healthy:
+def healthy_simulated(calls: int, first: int, raw: bool) -> HealthyCounts:
     seeds = iter(range(first, sys.maxsize))
-    return healthy(lambda seed: simulated(healthy_program(seed, MORE_MESHES, turns=TURNS, raw=raw))[1], calls, seeds)
+    return count_healthy(lambda seed: run_simulated(healthy_program(seed, MORE_MESHES, iterations=ITERATIONS, raw=raw))[1], calls, seeds)
 
 
-def healthy_processes(calls: int, first: int, raw: bool) -> Healthy:
-    """Many programs in each job of four processes, one after the other."""
+def healthy_processes(calls: int, first: int, raw: bool) -> HealthyCounts:
+    """Run jobs of four processes, each with many programs in a row."""
     with Runner("tests.faults.random_table") as runner:
-        return healthy(lambda seed: healthy_job(runner, seed, raw), calls, iter(range(first, sys.maxsize)), AT_A_TIME)
+        return count_healthy(lambda seed: run_healthy(runner, seed, raw), calls, iter(range(first, sys.maxsize)), PROGRAMS_PER_JOB)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -142,14 +142,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tables: list[tuple[str, Sequence[str], list[list[str]]]] = []
     wrong: list[str] = []
     if options.simulated:
-        tally = faulty_simulated(options.simulated, options.seed, options.raw)
-        tables.append(("Simulated worlds of 3, 4 and 8 ranks, one of them odd", COLUMNS, tally.rows()))
-        wrong += tally.wrong
+        counts = faulty_simulated(options.simulated, options.seed, options.raw)
+        tables.append(("Simulated worlds of 3, 4 and 8 ranks, one outlier", COLUMNS, counts.rows()))
+        wrong += counts.wrong
     if options.processes:
-        tally = faulty_processes(options.processes, options.seed, options.at_once, options.raw)
-        tables.append(("Four gloo processes, one of them odd", COLUMNS, tally.rows()))
-        wrong += tally.wrong
-    worlds: dict[str, Healthy] = {}
+        counts = faulty_processes(options.processes, options.seed, options.at_once, options.raw)
+        tables.append(("Four gloo processes, one outlier", COLUMNS, counts.rows()))
+        wrong += counts.wrong
+    worlds: dict[str, HealthyCounts] = {}
     if options.calls:
         worlds["simulated"] = healthy_simulated(options.calls, options.seed, options.raw)
     if options.process_calls:
@@ -174,13 +174,13 @@ def _write(options: argparse.Namespace, tables: Sequence[tuple[str, Sequence[str
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--simulated", type=int, default=1000, help="faulty programs in simulated worlds")
-    parser.add_argument("--processes", type=int, default=200, help="faulty programs on processes")
-    parser.add_argument("--calls", type=int, default=1_000_000, help="collectives of correct programs in simulated worlds")
+    parser.add_argument("--simulated", type=int, default=1000, help="number of faulty programs in simulated worlds")
+    parser.add_argument("--processes", type=int, default=200, help="number of faulty programs on processes")
+    parser.add_argument("--calls", type=int, default=1_000_000, help="number of collectives of correct programs in simulated worlds")
     parser.add_argument("--process-calls", type=int, default=200_000, help="the same on processes")
-    parser.add_argument("--at-once", type=int, default=4, help="jobs at a time; most wait most of the time")
-    parser.add_argument("--raw", action="store_true", help="the programs also call torch.distributed themselves")
-    parser.add_argument("--seed", type=int, default=100_000, help="the first; tests have those from 0 on")
+    parser.add_argument("--at-once", type=int, default=4, help="number of concurrent jobs; most of them wait most of the time")
+    parser.add_argument("--raw", action="store_true", help="the programs also call torch.distributed directly")
+    parser.add_argument("--seed", type=int, default=100_000, help="first seed; tests use seeds from 0")
     parser.add_argument("--json", help="write the figures here")
     parser.add_argument("--markdown", help="write the tables here")
     return parser.parse_args(arguments)

@@ -54,7 +54,7 @@ HANGS = "time.sleep(600)"  # in the program that is looked at while it waits
 # -- programs ----------------------------------------------------------------------------------------------------------
 
 
-class Program(NamedTuple):
+class PageProgram(NamedTuple):
     """A program of the page, and what it shows below it: "text", a "console", or nothing ("")."""
 
     source: str
@@ -62,20 +62,20 @@ class Program(NamedTuple):
     shown: str
 
 
-def programs() -> Iterator[Program]:
+def programs() -> Iterator[PageProgram]:
     first, *others = re.findall(r"```python\n((?:(?!>>>|```).)*?)```\n(?:\n```(text|console)\n(.*?)```)?", PAGE, re.DOTALL)
     for source, kind, shown in others:
-        yield Program(f"{first[0]}\n{source}", kind, shown)
+        yield PageProgram(f"{first[0]}\n{source}", kind, shown)
 
 
-def as_fault(name: str, program: Program) -> Fault:
+def as_fault(name: str, program: PageProgram) -> Fault:
     """What the runner of `tests/faults` runs on four processes."""
 
     def run(_: Any) -> None:
         run_as_train_py(program.source)
 
     run.__name__ = name
-    return Fault(run, (), (), (), (), (), (), {}, twin=False)
+    return Fault(run, mesh={})
 
 
 def run_as_train_py(source: str) -> None:
@@ -121,7 +121,7 @@ def runs() -> Iterator[Runs]:
             return pool.submit(runner.run, FAULTS[name], limit_s=LIMIT_S)
 
         outcomes = {name: start(name) for name in [*FAILING, *HEALTHY]}
-        yield Runs(outcomes, Path(runner._folder.name), runner._zygote.pid, start)
+        yield Runs(outcomes, Path(runner._folder.name), runner._server.pid, start)
         pool.shutdown(cancel_futures=True)
 
 
@@ -165,7 +165,7 @@ def test_programs() -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_line_numbers(program: Program) -> None:
+def test_line_numbers(program: PageProgram) -> None:
     for number, line in enumerate(program.source.splitlines(), 1):
         said = re.findall(r"# line (\d+)", line)
         assert said in ([], [str(number)]), line

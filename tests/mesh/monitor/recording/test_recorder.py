@@ -20,7 +20,7 @@ from shardmesh.mesh.monitor.diagnosis.members import agree, member, members
 from shardmesh.mesh.monitor.recording.recorder import CommTag
 from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, RECORDS, Header, Record
 from shardmesh.mesh.monitor.settings import collective_check, settings
-from tests.faults.random_programs import MORE_MESHES, Program, healthy_program, mesh_of, run
+from tests.faults.random_programs import MORE_MESHES, RandomProgram, healthy_program, mesh_of, run
 from tests.mesh.monitor.hands import played
 
 HERE = __file__
@@ -363,14 +363,14 @@ def test_the_lines_of_random_programs(seed: int) -> None:
     """The cached line equals the result of a full stack walk, in every collective of every rank."""
     found: dict[int, tuple[list[str], list[Record]]] = {}
 
-    def one_rank(program: Program, mesh: Any) -> None:
+    def one_rank(program: RandomProgram, mesh: Any) -> None:
         world, truth = current_world(), Truth()
         world.observers.append(truth)
         before = world.trace_buffer.words[Header.RECORDS]
         run(program, mesh, world.rank, False)
         found[world.rank] = truth.lines, list(world.trace_buffer.records())[before:]
 
-    program = healthy_program(seed, MORE_MESHES, turns=(3, 6))
+    program = healthy_program(seed, MORE_MESHES, iterations=(3, 6))
     simulate(program.size, prints="plain")(lambda: one_rank(program, mesh_of(program)))()
     assert found
     for truth, records in found.values():
