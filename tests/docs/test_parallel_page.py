@@ -17,7 +17,7 @@ import shardmesh.parallel
 from shardmesh import P
 from shardmesh.parallel import MixedPrecisionPolicy, data_parallel, fully_shard, parallelize
 from shardmesh.sharding.parallel.data.schedule import units_in
-from tests.device import DEVICE, made_here
+from tests.device import DEVICE, on_device
 from tests.docs.pages import DOCS, blocks, unknown_names
 from tests.sharding.parallel import models
 from tests.sharding.parallel.plans import on_axes
@@ -66,7 +66,7 @@ def _run(words: str, names: dict[str, Any]) -> dict[str, Any]:
 
 def _ranks(count: int, program: Any) -> list[Any]:
     def rank() -> Any:
-        with made_here():
+        with on_device():
             return program()
 
     return sm.simulate(count)(rank)()

@@ -67,7 +67,7 @@ def aborts(ctx: RankContext) -> Any:
 
 @fault("lost", ends=-signal.SIGKILL, says="all_reduce")
 def dies_during_a_transfer(ctx: RankContext) -> Any:
-    """A rank is killed while 64 MB are on their way"""
+    """A rank is killed during a transfer of 64 MB"""
     x = torch.ones(16 * 1024 * 1024)
     ctx.group().all_reduce(torch.ones(1))
     if ctx.is_outlier():
@@ -90,7 +90,7 @@ def dies_before_group_creation(ctx: RankContext) -> Any:
 
 @fault("lost", 3, ends=-signal.SIGKILL, mesh=SQUARE_MESH, says="all_reduce")
 def dies_in_another_group(ctx: RankContext) -> Any:
-    """A rank dies; another, which shares no group with it, waits for one that waits for it"""
+    """A rank dies; a rank in none of its groups waits for one that waits for it"""
     x = torch.ones(4)
     for axis in ("tp", "dp"):
         ctx.group(axis).all_reduce(x)  # <- outlier
@@ -162,7 +162,7 @@ def returns_early(ctx: RankContext) -> Any:
 
 @fault("left", 0, ends="RankLostError", says="all_gather")
 def gathers_after_others_ended(ctx: RankContext) -> Any:
-    """Rank 0 gathers the result to save it, the others have ended"""
+    """Rank 0 gathers the result to save it after the others have ended"""
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     total = x.sum().full_tensor().item()  # <- others
     if ctx.is_outlier():
@@ -172,7 +172,7 @@ def gathers_after_others_ended(ctx: RankContext) -> Any:
 
 @fault("left", says="all_reduce", ends=0)
 def destroys_its_groups(ctx: RankContext) -> Any:
-    """A rank calls destroy_process_group() and goes on with something else"""
+    """A rank calls destroy_process_group() and continues without communication"""
     x = torch.ones(4)
     ctx.group().all_reduce(x)  # <- outlier
     if ctx.is_outlier():

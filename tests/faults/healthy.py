@@ -30,7 +30,7 @@ def waits_in_another_order(ctx: RankContext) -> Any:
 
 @healthy()
 def calls_from_different_lines(ctx: RankContext) -> Any:
-    """The same collective stands in two branches"""
+    """The same collective is called in two branches"""
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     if ctx.rank == 0:
         whole = x.full_tensor()
@@ -42,7 +42,7 @@ def calls_from_different_lines(ctx: RankContext) -> Any:
 
 @healthy()
 def creates_local_tensors(ctx: RankContext) -> Any:
-    """Rank 0 makes more tensors, and computes with them, without communication"""
+    """Rank 0 creates more tensors and computes with them, without communication"""
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     if ctx.rank == 0:
         more = ctx.put(SQUARE, ctx.d.Shard(0)) * 2
@@ -84,7 +84,7 @@ def is_late(ctx: RankContext) -> Any:
 
 @healthy()
 def starts_late(ctx: RankContext) -> Any:
-    """A rank comes to its first collective late"""
+    """A rank is late for its first collective"""
     if ctx.rank == 2:
         time.sleep(1.0)
     return ctx.put(SQUARE, ctx.d.Shard(0)).full_tensor().sum().item()
@@ -92,7 +92,7 @@ def starts_late(ctx: RankContext) -> Any:
 
 @healthy()
 def ends_early(ctx: RankContext) -> Any:
-    """Ranks end long before others, who need them no more"""
+    """Ranks end long before others that do not need them any more"""
     x = torch.ones(4)
     ctx.group().all_reduce(x)
     if ctx.rank in (1, 3):
@@ -102,7 +102,7 @@ def ends_early(ctx: RankContext) -> Any:
 
 @healthy(mesh=SQUARE_MESH)
 def one_row_ends_first(ctx: RankContext) -> Any:
-    """A group ends while the other goes on"""
+    """The ranks of one group end while the others continue"""
     x = torch.ones(4)
     ctx.group().all_reduce(x)
     for _ in range(1 if ctx.rank < 2 else 20):
@@ -113,7 +113,7 @@ def one_row_ends_first(ctx: RankContext) -> Any:
 
 @healthy()
 def handles_an_error(ctx: RankContext) -> Any:
-    """A rank raises and catches an error of its own"""
+    """A rank raises and catches an error"""
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     if ctx.rank == 1:
         try:
@@ -136,7 +136,7 @@ def raises_everywhere(ctx: RankContext) -> Any:
 
 @healthy()
 def forks_a_child(ctx: RankContext) -> Any:
-    """A rank forks a child, which ends, as data loaders do; and runs a program"""
+    """A rank forks a child that exits, as data loaders do, and runs a program"""
     x = torch.ones(4)
     ctx.group().all_reduce(x)
     if ctx.rank == 2:
@@ -151,7 +151,7 @@ def forks_a_child(ctx: RankContext) -> Any:
 
 @healthy()
 def loads_in_workers(ctx: RankContext) -> Any:
-    """Batches come from worker processes; one rank leaves its loader before it is done"""
+    """Batches come from worker processes; all ranks stop iterating early"""
     loader = torch.utils.data.DataLoader(list(range(8)), batch_size=2, num_workers=1)
     total = torch.zeros(1)
     for n, batch in enumerate(loader):
@@ -180,7 +180,7 @@ def raises_in_a_thread(ctx: RankContext) -> Any:
 
 @healthy()
 def starts_again(ctx: RankContext) -> Any:
-    """The default group is destroyed, and another one made"""
+    """The default group is destroyed and created again"""
     x = torch.ones(4)
     ctx.group().all_reduce(x)
     ctx.group().barrier()
@@ -219,7 +219,7 @@ def has_uneven_parts(ctx: RankContext) -> Any:
 
 @healthy()
 def prints_its_tensors(ctx: RankContext) -> Any:
-    """Rank 0 looks at its tensors, layouts and parameters"""
+    """Rank 0 prints its tensors, layouts and parameters"""
     model, _ = sharded(ctx)
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     if ctx.rank == 0:
@@ -240,7 +240,7 @@ def calls_many_times(ctx: RankContext) -> Any:
 
 @healthy()
 def is_slow_within_the_limit(ctx: RankContext) -> Any:
-    """A rank is away for half of the time after which it would be an error"""
+    """A rank is late by 60 % of the timeout"""
     ctx.set_short_timeout()
     x = torch.ones(4)
     ctx.group().all_reduce(x)

@@ -41,7 +41,7 @@ def sleeps(ctx: RankContext) -> Any:
 
 @fault("stall", 3, ends="busy", says=("all_reduce", "busy"))
 def loops_forever(ctx: RankContext) -> Any:
-    """A rank is caught in a loop"""
+    """A rank is in an infinite loop"""
     x = torch.ones(4)
     ctx.group().all_reduce(x)
     stuck = ctx.is_outlier()
@@ -53,7 +53,7 @@ def loops_forever(ctx: RankContext) -> Any:
 
 @fault("stall", ends="busy", says=("all_reduce", "frozen"))
 def holds_the_gil(ctx: RankContext) -> Any:
-    """A rank is in a call of C that keeps the interpreter's lock"""
+    """A rank is in a C call that holds the GIL"""
     x = torch.ones(4)
     ctx.group().all_reduce(x)  # <- outlier
     if ctx.is_outlier():
@@ -76,7 +76,7 @@ def waits_for_its_loader(ctx: RankContext) -> Any:
 
 @fault("stall", ends="busy", says=("all_reduce", "busy"))
 def reads_a_pipe(ctx: RankContext) -> Any:
-    """A rank reads from a pipe that nobody writes to"""
+    """A rank reads from a pipe without a writer"""
     x = torch.ones(4)
     reading, _ = os.pipe()
     ctx.group().all_reduce(x)
@@ -88,7 +88,7 @@ def reads_a_pipe(ctx: RankContext) -> Any:
 
 @fault("stall", 1, ends="busy", says=("all_reduce", "busy"))
 def waits_for_a_lock(ctx: RankContext) -> Any:
-    """A rank waits for a lock that it has itself"""
+    """A rank waits for a lock that it holds"""
     lock, x = threading.Lock(), torch.ones(4)
     ctx.group().all_reduce(x)
     if ctx.is_outlier():
@@ -100,7 +100,7 @@ def waits_for_a_lock(ctx: RankContext) -> Any:
 
 @fault("stall", 3, ends="busy", mesh=SQUARE_MESH, says=("all_reduce", "busy"))
 def stalls_in_another_group(ctx: RankContext) -> Any:
-    """A rank sleeps; one that shares no group with it waits for one that waits for it"""
+    """A rank sleeps; a rank in none of its groups waits for one that waits for it"""
     x = torch.ones(4)
     for axis in ("tp", "dp"):
         ctx.group(axis).all_reduce(x)
@@ -113,7 +113,7 @@ def stalls_in_another_group(ctx: RankContext) -> Any:
 
 @fault("stall", says="barrier", ends="busy")
 def misses_the_barrier(ctx: RankContext) -> Any:
-    """A rank works on something else while the others are at a barrier"""
+    """A rank is busy while the others are at a barrier"""
     ctx.group().barrier()
     if ctx.is_outlier():
         threading.Event().wait(_LONG_S)  # <- outlier

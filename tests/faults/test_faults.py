@@ -48,7 +48,7 @@ def _one_per_outcome(names: list[str]) -> Iterator[Any]:
         seen.add(kind)
 
 
-@pytest.mark.parametrize("program", _one_per_outcome(FAULTY))
+@pytest.mark.parametrize("program", list(_one_per_outcome(FAULTY)))
 def test_fault_is_named(program: str, outcomes: dict[str, Future[Outcome]]) -> None:
     assert not problems(FAULTS[program], outcomes[program].result())
 

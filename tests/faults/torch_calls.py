@@ -47,7 +47,7 @@ def torch_skips_a_reduction(ctx: RankContext) -> Any:
 
 @fault("deadlock", 1, says=("barrier", "all_gather"))
 def torch_skips_a_barrier(ctx: RankContext) -> Any:
-    """A rank skips dist.barrier and goes on with the library"""
+    """A rank skips dist.barrier and calls the library"""
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     dist.barrier()
     if not ctx.is_outlier():
@@ -87,7 +87,7 @@ def torch_calls_an_extra_barrier(ctx: RankContext) -> Any:
 
 @fault("mismatch", 3, field="operation", says=("all_reduce", "all_gather"))
 def torch_skips_a_turn_of_a_loop(ctx: RankContext) -> Any:
-    """A rank skips dist.all_reduce in one turn of a loop"""
+    """A rank skips dist.all_reduce in one iteration of a loop"""
     t, out = torch.ones(4), torch.zeros(16)
     for turn in range(20):
         if not (turn == 11 and ctx.is_outlier()):
@@ -122,7 +122,7 @@ def torch_full_tensor_during_a_barrier(ctx: RankContext) -> Any:
 
 @fault("deadlock", 2, says=("all_gather", "all_reduce"))
 def torch_full_tensor_during_a_reduction(ctx: RankContext) -> Any:
-    """A rank alone gathers while the others are in dist.all_reduce"""
+    """Only one rank gathers, while the others are in dist.all_reduce"""
     x, t = ctx.put(SQUARE, ctx.d.Shard(0)), torch.ones(4)
     if ctx.is_outlier():
         x.full_tensor()  # <- outlier
@@ -132,7 +132,7 @@ def torch_full_tensor_during_a_reduction(ctx: RankContext) -> Any:
 
 @fault("deadlock", 0, says=("all_reduce", "all_gather"))
 def torch_norm_during_object_gather(ctx: RankContext) -> Any:
-    """Rank 0 computes a norm of sharded values while the others collect objects"""
+    """Rank 0 computes a norm of sharded values while the others gather objects"""
     x, found = ctx.put(SQUARE, ctx.d.Shard(0)), [None] * 4
     if ctx.is_outlier():
         (x * x).sum().full_tensor()  # <- outlier
@@ -187,7 +187,7 @@ def torch_starts_in_another_order(ctx: RankContext) -> Any:
 
 @fault("deadlock", 2, says=("all_gather", "all_reduce"))
 def torch_swaps_with_full_tensor(ctx: RankContext) -> Any:
-    """A rank calls dist.all_reduce after a gather of the library's, the others before"""
+    """A rank calls dist.all_reduce after the library's gather, the others before it"""
     x, t = ctx.put(SQUARE, ctx.d.Shard(0)), torch.ones(4)
     if ctx.is_outlier():
         x.full_tensor()  # <- outlier
@@ -200,7 +200,7 @@ def torch_swaps_with_full_tensor(ctx: RankContext) -> Any:
 
 @fault("deadlock", 3, mesh=SQUARE_MESH, says=("all_reduce", "barrier"))
 def torch_barrier_before_a_row(ctx: RankContext) -> Any:
-    """A rank goes to dist.barrier before its row's all_reduce"""
+    """A rank calls dist.barrier before its row's all_reduce"""
     x = torch.ones(4)
     if ctx.is_outlier():
         dist.barrier()  # <- outlier
@@ -268,7 +268,7 @@ def torch_gathers_another_shape(ctx: RankContext) -> Any:
 
 @fault("mismatch", 3, field="source", says="broadcast")
 def torch_takes_itself_for_the_source(ctx: RankContext) -> Any:
-    """A rank takes itself for the source of dist.broadcast"""
+    """A rank passes itself as the source of dist.broadcast"""
     t = torch.ones(4)
     dist.broadcast(t, src=ctx.rank if ctx.is_outlier() else 0)  # <- outlier # <- others
     return t.tolist()
@@ -320,7 +320,7 @@ def torch_does_not_scatter(ctx: RankContext) -> Any:
 
 @fault("mismatch", 1, field="splits", says="all_to_all")
 def torch_sends_more_than_expected(ctx: RankContext) -> Any:
-    """A rank sends more to another in dist.all_to_all_single than that one expects"""
+    """A rank sends more in dist.all_to_all_single than the receiver expects"""
     sent = [3, 1, 3, 3] if ctx.is_outlier() else [1, 1, 1, 1]
     dist.all_to_all_single(torch.zeros(4), torch.ones(sum(sent)), None, sent)  # <- outlier # <- others
     return 0

@@ -147,7 +147,7 @@ def torch_never_sends(ctx: RankContext) -> Any:
 
 @fault("stall", 1, ends="busy", says=("monitored_barrier", "busy"))
 def torch_misses_a_monitored_barrier(ctx: RankContext) -> Any:
-    """A rank misses the time of dist.monitored_barrier"""
+    """A rank misses the timeout of dist.monitored_barrier"""
     dist.barrier()
     if ctx.is_outlier():
         time.sleep(_LONG_S)  # <- outlier
@@ -168,7 +168,7 @@ def torch_is_frozen(ctx: RankContext) -> Any:
 
 @fault("raised", 3, ends="ValueError", says="gone wrong")
 def torch_raises_while_others_use_the_library(ctx: RankContext) -> Any:
-    """A rank raises before dist.barrier, the others have yet to come there"""
+    """A rank raises before dist.barrier, which the others have not reached yet"""
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     x.full_tensor()
     if ctx.is_outlier():

@@ -39,7 +39,7 @@ def torch_passes_different_arguments(ctx: RankContext) -> Any:
 
 @healthy()
 def torch_calls_in_some_ranks(ctx: RankContext) -> Any:
-    """Some ranks meet in groups of their own, in threads and out of them"""
+    """Some ranks use separate groups, also in threads"""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     first = dist.new_group([0, 1, 2])
     t = torch.ones(4)
@@ -63,7 +63,7 @@ def torch_calls_in_some_ranks(ctx: RankContext) -> Any:
 
 @healthy()
 def torch_sends_messages(ctx: RankContext) -> Any:
-    """Rings, pipelines, tags, larger buffers, messages from anybody, and sends that nobody waits for"""
+    """Rings, pipelines, tags, larger buffers, receives from any rank, and sends without a wait"""
     t, found = torch.full((4,), float(ctx.rank)), torch.zeros(4)
     for _ in range(3):
         ops = [dist.P2POp(dist.isend, t, (ctx.rank + 1) % 4), dist.P2POp(dist.irecv, found, (ctx.rank - 1) % 4)]
@@ -105,7 +105,7 @@ def torch_waits_in_another_order(ctx: RankContext) -> Any:
 
 @healthy()
 def torch_finishes_early(ctx: RankContext) -> Any:
-    """A rank's part is over long before the others come"""
+    """A rank finishes its part long before the others arrive"""
     ctx.set_short_timeout()
     t = torch.ones(4)
     if ctx.rank:
@@ -123,7 +123,7 @@ def torch_finishes_early(ctx: RankContext) -> Any:
 
 @healthy()
 def torch_refuses_a_call(ctx: RankContext) -> Any:
-    """Torch refuses calls, and the program goes on"""
+    """Torch rejects calls, and the program continues"""
     for _ in range(20):
         with contextlib.suppress(ValueError, RuntimeError):
             dist.all_reduce(torch.ones(4, 4).t())
@@ -146,7 +146,7 @@ def torch_functional_calls(ctx: RankContext) -> Any:
 
 @healthy()
 def ddp_and_fsdp(ctx: RankContext) -> Any:
-    """DDP and FSDP2 train, beside the library"""
+    """DDP and FSDP2 train next to the library"""
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     for model, optimizer in (ddp(), ddp(find_unused_parameters=True), fsdp()):
         for n, batch in enumerate(BATCHES):
@@ -169,7 +169,7 @@ def ddp_leaves_parameters_unused(ctx: RankContext) -> Any:
 
 @healthy()
 def torch_groups_come_and_go(ctx: RankContext) -> Any:
-    """Groups are made and destroyed, the default group in the end"""
+    """Groups are created and destroyed, finally the default group"""
     for n in range(6):
         group = dist.new_group([0, 1, 2, 3])
         t = torch.ones(n + 1)

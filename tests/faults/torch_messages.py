@@ -55,7 +55,7 @@ def torch_differs_in_a_group_of_two(ctx: RankContext) -> Any:
 
 @fault(("deadlock", "mismatch", "left"), 0, named=(), says=("send", "rank 1"))
 def torch_sends_without_a_receiver(ctx: RankContext) -> Any:
-    """A rank sends what nobody receives"""
+    """A rank sends without a receiver"""
     if ctx.is_outlier():
         dist.send(torch.ones(4), 1)  # <- outlier
     dist.barrier()  # <- others
@@ -86,7 +86,7 @@ def torch_receives_what_nobody_sends(ctx: RankContext) -> Any:
 
 @fault(("deadlock", "mismatch", "left"), 2, says=("recv", "send"))
 def torch_leaves_the_ring(ctx: RankContext) -> Any:
-    """A rank takes no part in a ring of messages"""
+    """A rank does not take part in a ring of messages"""
     t, found = torch.ones(4), torch.zeros(4)
     if not ctx.is_outlier():
         work = dist.isend(t, (ctx.rank + 1) % 4)
@@ -98,7 +98,7 @@ def torch_leaves_the_ring(ctx: RankContext) -> Any:
 
 @fault("mismatch", 0, named=(), field="shape", says=("send", "recv"))
 def torch_sends_too_much(ctx: RankContext) -> Any:
-    """A rank sends more than the other has room for"""
+    """A rank sends more than the receive buffer holds"""
     if ctx.rank == 0:
         dist.send(torch.ones(8 if ctx.is_outlier() else 4), 1)  # <- outlier
     if ctx.rank == 1:
@@ -109,7 +109,7 @@ def torch_sends_too_much(ctx: RankContext) -> Any:
 
 @fault(("deadlock", "mismatch"), 3, named=(), says="recv")
 def torch_sends_to_another(ctx: RankContext) -> Any:
-    """A rank sends to another one than the one that waits for it"""
+    """A rank sends to another rank than the one that receives"""
     t = torch.ones(4)
     if ctx.rank == 3:
         dist.send(t, 1 if ctx.is_outlier() else 2)  # <- outlier

@@ -20,30 +20,30 @@ from tests.faults.training import BATCHES, Model
 from tests.faults.wrong_calls import SQUARE
 
 
-def ddp(**how: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model under DDP."""
-    model = DistributedDataParallel(Model(), **how)
+def ddp(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model under DDP."""
+    model = DistributedDataParallel(Model(), **options)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def fsdp() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model under FSDP2, layer by layer."""
+    """Return a model under FSDP2, layer by layer."""
     model, mesh = Model(), init_device_mesh("cpu", (4,))
     for layer in (model.first, model.middle, model.last, model):
         fully_shard(layer, mesh=mesh)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, **how: Any) -> None:
-    """One step of training."""
-    model(x, **how).square().sum().backward()
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, **options: Any) -> None:
+    """Run one training step."""
+    model(x, **options).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 @fault("mismatch", 2, field="operation", says=("all_reduce", "barrier"))
 def ddp_has_fewer_batches(ctx: RankContext) -> Any:
-    """DDP: a rank has fewer batches and goes on to a barrier"""
+    """DDP: a rank has fewer batches and continues with a barrier"""
     model, optimizer = ddp()
     for n, x in enumerate(BATCHES):
         if not (n == 2 and ctx.is_outlier()):
@@ -84,7 +84,7 @@ def ddp_ends_early(ctx: RankContext) -> Any:
 
 @fault("mismatch", 2, says="broadcast")
 def ddp_models_differ(ctx: RankContext) -> Any:
-    """DDP: a rank's model is evaluated where others train"""
+    """DDP: a rank skips a backward and broadcasts"""
     model, optimizer = ddp()
     step(model, optimizer, BATCHES[0])
     t = torch.ones(4)
@@ -96,7 +96,7 @@ def ddp_models_differ(ctx: RankContext) -> Any:
 
 @fault("mismatch", 0, field=("operation", "shape"), says="all_reduce")
 def ddp_logs_on_rank_0(ctx: RankContext) -> Any:
-    """DDP: rank 0 reduces its loss alone"""
+    """DDP: only rank 0 reduces its loss"""
     model, _ = ddp()
     for x in BATCHES:
         loss = model(x).square().sum()
@@ -145,7 +145,7 @@ def ddp_rank_dies(ctx: RankContext) -> Any:
 
 @fault("mismatch", 1, field=("operation", "shape", "dtype"), says="all_gather")
 def fsdp_skips_a_layer(ctx: RankContext) -> Any:
-    """FSDP2: a rank leaves out a layer"""
+    """FSDP2: a rank skips a layer"""
     mesh = init_device_mesh("cpu", (4,))
     layers = [fully_shard(nn.Linear(8, width), mesh=mesh) for width in (8, 8, 4)]
     for n, x in enumerate(BATCHES):
@@ -173,7 +173,7 @@ def fsdp_skips_backward(ctx: RankContext) -> Any:
 
 @fault(("mismatch", "deadlock"), 3, says=("all_gather", "barrier"))
 def fsdp_has_fewer_batches(ctx: RankContext) -> Any:
-    """FSDP2: a rank has fewer batches and goes on to a barrier"""
+    """FSDP2: a rank has fewer batches and continues with a barrier"""
     model, optimizer = fsdp()
     for n, x in enumerate(BATCHES):
         if not (n == 2 and ctx.is_outlier()):
@@ -184,7 +184,7 @@ def fsdp_has_fewer_batches(ctx: RankContext) -> Any:
 
 @fault(("mismatch", "deadlock"), 0, says="all_gather")
 def fsdp_rank_0_evaluates(ctx: RankContext) -> Any:
-    """FSDP2: rank 0 evaluates the model alone"""
+    """FSDP2: only rank 0 evaluates the model"""
     model, optimizer = fsdp()
     for n, x in enumerate(BATCHES):
         if n == 1 and ctx.is_outlier():

@@ -16,7 +16,7 @@ BATCHES = torch.linspace(-1, 1, 8 * 8 * 3).reshape(3, 8, 8)
 
 
 class Model(nn.Module):
-    """Three layers, of which one may be left out."""
+    """Three layers; the middle one can be skipped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,13 +29,13 @@ class Model(nn.Module):
 
 
 def replicated(ctx: RankContext) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model whose parameters every rank holds."""
+    """Return a model with replicated parameters."""
     model = ctx.d.distribute_module(Model(), ctx.mesh)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def sharded(ctx: RankContext) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model whose parameters are split over the ranks."""
+    """Return a model with parameters sharded over the ranks."""
 
     def split(_: str, module: nn.Module, mesh: Any) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -46,7 +46,7 @@ def sharded(ctx: RankContext) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def batches(ctx: RankContext) -> list[Any]:
-    """Batches, split over the ranks."""
+    """Return batches sharded over the ranks."""
     return [ctx.put(batch, ctx.d.Shard(0)) for batch in BATCHES]
 
 
@@ -55,7 +55,7 @@ def batches(ctx: RankContext) -> list[Any]:
 
 @fault("mismatch", field=("operation", "shape", "layout"), says="all_reduce")
 def has_fewer_batches(ctx: RankContext) -> Any:
-    """A rank has fewer batches, and goes on to the evaluation"""
+    """A rank has fewer batches and continues with the evaluation"""
     model, optimizer = replicated(ctx)
     for n, x in enumerate(batches(ctx)):
         if n == 2 and ctx.is_outlier():
@@ -84,7 +84,7 @@ def runs_out_of_batches(ctx: RankContext) -> Any:
 
 @fault("left", 1, says="all_reduce", ends="RankLostError")
 def has_an_extra_batch(ctx: RankContext) -> Any:
-    """A rank has one batch more than the others, who end"""
+    """A rank has one batch more than the others, which end"""
     model, optimizer = replicated(ctx)
     loss = torch.zeros(())
     for n, x in enumerate(2 * batches(ctx)):
@@ -121,7 +121,7 @@ def skips_a_bad_batch(ctx: RankContext) -> Any:
 
 @fault("mismatch", field=("shape", "layout", "lineage"), says="all_reduce", in_torch=False)
 def accumulates_gradients_alone(ctx: RankContext) -> Any:
-    """A rank alone accumulates gradients over two batches"""
+    """Only one rank accumulates gradients over two batches"""
     model, optimizer = replicated(ctx)
     with sm.accumulate_grads() if ctx.is_outlier() else contextlib.nullcontext():
         for x in batches(ctx)[:2]:

@@ -59,7 +59,7 @@ def reads_the_loss_alone(ctx: RankContext) -> Any:
 
 @fault("mismatch", 0, field=("shape", "lineage"), says="all_gather")
 def saves_the_weights_alone(ctx: RankContext) -> Any:
-    """Rank 0 gathers the state dict to save it, the others go on"""
+    """Rank 0 gathers the state dict to save it; the others continue"""
     weights = [ctx.put(SQUARE[: 4 * n], ctx.d.Shard(0)) for n in (1, 2)]
     if ctx.is_outlier():
         saved = [w.full_tensor() for w in weights]  # <- outlier
@@ -82,7 +82,7 @@ def skips_one_of_several_weights(ctx: RankContext) -> Any:
 
 @fault("mismatch", field="lineage", says="all_gather")
 def skips_a_step_of_a_loop(ctx: RankContext) -> Any:
-    """A rank skips the collective in one turn of a loop"""
+    """A rank skips the collective in one iteration of a loop"""
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     total = 0.0
     for turn in range(5):
@@ -106,7 +106,7 @@ def reduces_twice(ctx: RankContext) -> Any:
 
 @fault("mismatch", 3, field="operation", says=("all_to_all", "all_reduce"))
 def branches_on_local_data(ctx: RankContext) -> Any:
-    """A rank takes a branch by a value of its own part"""
+    """A rank branches on a value of its local part"""
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     threshold = 1000 if ctx.is_outlier() else -1
     if x.to_local()[0, 0].item() > threshold:
@@ -116,7 +116,7 @@ def branches_on_local_data(ctx: RankContext) -> Any:
 
 @fault("mismatch", 1, field="lineage", says="all_gather")
 def drops_a_layer(ctx: RankContext) -> Any:
-    """Layers are dropped at random, and one rank draws other numbers"""
+    """Layers are dropped at random, and one rank draws different numbers"""
     kept = (1, 3) if ctx.is_outlier() else (1, 2)
     layers = {n: ctx.put(torch.eye(8) * n, ctx.d.Shard(0)) for n in (1, 2, 3)}
     x = ctx.put(SQUARE / 64, ctx.d.Shard(0))
@@ -170,7 +170,7 @@ def reduces_another_dtype(ctx: RankContext) -> Any:
 
 @fault("mismatch", 1, field="dtype", says="all_reduce")
 def casts_in_autocast(ctx: RankContext) -> Any:
-    """A rank alone computes the loss in float64"""
+    """Only one rank computes the loss in float64"""
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     if ctx.is_outlier():
         x = x.double()
@@ -227,7 +227,7 @@ def has_another_width(ctx: RankContext) -> Any:
 
 @fault("mismatch", field="source", says="broadcast")
 def broadcasts_from_itself(ctx: RankContext) -> Any:
-    """A rank takes itself for the source of a broadcast"""
+    """A rank passes itself as the source of a broadcast"""
     x = torch.full((4,), float(ctx.rank))
     ctx.group().broadcast(x, src=ctx.rank if ctx.is_outlier() else 0)  # <- outlier # <- others
     return x.tolist()
@@ -235,7 +235,7 @@ def broadcasts_from_itself(ctx: RankContext) -> Any:
 
 @fault("mismatch", field=("source", "destination", "route"), says="permute")
 def sends_in_the_other_direction(ctx: RankContext) -> Any:
-    """A rank sends round the ring in the other direction"""
+    """A rank sends around the ring in the other direction"""
     turn = -1 if ctx.is_outlier() else 1
     out, x = torch.zeros(4), torch.full((4,), float(ctx.rank))
     ctx.group().permute(out, x, dst=(ctx.rank + turn) % 4, src=(ctx.rank - turn) % 4)  # <- outlier # <- others
@@ -244,7 +244,7 @@ def sends_in_the_other_direction(ctx: RankContext) -> Any:
 
 @fault("mismatch", 1, field=("shape", "splits"), says="all_to_all")
 def sends_other_sizes(ctx: RankContext) -> Any:
-    """A rank sends more tokens to an expert than that one expects"""
+    """A rank sends more tokens to an expert than the expert's rank expects"""
     sizes = [1, 1, 2, 0] if ctx.is_outlier() else [1, 1, 1, 1]
     out = torch.zeros(4)
     ctx.group().all_to_all(out, torch.ones(4), [1, 1, 1, 1], sizes)  # <- outlier # <- others
@@ -274,7 +274,7 @@ def scatters_instead(ctx: RankContext) -> Any:
 
 @fault("mismatch", 3, field="operation", says=("all_gather_object", "broadcast"))
 def exchanges_objects_alone(ctx: RankContext) -> Any:
-    """A rank collects objects where others broadcast"""
+    """A rank gathers objects where others broadcast"""
     x = torch.ones(4)
     if ctx.is_outlier():
         ctx.group().all_gather_object({"rank": ctx.rank})  # <- outlier
@@ -287,7 +287,7 @@ def exchanges_objects_alone(ctx: RankContext) -> Any:
 
 @fault("mismatch", (2, 3), named=(), field="operation", says=("all_gather", "all_to_all"))
 def two_against_two(ctx: RankContext) -> Any:
-    """Two ranks redistribute elsewhere than the other two"""
+    """Two ranks redistribute to another layout than the other two"""
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     if ctx.is_outlier():
         x = x.redistribute(ctx.mesh, [ctx.d.Shard(1)])  # <- outlier

@@ -49,7 +49,7 @@ def swaps_two_reductions(ctx: RankContext) -> Any:
 
 @fault("mismatch", 3, field="lineage", says="all_gather")
 def iterates_in_another_order(ctx: RankContext) -> Any:
-    """A rank goes through the parameters in another order, as sets and directories do"""
+    """A rank iterates over the parameters in another order, as with sets and directories"""
     weights = {name: ctx.put(SQUARE + n, ctx.d.Shard(0)) for n, name in enumerate("abc")}
     names = ["b", "a", "c"] if ctx.is_outlier() else ["a", "b", "c"]
     return {name: weights[name].full_tensor()[0, 0].item() for name in names}  # <- outlier # <- others
@@ -71,7 +71,7 @@ def starts_in_another_order(ctx: RankContext) -> Any:
 
 @fault("deadlock", mesh=SQUARE_MESH, says="all_reduce")
 def reduces_over_another_axis(ctx: RankContext) -> Any:
-    """A rank reduces over tp where others reduce over dp, and then all meet"""
+    """A rank reduces over tp where others reduce over dp, before a collective of all"""
     x = torch.ones(4)
     ctx.group("tp" if ctx.is_outlier() else "dp").all_reduce(x)  # <- outlier # <- others
     ctx.group().all_reduce(x)  # <- others
@@ -80,7 +80,7 @@ def reduces_over_another_axis(ctx: RankContext) -> Any:
 
 @fault("mismatch", named=(), mesh=SQUARE_MESH, field=("layout", "lineage"), says="all_reduce")
 def takes_axes_in_another_order(ctx: RankContext) -> Any:
-    """A rank reduces over dp, then tp, the others the other way round"""
+    """A rank reduces over dp, then tp; the others over tp, then dp"""
     x = ctx.d.DTensor.from_local(SQUARE * ctx.rank, ctx.mesh, [ctx.d.Partial(), ctx.d.Partial()])
     between = [ctx.d.Replicate(), ctx.d.Partial()] if ctx.is_outlier() else [ctx.d.Partial(), ctx.d.Replicate()]
     x = x.redistribute(ctx.mesh, between)  # <- outlier # <- others
@@ -89,7 +89,7 @@ def takes_axes_in_another_order(ctx: RankContext) -> Any:
 
 @fault("deadlock", (0, 3), named=(), mesh=SQUARE_MESH, says="all_gather")
 def each_waits_for_the_next(ctx: RankContext) -> Any:
-    """Ranks wait for each other in a circle: half go over dp first, half over tp"""
+    """Ranks wait for each other in a cycle: half communicate over dp first, half over tp"""
     x = ctx.put(SQUARE, ctx.d.Shard(0), ctx.d.Shard(1))
     rows = [ctx.d.Replicate(), ctx.d.Shard(1)]
     columns = [ctx.d.Shard(0), ctx.d.Replicate()]
@@ -100,7 +100,7 @@ def each_waits_for_the_next(ctx: RankContext) -> Any:
 
 @fault("deadlock", 3, mesh=SQUARE_MESH, says=("barrier", "all_reduce"))
 def calls_global_barrier_early(ctx: RankContext) -> Any:
-    """A rank goes to the barrier of all ranks before its group's all_reduce"""
+    """A rank calls the barrier of all ranks before its group's all_reduce"""
     x = torch.ones(4)
     if ctx.is_outlier():
         ctx.group().barrier()  # <- outlier

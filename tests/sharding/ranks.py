@@ -15,7 +15,7 @@ import torch
 import shardmesh as sm
 from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.mesh.comm.group import CollectiveRecord
-from tests.device import DEVICE, made_here
+from tests.device import DEVICE, on_device
 
 AXES = ("a", "b", "c", "d")
 
@@ -24,7 +24,7 @@ def on_mesh(mesh_shape: Sequence[int], program: Callable[[sm.DeviceMesh], Any]) 
     """`program(mesh)` on every rank of a simulated mesh with axes a, b, c, d; what each rank returned."""
 
     def rank() -> Any:
-        with made_here():
+        with on_device():
             return program(sm.init_device_mesh(DEVICE, mesh_shape, axis_names=AXES[: len(mesh_shape)]))
 
     return sm.simulate(math.prod(mesh_shape))(rank)()

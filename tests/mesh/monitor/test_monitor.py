@@ -24,19 +24,19 @@ from shardmesh.mesh.monitor.start import start_monitor
 from shardmesh.mesh.monitor.termination import notify_peers
 from shardmesh.mesh.monitor.verdict import ERRORS, Verdict
 from shardmesh.mesh.text import ranks_text
-from tests.mesh.monitor.hands import Hand, played
+from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 
 SOON_S = 60.0  # tells an answer from a hang
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> list[Hand]:
-    return played(tmp_path, 2)
+def two(tmp_path: Path) -> list[DrivenRank]:
+    return driven_ranks(tmp_path, 2)
 
 
 @pytest.fixture
-def four(tmp_path: Path) -> list[Hand]:
-    return played(tmp_path, 4)
+def four(tmp_path: Path) -> list[DrivenRank]:
+    return driven_ranks(tmp_path, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def _as_it_was() -> Iterator[None]:
     settings().mode, settings().warn, settings().timeout = before
 
 
-def watched(hand: Hand, op: str = "all_reduce", how: str = "sum", size: int = 4, lineage: int = 0) -> None:
+def watched(hand: DrivenRank, op: str = "all_reduce", how: str = "sum", size: int = 4, lineage: int = 0) -> None:
     """Call a collective of all ranks with this rank's monitor, which compares and waits as in a job."""
     recorder = next((s for s in hand.monitor.recorders), None) or hand.monitor.add_recorder(hand.world.group(hand.everyone))
     hand.world.comm_context.lineage = lineage
@@ -56,7 +56,7 @@ def watched(hand: Hand, op: str = "all_reduce", how: str = "sum", size: int = 4,
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_agree_continue(two: list[Hand]) -> None:
+def test_ranks_that_agree_continue(two: list[DrivenRank]) -> None:
     for n in range(300):
         two[1].call(size=n)
         watched(two[0], size=n)
@@ -64,7 +64,7 @@ def test_ranks_that_agree_continue(two: list[Hand]) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 63, 64, 100])
-def test_the_second_of_two_sees_the_difference(two: list[Hand], number: int) -> None:
+def test_the_second_of_two_sees_the_difference(two: list[DrivenRank], number: int) -> None:
     for _ in range(number):
         two[1].call()
         watched(two[0])
@@ -76,7 +76,7 @@ def test_the_second_of_two_sees_the_difference(two: list[Hand], number: int) -> 
     assert two[1].monitor.standing() == caught.value.verdict
 
 
-def test_every_later_collective_raises_the_verdict_again(two: list[Hand]) -> None:
+def test_every_later_collective_raises_the_verdict_again(two: list[DrivenRank]) -> None:
     two[1].call(how="max")
     texts = []
     for _ in range(2):
@@ -89,7 +89,7 @@ def test_every_later_collective_raises_the_verdict_again(two: list[Hand]) -> Non
     assert str(caught.value) == texts[0]
 
 
-def test_lineage_difference_raises(four: list[Hand]) -> None:
+def test_lineage_difference_raises(four: list[DrivenRank]) -> None:
     one, other = 1 << 48 | 2 << 32 | 3 << 16, 4 << 48 | 5 << 32 | 6 << 16
     for rank in (1, 2):
         four[rank].call(lineage=one)
@@ -100,7 +100,7 @@ def test_lineage_difference_raises(four: list[Hand]) -> None:
     assert caught.value.verdict.field == "lineage"
 
 
-def test_line_difference_does_not_raise(four: list[Hand]) -> None:
+def test_line_difference_does_not_raise(four: list[DrivenRank]) -> None:
     for rank in (1, 2, 3):
         four[rank].call(lineage=1 << 48 | 2 << 32 | 3 << 16)
     watched(four[0], lineage=1 << 48 | 9 << 32 | 9 << 16)
@@ -122,7 +122,7 @@ def later(call: Callable[[], object], seconds: float = 0.3) -> threading.Timer:
     return timer
 
 
-def test_first_collective_of_a_group_waits_for_all_ranks(two: list[Hand]) -> None:
+def test_first_collective_of_a_group_waits_for_all_ranks(two: list[DrivenRank]) -> None:
     timer = later(two[1].call)
     watched(two[0])
     assert timer.finished.is_set()
@@ -130,7 +130,7 @@ def test_first_collective_of_a_group_waits_for_all_ranks(two: list[Hand]) -> Non
     watched(two[0])  # and the others do not
 
 
-def test_strict_waits_each_time(two: list[Hand]) -> None:
+def test_strict_waits_each_time(two: list[DrivenRank]) -> None:
     two[1].call()
     watched(two[0])
     collective_check("strict")
@@ -141,7 +141,7 @@ def test_strict_waits_each_time(two: list[Hand]) -> None:
         timer.join()
 
 
-def test_waiting_rank_shows_its_collective(two: list[Hand]) -> None:
+def test_waiting_rank_shows_its_collective(two: list[DrivenRank]) -> None:
     found: list[str] = []
 
     def look() -> None:
@@ -156,7 +156,7 @@ def test_waiting_rank_shows_its_collective(two: list[Hand]) -> None:
     assert two[0].buffer.blocked is None
 
 
-def test_waiting_rank_raises_a_verdict(two: list[Hand]) -> None:
+def test_waiting_rank_raises_a_verdict(two: list[DrivenRank]) -> None:
     timer = later(lambda: two[1].monitor.raised(ValueError("no such file")))
     with pytest.raises(errors.PeerError, match="rank 1 raised ValueError: no such file") as caught:
         watched(two[0])
@@ -164,7 +164,7 @@ def test_waiting_rank_raises_a_verdict(two: list[Hand]) -> None:
     assert caught.value.ranks == (1,)
 
 
-def test_waiting_rank_polls_at_growing_intervals(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_rank_polls_at_growing_intervals(two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch) -> None:
     """In 200 ms of waiting: at 10, 20 and 30 ms, then every 25 ms; the first times only for a verdict."""
     monitor, now, looked, diagnosed = two[0].monitor, [0], [], []
 
@@ -186,7 +186,7 @@ def test_waiting_rank_polls_at_growing_intervals(two: list[Hand], monkeypatch: p
     assert [at // 1_000_000 for at in diagnosed] == [30, 55, 80, 105, 130, 155, 180]
 
 
-def test_waiting_rank_raises_when_a_rank_dies(two: list[Hand]) -> None:
+def test_waiting_rank_raises_when_a_rank_dies(two: list[DrivenRank]) -> None:
     timer = later(two[1].die)
     with pytest.raises(errors.RankLostError, match="rank 1 died") as caught:
         watched(two[0])
@@ -195,7 +195,7 @@ def test_waiting_rank_raises_when_a_rank_dies(two: list[Hand]) -> None:
 
 
 @pytest.fixture
-def beyond(four: list[Hand]) -> list[Hand]:
+def beyond(four: list[DrivenRank]) -> list[DrivenRank]:
     """Ranks in a group that does not fit into their tables: it is recorded, but not compared, and arrivals are unknown."""
     for rank in four:
         rank.buffer.words[Header.GROUPS] = GROUPS
@@ -203,14 +203,14 @@ def beyond(four: list[Hand]) -> list[Hand]:
     return four
 
 
-def test_groups_beyond_the_table_do_not_wait(beyond: list[Hand]) -> None:
+def test_groups_beyond_the_table_do_not_wait(beyond: list[DrivenRank]) -> None:
     monitor, recorder = beyond[0].monitor, beyond[0].recorder()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(monitor.wait_for_peers, recorder, 0, [1, 3]).result(SOON_S)
     assert monitor.standing() is None
 
 
-def test_groups_beyond_the_table_are_not_diagnosed(beyond: list[Hand]) -> None:
+def test_groups_beyond_the_table_are_not_diagnosed(beyond: list[DrivenRank]) -> None:
     settings().timeout = 0.5
     assert beyond[0].diagnosed(waited=60.0) is None
 
@@ -218,7 +218,7 @@ def test_groups_beyond_the_table_are_not_diagnosed(beyond: list[Hand]) -> None:
 # -- telling -----------------------------------------------------------------------------------------------------------
 
 
-def test_exception_is_published_once(two: list[Hand]) -> None:
+def test_exception_is_published_once(two: list[DrivenRank]) -> None:
     two[1].call("all_gather", "")
     try:
         raise KeyError("loss")
@@ -233,13 +233,13 @@ def test_exception_is_published_once(two: list[Hand]) -> None:
     assert two[1].buffer.words[Header.STATE] == RankState.RAISED
 
 
-def test_verdict_is_not_published_as_an_exception(two: list[Hand]) -> None:
+def test_verdict_is_not_published_as_an_exception(two: list[DrivenRank]) -> None:
     verdict = Verdict("stall", (1,), "", (), "rank 1 is late")
     two[0].monitor.raised(verdict.error())
     assert two[1].monitor.standing() is None
 
 
-def test_tell_of_reaches_every_monitor_of_the_process(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tell_of_reaches_every_monitor_of_the_process(two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(termination, "monitors", {two[0].monitor})
     notify_peers(RuntimeError("out of memory"))
     found = two[1].monitor.standing()
@@ -247,7 +247,7 @@ def test_tell_of_reaches_every_monitor_of_the_process(two: list[Hand], monkeypat
     assert "rank 0 raised RuntimeError: out of memory" in found.text
 
 
-def test_published_state(two: list[Hand]) -> None:
+def test_published_state(two: list[DrivenRank]) -> None:
     two[0].monitor.set_state("downloads the data")
     buffer = two[1].monitor.directory.buffer_of(0)
     assert buffer is not None
@@ -256,7 +256,7 @@ def test_published_state(two: list[Hand]) -> None:
     assert buffer.words[Header.DOING] == 0
 
 
-def test_nested_pauses(two: list[Hand]) -> None:
+def test_nested_pauses(two: list[DrivenRank]) -> None:
     monitor = two[0].monitor
     with monitor.paused():
         with monitor.paused():
@@ -284,7 +284,7 @@ def test_ranks_text() -> None:
 
 
 @pytest.fixture
-def running(two: list[Hand]) -> Iterator[list[Hand]]:
+def running(two: list[DrivenRank]) -> Iterator[list[DrivenRank]]:
     """Both with a watchdog that runs."""
     for hand in two:
         hand.monitor.notified = True  # the main thread is this test's: it is not to be called away
@@ -301,18 +301,18 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_heartbeat(running: list[Hand]) -> None:
+def test_heartbeat(running: list[DrivenRank]) -> None:
     before = running[0].buffer.words[Header.HEARTBEAT]
     until(lambda: running[0].buffer.words[Header.HEARTBEAT] > before)
 
 
-def test_the_stack_of_another_rank(running: list[Hand]) -> None:
+def test_the_stack_of_another_rank(running: list[DrivenRank]) -> None:
     lines = "\n".join(running[0].monitor.stack_of(1))
     assert "test_the_stack_of_another_rank" in lines
     assert "in stack\n" not in lines  # the watchdog's own frames are not the rank's
 
 
-def test_the_watchdog_finds_a_stall_by_itself(running: list[Hand], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_watchdog_finds_a_stall_by_itself(running: list[DrivenRank], capfd: pytest.CaptureFixture[str]) -> None:
     """If the main thread waits without polling, as for a GPU."""
     running[0].call()
     running[1].call()
@@ -328,7 +328,7 @@ def test_the_watchdog_finds_a_stall_by_itself(running: list[Hand], capfd: pytest
     assert "for rank 1 in number 1" in printed
 
 
-def test_watchdog_checks_completed_collectives(running: list[Hand]) -> None:
+def test_watchdog_checks_completed_collectives(running: list[DrivenRank]) -> None:
     for hand in running:
         for _ in range(3):
             hand.call()
@@ -339,7 +339,7 @@ def test_watchdog_checks_completed_collectives(running: list[Hand]) -> None:
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def test_closing(two: list[Hand]) -> None:
+def test_closing(two: list[DrivenRank]) -> None:
     folder = two[0].monitor.directory.folder
     two[0].monitor.close(RankState.ENDED)
     two[0].monitor.close()  # once is enough
@@ -348,7 +348,7 @@ def test_closing(two: list[Hand]) -> None:
     assert not folder.exists()
 
 
-def test_forked_child_publishes_nothing(two: list[Hand]) -> None:
+def test_forked_child_publishes_nothing(two: list[DrivenRank]) -> None:
     two[0].monitor.pid += 1
     two[0].monitor.raised(ValueError("in a child"))
     two[0].monitor.close()
@@ -356,7 +356,7 @@ def test_forked_child_publishes_nothing(two: list[Hand]) -> None:
     assert two[0].buffer.words[Header.STATE] == RankState.RUNNING
 
 
-def test_final_check_waits_for_arriving_ranks_and_prints_the_error(two: list[Hand], capsys: pytest.CaptureFixture[str]) -> None:
+def test_final_check_waits_for_arriving_ranks_and_prints_the_error(two: list[DrivenRank], capsys: pytest.CaptureFixture[str]) -> None:
     """A broadcast's source has all it needs at once, and may be at its end before the others see that they differ."""
     two[1].call()
     watched(two[0])
@@ -368,7 +368,7 @@ def test_final_check_waits_for_arriving_ranks_and_prints_the_error(two: list[Han
     assert two[0].monitor.abandoned  # so that the process ends with an error
 
 
-def test_final_check_terminates(two: list[Hand]) -> None:
+def test_final_check_terminates(two: list[DrivenRank]) -> None:
     """Whether or not the other ranks arrive."""
     two[1].call()
     watched(two[0])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import data_parallel, fully_shard
-from tests.device import DEVICE, made_here
+from tests.device import DEVICE, on_device
 
 AXES = ("dp", "fsdp", "more")
 BATCH = 8
@@ -120,7 +120,7 @@ def on_ranks(shape: Sequence[int], program: Callable[..., Any], *args: Any) -> l
     """Run `program(mesh, *args)` on every rank of a simulated mesh."""
 
     def rank() -> Any:
-        with made_here():
+        with on_device():
             return program(mesh_of(*shape), *args)
 
     return sm.simulate(math.prod(shape))(rank)()
