@@ -16,7 +16,7 @@ from shardmesh.kernels import symmetric
 from shardmesh.kernels.box import Box, box_size, full_box
 from shardmesh.kernels.quantize import compile_quantize, record_bytes
 from shardmesh.kernels.symmetric import PAD_BYTES, AddNorm, AsRecord, Epilogue, Peers, SymmetricMemoryError
-from tests.kernels.shared_memory import WORKERS, Ranks, pausing
+from tests.kernels.shared_memory import WORKERS, SharedMemoryRanks, set_pause
 from tests.tiers import slow
 
 pytestmark = pytest.mark.xdist_group("shared memory")  # one worker of `pytest -n` has the processes
@@ -94,7 +94,7 @@ def check_all_reduces(peers: Peers, programs: int) -> list[str]:
 @pytest.mark.parametrize("size", [slow(1), slow(2), 3, slow(4), slow(8)])
 def test_all_ranks_get_the_same_bits(size):
     """Equal to the definition, so one-shot and two-shot are equal too."""
-    with Ranks(size) as ranks:
+    with SharedMemoryRanks(size) as ranks:
         assert ranks(check_all_reduces, 2) == [[]] * size
 
 
@@ -108,7 +108,7 @@ def check_rounds(peers: Peers) -> list[bool]:
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_tensors_larger_than_the_memory(pieces):
     """6 pieces on 2 programs whose regions hold 1 or 2: three or two rounds."""
-    with Ranks(3, nbytes=8 * symmetric.MAX_PROGRAMS * PIECE * pieces) as ranks:
+    with SharedMemoryRanks(3, nbytes=8 * symmetric.MAX_PROGRAMS * PIECE * pieces) as ranks:
         assert ranks(check_rounds) == [[True] * 2] * 3
 
 
@@ -161,7 +161,7 @@ def wanted_norm(n: Norm, seed: int, size: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("size", [2, 3, slow(8)])
 def test_residual_sum_and_norm(size):
-    with Ranks(size) as ranks:
+    with SharedMemoryRanks(size) as ranks:
         found = ranks(both_normed)
     for i, n in enumerate(NORMS):
         added, out = wanted_norm(n, 1000 * i, size)
@@ -234,7 +234,7 @@ def check_normed_records(peers: Peers) -> list[str]:
 @pytest.mark.parametrize("size", [slow(1), slow(2), 3])
 def test_quantized_sum_equals_quantizing_the_sum(size):
     """In one round and in several: regions hold one piece."""
-    with Ranks(size, nbytes=8 * symmetric.MAX_PROGRAMS * PIECE) as ranks:
+    with SharedMemoryRanks(size, nbytes=8 * symmetric.MAX_PROGRAMS * PIECE) as ranks:
         assert ranks(check_records) == [[]] * size
         assert ranks(check_normed_records) == [[]] * size
 
@@ -283,7 +283,7 @@ def check_reductions(peers: Peers) -> list[str]:
 
 @pytest.mark.parametrize("size", [1, slow(2), slow(3), 4, slow(8)])
 def test_straight_into_the_final_layout(size):
-    with Ranks(size, nbytes=1 << 16) as ranks:
+    with SharedMemoryRanks(size, nbytes=1 << 16) as ranks:
         assert ranks(check_moves) == [[]] * size
         assert ranks(check_reductions) == [[]] * size
 
@@ -318,7 +318,7 @@ def check_any_boxes(peers: Peers, seed: int) -> bool:
 
 
 def test_any_boxes_from_any_peers():
-    with Ranks(4, nbytes=1 << 16) as ranks:
+    with SharedMemoryRanks(4, nbytes=1 << 16) as ranks:
         for seed in range(8):
             assert ranks(check_any_boxes, seed) == [True] * 4
 
@@ -330,7 +330,7 @@ def check_many_calls(peers: Peers, calls: int, seed: int) -> list[int]:
     """Operations and sizes in turn, with a rank that is slow at the worst places: after it has met and before it reads."""
     use_programs(2)
     alike, own = random.Random(seed), random.Random(seed * 100 + peers.rank)
-    pausing(lambda: own.choice([0.0] * 9 + [0.02]))
+    set_pause(lambda: own.choice([0.0] * 9 + [0.02]))
     wrong = []
     for call in range(calls):
         length = alike.choice([3, 50, 64, 3000])
@@ -348,7 +348,7 @@ def check_many_calls(peers: Peers, calls: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("calls", [50, slow(200)])
 def test_many_calls_with_slow_ranks(calls):
-    with Ranks(3) as ranks:
+    with SharedMemoryRanks(3) as ranks:
         assert ranks(check_many_calls, calls, 5) == [[]] * 3
 
 
@@ -362,7 +362,7 @@ def start_at(peers: Peers, epoch: int) -> None:
 def test_epochs_may_overflow():
     from shardmesh.kernels.symmetric.symmetric_triton import EPOCHS
 
-    with Ranks(2) as ranks:
+    with SharedMemoryRanks(2) as ranks:
         ranks(start_at, EPOCHS.value - 4)
         assert ranks(check_many_calls, 6, 1) == [[]] * 2
 
@@ -379,9 +379,9 @@ def small_gather(peers: Peers) -> list[float]:
     return symmetric.all_gather(peers, torch.ones(2), torch.empty(2 * peers.size), 0).tolist()
 
 
-def impatient(size: int) -> Ranks:
+def impatient(size: int) -> SharedMemoryRanks:
     """A second or two for a peer, in looks that cost little."""
-    return Ranks(size, nbytes=1 << 22, spins=400, look_s=4e-3)
+    return SharedMemoryRanks(size, nbytes=1 << 22, spins=400, poll_s=4e-3)
 
 
 @pytest.mark.parametrize(("call", "args"), [slow(small_sum, (False,)), (small_sum, (True,)), (small_gather, ())])
