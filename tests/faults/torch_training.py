@@ -16,19 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.faults.fault import fault
 from tests.faults.rank_context import RankContext
-from tests.faults.training import BATCHES, Model
+from tests.faults.training import BATCHES, ThreeLayers
 from tests.faults.wrong_calls import SQUARE
 
 
 def ddp(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model under DDP."""
-    model = DistributedDataParallel(Model(), **options)
+    model = DistributedDataParallel(ThreeLayers(), **options)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def fsdp() -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model under FSDP2, layer by layer."""
-    model, mesh = Model(), init_device_mesh("cpu", (4,))
+    model, mesh = ThreeLayers(), init_device_mesh("cpu", (4,))
     for layer in (model.first, model.middle, model.last, model):
         fully_shard(layer, mesh=mesh)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)

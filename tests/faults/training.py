@@ -15,7 +15,7 @@ from tests.faults.rank_context import RankContext
 BATCHES = torch.linspace(-1, 1, 8 * 8 * 3).reshape(3, 8, 8)
 
 
-class Model(nn.Module):
+class ThreeLayers(nn.Module):
     """Three layers; the middle one can be skipped."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 def replicated(ctx: RankContext) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model with replicated parameters."""
-    model = ctx.d.distribute_module(Model(), ctx.mesh)
+    model = ctx.d.distribute_module(ThreeLayers(), ctx.mesh)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -41,7 +41,7 @@ def sharded(ctx: RankContext) -> tuple[nn.Module, torch.optim.Optimizer]:
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, nn.Parameter(ctx.put(parameter.detach(), ctx.d.Shard(0))))
 
-    model = ctx.d.distribute_module(Model(), ctx.mesh, split)
+    model = ctx.d.distribute_module(ThreeLayers(), ctx.mesh, split)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 

@@ -45,7 +45,7 @@ class Value:
     spec: P | None = None
 
 
-class Program:
+class CrossingProgram:
     """Some steps from leaves of each kind to a loss, drawn at random.
 
     Attributes:
@@ -351,7 +351,7 @@ BODIES: list[tuple[Body, bool]] = [(_sums, False), (_gathered, True), (_ring, Tr
 
 def check(seed: int, mesh_shape: Sequence[int] | None = None, mesh: Any = None, expected: Any = None) -> None:
     """Compare a program's derivatives on this rank with those of the one process."""
-    program = Program(seed, mesh_shape)
+    program = CrossingProgram(seed, mesh_shape)
     for order, (ours, theirs) in enumerate(zip(program.derivatives(mesh), expected, strict=True), 1):
         for name, x, y in zip("svpwl", ours, theirs, strict=True):
             what = f"{program}: order {order}, leaf {name}"
@@ -359,7 +359,7 @@ def check(seed: int, mesh_shape: Sequence[int] | None = None, mesh: Any = None, 
 
 
 def expected_of(seed: int, mesh_shape: Sequence[int] | None = None) -> list[list[Tensor]]:
-    return Program(seed, mesh_shape).derivatives(None)
+    return CrossingProgram(seed, mesh_shape).derivatives(None)
 
 
 def check_on_this_rank(seeds: Sequence[int], mesh_shape: Sequence[int]) -> None:

@@ -39,7 +39,7 @@ def _clean():
 # ------------------------------------------------------------------------------------- ranks as threads, random schedules
 
 
-class Job:
+class PreemptedJob:
     """Ranks that step, synchronize now and then as in collectives, and receive the notice at some moment."""
 
     def __init__(self, seed: int) -> None:
@@ -82,7 +82,7 @@ class Job:
 @pytest.mark.parametrize("seed", range(25))
 def test_all_ranks_stop_in_the_same_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "_NOTICE_POLL_S", 0.02)
-    job = Job(seed)
+    job = PreemptedJob(seed)
     job.run()
     assert job.stopped[0] is not None
     assert job.stopped == [job.stopped[0]] * job.size

@@ -57,7 +57,7 @@ class Rank:
 
 
 @dataclass
-class Outcome:
+class StartOutcome:
     """The outcome of a rank: the text of its error, or "", its standard error, and its pid."""
 
     text: str
@@ -85,7 +85,7 @@ class Starter:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True
         )
 
-    def __call__(self, ranks: Sequence[Rank | dict[str, str]]) -> list[Outcome]:
+    def __call__(self, ranks: Sequence[Rank | dict[str, str]]) -> list[StartOutcome]:
         """Start these processes at once; return when all have an outcome."""
         assert self.process.stdin
         assert self.process.stdout
@@ -94,7 +94,7 @@ class Starter:
         self.process.stdin.flush()
         ready = is_readable(self.process.stdout, 2 * LIMIT_S)
         assert ready, "the ranks hang"
-        return [Outcome(**found) for found in json.loads(self.process.stdout.readline())]
+        return [StartOutcome(**found) for found in json.loads(self.process.stdout.readline())]
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -161,7 +161,7 @@ def factories(api: Any) -> Any:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-class Model(nn.Module):
+class TextModel(nn.Module):
     """Embedding, a two-layer MLP with a residual, a norm and a head."""
 
     def __init__(self) -> None:
@@ -178,9 +178,9 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def make_model() -> Model:
+def make_model() -> TextModel:
     torch.manual_seed(0)
-    return Model().double()
+    return TextModel().double()
 
 
 def sharded_model(api: Any, mesh: Any) -> nn.Module:

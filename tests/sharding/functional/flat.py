@@ -32,7 +32,7 @@ Program = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Case:
+class FlatCase:
     """A program, and what every rank has.
 
     Attributes:
@@ -76,7 +76,7 @@ def flat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.reshape(-1) for part in parts])
 
 
-def wanted(case: Case) -> tuple[Found, list[Everyone]]:
+def wanted(case: FlatCase) -> tuple[Found, list[Everyone]]:
     """By definition; and the results as they are on each rank."""
     xs = [flat(parts).requires_grad_(parts[0].is_floating_point()) for parts in case.inputs]
     everyone = [Everyone(cut_flat(x, parts)) for x, parts in zip(xs, case.inputs, strict=True)]
@@ -92,7 +92,7 @@ def cut_flat(x: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor
     return [piece.reshape(part.shape) for piece, part in zip(pieces, like, strict=True)]
 
 
-def ours(case: Case, results: list[Everyone], check: Any) -> Found:
+def ours(case: FlatCase, results: list[Everyone], check: Any) -> Found:
     """On this rank, through `shard_map`."""
     mesh = sm.init_device_mesh(DEVICE, case.mesh, axis_names=AXES[: len(case.mesh)])
     specs = [case.spec_of(parts) for parts in case.inputs]
@@ -122,7 +122,7 @@ def derivatives(mesh: sm.DeviceMesh, out: Any, by: Any) -> Found:
     return Found(*([x.full_tensor().detach() for x in xs] for xs in (out, grads, second)))
 
 
-def check_case(case: Case, check: Any = True) -> None:
+def check_case(case: FlatCase, check: Any = True) -> None:
     """Values, gradients and second derivatives are those of the definition, on every rank."""
     by_definition, results = wanted(case)
     for found in sm.simulate(math.prod(case.mesh))(lambda: ours(case, results, check))():

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from tests.sharding.functional.differences import DIFFERENCES
-from tests.sharding.functional.table import CASES, Case, loss, weights
+from tests.sharding.functional.table import CASES, MappedCase, loss, weights
 
 ROOT = Path(__file__).parents[3]
 TOGETHER = 12  # cases compiled as one program
@@ -107,7 +107,7 @@ def _lax() -> SimpleNamespace:
     return SimpleNamespace(**{**vars(lax), "all_gather": all_gather, "all_to_all": all_to_all})
 
 
-def _mapped(case: Case) -> Callable[..., list[Any]]:
+def _mapped(case: MappedCase) -> Callable[..., list[Any]]:
     """The program over global arrays; a list of leaves."""
     import jax
 
@@ -128,7 +128,7 @@ def _mapped(case: Case) -> Callable[..., list[Any]]:
     )
 
 
-def _derivatives(case: Case) -> Callable[..., tuple[list[Any], Any, Any]]:
+def _derivatives(case: MappedCase) -> Callable[..., tuple[list[Any], Any, Any]]:
     """Inputs -> results, gradients, gradients of the gradients' weighted sum."""
     import jax
 
@@ -158,13 +158,13 @@ def _answer(out: Sequence[Any], grads: Sequence[Any], second: Sequence[Any]) -> 
     return Answer(values, [str(x.dtype) for x in out], first, again)
 
 
-def _inputs(case: Case) -> list[Any]:
+def _inputs(case: MappedCase) -> list[Any]:
     import jax.numpy as jnp
 
     return [jnp.asarray(x.values(seed)).astype(x.dtype) for seed, x in enumerate(case.inputs)]
 
 
-def _together(cases: dict[str, Case]) -> dict[str, Answer]:
+def _together(cases: dict[str, MappedCase]) -> dict[str, Answer]:
     import jax
 
     def run(inputs: list[list[Any]]) -> list[Any]:
@@ -174,7 +174,7 @@ def _together(cases: dict[str, Case]) -> dict[str, Answer]:
     return {name: _answer(*result) for name, result in zip(cases, results, strict=True)}
 
 
-def _asked(cases: dict[str, Case]) -> dict[str, Answer]:
+def _asked(cases: dict[str, MappedCase]) -> dict[str, Answer]:
     """The answers to these cases; where JAX refuses one of them, each alone."""
     try:
         return _together(cases)

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from shardmesh import P
 from tests.sharding.functional import oracle
 from tests.sharding.functional.lines import Halved, Same, Square
-from tests.sharding.functional.steps import Env, Step, own
+from tests.sharding.functional.steps import Env, ProgramStep, own
 
 CONSTANTS = torch.linspace(-1, 1, 12, dtype=torch.float64)
 NAMES = {"torch": torch, "F": F, "K": CONSTANTS, "checkpoint": checkpoint, "Square": Square, "Same": Same, "Halved": Halved}
@@ -47,7 +47,7 @@ class Lockstep:
         self.coordinates = [dict(zip("ab", c, strict=True)) for c in itertools.product(*map(range, mesh))]
         self.names = [{**NAMES, "sm": _Rank(self.oracle, rank)} for rank in range(self.size)]
 
-    def run(self, steps: Sequence[Step], envs: list[Env]) -> None:
+    def run(self, steps: Sequence[ProgramStep], envs: list[Env]) -> None:
         for step in steps:
             step.run(self, envs)
 
@@ -137,7 +137,7 @@ class _Rank:
 
 
 @dataclass
-class Program:
+class LockstepProgram:
     """A program and what goes in and out.
 
     Attributes:
@@ -208,7 +208,7 @@ class Meaning:
     unequal: bool
 
 
-def finish(program: Program, world: Lockstep, leaves: Sequence[Tensor], envs: list[Env]) -> Meaning:
+def finish(program: LockstepProgram, world: Lockstep, leaves: Sequence[Tensor], envs: list[Env]) -> Meaning:
     """Results and gradients, of variables after the last step."""
     results = [
         world.leave([env[name] for env in envs], spec)
@@ -223,7 +223,7 @@ def finish(program: Program, world: Lockstep, leaves: Sequence[Tensor], envs: li
     return Meaning([y.detach() for y in results], grads, world.unequal)
 
 
-def meaning(program: Program, call: int) -> Meaning:
+def meaning(program: LockstepProgram, call: int) -> Meaning:
     """What the program means, on the arguments of one call."""
     world = Lockstep(program.mesh)
     leaves = program.inputs(call)

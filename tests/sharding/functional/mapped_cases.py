@@ -18,7 +18,7 @@ from shardmesh import P
 from tests.device import DEVICE
 from tests.sharding.functional import oracle
 from tests.sharding.functional.jax_oracle import Answer
-from tests.sharding.functional.table import Case, Input, loss, weights
+from tests.sharding.functional.table import Input, MappedCase, loss, weights
 
 # -- our side ----------------------------------------------------------------------------------------------------------
 
@@ -27,7 +27,7 @@ def tensor_of(x: Input, seed: int) -> torch.Tensor:
     return torch.from_numpy(x.values(seed)).to(DEVICE, getattr(torch, x.dtype))
 
 
-def mapped(case: Case, mesh: sm.DeviceMesh) -> Callable[..., Any]:
+def mapped(case: MappedCase, mesh: sm.DeviceMesh) -> Callable[..., Any]:
     """The program of the case over ShardedTensors."""
 
     def run(*local: torch.Tensor) -> Any:
@@ -38,7 +38,7 @@ def mapped(case: Case, mesh: sm.DeviceMesh) -> Callable[..., Any]:
     return sm.shard_map(run, mesh=mesh, in_specs=tuple(P(*x.spec) for x in case.inputs), out_specs=out_specs)
 
 
-def ours(case: Case) -> Answer:
+def ours(case: MappedCase) -> Answer:
     """What becomes of the case on this rank. The function is called twice: the types are tracked, then trusted."""
     mesh = sm.init_device_mesh(DEVICE, case.mesh, axis_names=case.axes)
     xs = [laid_out(mesh, tensor_of(x, seed), P(*x.spec)) for seed, x in enumerate(case.inputs)]
@@ -53,7 +53,7 @@ def ours(case: Case) -> Answer:
     return Answer(numpy_of(values), dtypes_of(values), grads, second)
 
 
-def derivatives(case: Case, mesh: sm.DeviceMesh, out: list[Any], by: list[Any]) -> tuple[list[Any], list[Any]]:
+def derivatives(case: MappedCase, mesh: sm.DeviceMesh, out: list[Any], by: list[Any]) -> tuple[list[Any], list[Any]]:
     """Of the same losses as on JAX's side."""
     total: Any = sum(loss(y.double(), weighing(mesh, y, k, y.spec)) for k, y in enumerate(out))
     grads: Any = torch.autograd.grad(total, by, create_graph=case.second)
@@ -88,7 +88,7 @@ def dtypes_of(xs: list[torch.Tensor]) -> list[str]:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def close(case: Case, ours: list[np.ndarray], theirs: list[np.ndarray], what: str) -> None:
+def close(case: MappedCase, ours: list[np.ndarray], theirs: list[np.ndarray], what: str) -> None:
     """Equal; where gradients travel in half precision, but for a few roundings."""
     assert len(ours) == len(theirs), what
     half = max(
@@ -100,13 +100,13 @@ def close(case: Case, ours: list[np.ndarray], theirs: list[np.ndarray], what: st
         np.testing.assert_allclose(one, other, rtol=0, atol=slack, err_msg=what, strict=True)
 
 
-def same_answer(case: Case, one: Answer, other: Answer) -> None:
+def same_answer(case: MappedCase, one: Answer, other: Answer) -> None:
     close(case, one.values, other.values, "values")
     close(case, one.grads, other.grads, "gradients")
     close(case, one.second, other.second, "second derivatives")
 
 
-def defined(case: Case) -> Answer:
+def defined(case: MappedCase) -> Answer:
     """What becomes of the case by the definitions in `oracle.py`."""
     xs = [tensor_of(x, seed) for seed, x in enumerate(case.inputs)]
     by = [xs[i].requires_grad_() for i in case.differentiable]

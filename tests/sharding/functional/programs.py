@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shardmesh import P
 from tests.sharding.functional.lines import BINARY, INDEX, LINEAR, LOOKS, UNARY, WRITES, texts
-from tests.sharding.functional.lockstep import Lockstep, Meaning, Program, finish, meaning
-from tests.sharding.functional.steps import Block, Collective, Env, Gradient, Local
+from tests.sharding.functional.lockstep import Lockstep, LockstepProgram, Meaning, finish, meaning
+from tests.sharding.functional.steps import Collective, Env, Gradient, LocalStep, NestedFunction
 
 MESHES = [(2, 2)] * 14 + [(2, 3), (3, 2), (1, 2), (2, 1), (3, 1)]
 SHAPES = [(2, 3), (3, 2), (2, 2), (3,), (2,), (), (2, 2, 2), (4, 2)]
@@ -64,7 +64,7 @@ class Maker:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         mesh = rng.choice(MESHES)
-        self.program = Program(seed, mesh, [], [], [], [])
+        self.program = LockstepProgram(seed, mesh, [], [], [], [])
         self.kinds: dict[str, Kind] = {}
         self.looked, self.count, self.in_vmap = REPLICATED, 0, False
         for _ in range(rng.choice([1, 2, 2, 3])):
@@ -142,17 +142,17 @@ class Maker:
         step, kind, names = getattr(self, f"_{self.rng.choices(kinds, weights)[0]}")(self.kinds)
         return self.attempt(step, kind, names)
 
-    def _operator(self, kinds: dict[str, Kind], name: str, wanted: Any = None, other: Any = None) -> tuple[Local, Kind, list[str]]:
+    def _operator(self, kinds: dict[str, Kind], name: str, wanted: Any = None, other: Any = None) -> tuple[LocalStep, Kind, list[str]]:
         x, z = self.pick(kinds, wanted), self.new()
         y = self.pick(kinds, other) if other is not None else x
         usable = [text for text in TEXTS[name] if not self.in_vmap or not any(word in text for word in NOT_IN_VMAP)]
         return self._filled(f"{{z}} = {self.rng.choice(usable)}", x, y, z), kinds[x].join(kinds[y]), [z]
 
-    def _filled(self, text: str, x: str, y: str, z: str, w: str = "") -> Local:
+    def _filled(self, text: str, x: str, y: str, z: str, w: str = "") -> LocalStep:
         shape = self.envs[0][x].shape if x in self.envs[0] else (2,)
         a, b = self.rng.sample("ab", 2)
         dim = self.rng.randrange(-1, max(len(shape), 1))
-        return Local(text.format(x=x, y=y, z=z, w=w, a=a, b=b, d=dim, n=shape[-1] if shape else 1))
+        return LocalStep(text.format(x=x, y=y, z=z, w=w, a=a, b=b, d=dim, n=shape[-1] if shape else 1))
 
     def _linear(self, kinds: dict[str, Kind]) -> Any:
         return self._operator(kinds, "linear")
@@ -163,7 +163,7 @@ class Maker:
     def _binary(self, kinds: dict[str, Kind]) -> Any:
         return self._operator(kinds, "binary", not_pending, not_pending)
 
-    def _with_two(self, kinds: dict[str, Kind], texts: list[str]) -> tuple[Local, Kind, list[str]]:
+    def _with_two(self, kinds: dict[str, Kind], texts: list[str]) -> tuple[LocalStep, Kind, list[str]]:
         x, y, z, w = self.pick(kinds, not_pending), self.pick(kinds, not_pending), self.new(), self.new()
         step = self._filled(self.rng.choice(texts), x, y, z, w)
         return step, kinds[x].join(kinds[y]), [z, w] if f"{w} =" in step.text else [z]
@@ -246,9 +246,9 @@ class Maker:
         body, result, kind = self._body(self.kinds[arg], makers, self.rng.choice([1, 2, 3]))
         target, tied = self.new(), self.new()
         if name == "vmap":  # torch puts a result that has no batch dim wherever it likes
-            body.append(Local(f"{tied} = {result} * p.sum()"))
+            body.append(LocalStep(f"{tied} = {result} * p.sum()"))
             result = tied
-        return Block(name, (target,), arg, body, result, out_dim=self.rng.choice([0, 0, 1])), kind, [target]
+        return NestedFunction(name, (target,), arg, body, result, out_dim=self.rng.choice([0, 0, 1])), kind, [target]
 
     def _remat(self, _: Any) -> Any:
         name = "remat" if self.chance(0.7) else "torch_checkpoint"
@@ -268,16 +268,16 @@ class Maker:
         body, result, kind = self._body(kinds[arg], [self._linear, self._unary, self._binary], self.rng.choice([1, 2, 3]))
         self.in_vmap = False
         total, target = self.new(), self.new()
-        body.append(Local(f"{total} = {result}.square().sum()"))
-        return Block("func_grad", (target,), arg, body, total), kind.join(kinds[arg]), [target]
+        body.append(LocalStep(f"{total} = {result}.square().sum()"))
+        return NestedFunction("func_grad", (target,), arg, body, total), kind.join(kinds[arg]), [target]
 
     def _gradient(self, kinds: dict[str, Kind]) -> Any:
         """Of a loss that each rank has of its own."""
         fitting = {name: kind for name, kind in kinds.items() if kind.varying == {"a", "b"}}
         loss = self.pick(fitting if fitting else kinds)
         by, total, target = self.pick(kinds), self.new(), self.new()
-        if (not fitting and self.chance(SENSE)) or not self.attempt(Local(f"{total} = ({loss} * {loss}).sum()"), kinds[loss], [total]):
-            return Local("pass"), REPLICATED, []
+        if (not fitting and self.chance(SENSE)) or not self.attempt(LocalStep(f"{total} = ({loss} * {loss}).sum()"), kinds[loss], [total]):
+            return LocalStep("pass"), REPLICATED, []
         kind = Kind(kinds[by].varying, frozenset("ab") - kinds[by].varying - kinds[by].pending)
         return Gradient(target, total, by), kind, [target]
 
@@ -287,21 +287,21 @@ class Maker:
         makers = [self._linear, self._unary, self._binary, self._collective]
         body, result, kind = self._body(kinds[arg], makers, self.rng.choice([1, 2, 3]))
         total, over = self.new(), "".join(sorted(kind.varying | kind.pending | self.looked.varying))
-        body.append(Local(f"{total} = {result}.sum()"))
+        body.append(LocalStep(f"{total} = {result}.sum()"))
         if over or self.chance(0.1):
             how = "psum" if kind.pending or self.chance(0.5) else "pmean"
             body.append(Collective(how, (total,), (total,), tuple(over) or "a"))
         own, name = kinds[arg], self.rng.choice(["grad", "grad", "value_and_grad", "vjp"])
         targets = (self.new(), self.new()) if name == "value_and_grad" else (self.new(),)
         summed = tuple(a for a in "ab" if a not in own.varying | own.pending)
-        return Block(name, targets, arg, body, total, summed), Kind(own.varying), list(targets)
+        return NestedFunction(name, targets, arg, body, total, summed), Kind(own.varying), list(targets)
 
     def _jvp(self, kinds: dict[str, Kind]) -> Any:
         arg = self.pick(kinds, not_pending)
         makers = [self._linear, self._unary, self._binary, self._collective]
         body, result, kind = self._body(kinds[arg], makers, self.rng.choice([1, 2, 3]))
         targets = (self.new(), self.new())
-        return Block("jvp", targets, arg, body, result), kind.join(kinds[arg]), list(targets)
+        return NestedFunction("jvp", targets, arg, body, result), kind.join(kinds[arg]), list(targets)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -378,7 +378,7 @@ def law(name: str, to: str | None, kind: Kind, axes: frozenset[str]) -> Kind:
     return Kind(kind.varying | axes if varies else kind.varying - axes, kind.pending - axes)
 
 
-def make(seed: int) -> tuple[Program, list[Meaning]]:
+def make(seed: int) -> tuple[LockstepProgram, list[Meaning]]:
     """A program by its number, and what it gives in two calls, with different arguments."""
     while True:
         maker = Maker(seed)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Env = dict[str, Any]
 
 
-class Step(Protocol):
+class ProgramStep(Protocol):
     """A line or two of a program."""
 
     def lines(self) -> list[str]:
@@ -37,7 +37,7 @@ def own(x: Tensor) -> Tensor:
 
 
 @dataclass
-class Local:
+class LocalStep:
     """Lines in which each rank works by itself."""
 
     text: str
@@ -100,7 +100,7 @@ class Collective:
 
 
 @dataclass
-class Block:
+class NestedFunction:
     """A function within the program, and what is done with it.
 
     Attributes:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import shardmesh as sm
 from shardmesh import P
 from tests.device import DEVICE
-from tests.sharding.parallel.compositions import Case, adamw, batch, loss_of, made, whole
+from tests.sharding.parallel.compositions import Composition, adamw, batch, loss_of, made, whole
 
 STEPS = 5
 
 
-def composed(case: Case, backend: str | None, clip: bool = True, **options: Any) -> tuple[Tensor, list[Tensor], int]:
+def composed(case: Composition, backend: str | None, clip: bool = True, **options: Any) -> tuple[Tensor, list[Tensor], int]:
     """Train the model of a composition, under `sm.jit` if a backend is given.
 
     Returns: losses and norms, the parameters, and how many calls ran a graph.

@@ -150,7 +150,7 @@ def test_arguments_of_jit() -> None:
 
 
 def test_methods_and_decorators() -> None:
-    class Model(nn.Module):
+    class JittedMethod(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(2))
@@ -159,13 +159,13 @@ def test_methods_and_decorators() -> None:
         def scaled(self, x: Tensor, by: float = 1.0) -> Tensor:
             return self.weight * x * by
 
-    one, other = Model(), Model()
+    one, other = JittedMethod(), JittedMethod()
     with torch.no_grad():
         other.weight.fill_(3)
     for by in (1.0, 2.0, 4.0):
         assert one.scaled(torch.ones(2), by=by).tolist() == [by] * 2
         assert other.scaled(torch.ones(2), by=by).tolist() == [3 * by] * 2
-    assert Model.scaled.__name__ == "scaled"
+    assert JittedMethod.scaled.__name__ == "scaled"
 
 
 def test_reports_and_budgets_count_a_graph() -> None:

@@ -90,14 +90,14 @@ def test_random_numbers_of_python(draw: Any) -> None:
 
 
 def test_state_that_changes_in_every_call() -> None:
-    class Model(nn.Module):
+    class CountsCalls(nn.Module):
         calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
             return x * self.calls
 
-    f = sm.jit(Model(), backend="eager")
+    f = sm.jit(CountsCalls(), backend="eager")
     assert torch.equal(f(X), X)
     assert torch.equal(f(X), X * 2)
     with pytest.raises(JitError, match=r"calls.* was 2 and is 3"):
@@ -139,14 +139,14 @@ def test_an_iterator(source: str) -> None:
 
 
 def test_an_iterator_that_is_only_reached() -> None:
-    class Trainer:
+    class HoldsIterator:
         def __init__(self) -> None:
             self.batches, self.scale = forever(), torch.ones(3)
 
         def step(self, x: Tensor) -> Tensor:
             return x * self.scale + len([self.batches])
 
-    trainer = Trainer()
+    trainer = HoldsIterator()
     f = sm.jit(trainer.step, backend="eager")
     found = [f(next(trainer.batches)) for _ in range(4)]
     assert all(torch.equal(x, torch.ones(3) * 2) for x in found)

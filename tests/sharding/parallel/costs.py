@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardmesh.sharding.parallel.data.storage.flat_layout import FlatLayout, make_flat_layout
-from tests.sharding.parallel.compositions import Case, S, Used
+from tests.sharding.parallel.compositions import Composition, S, Used
 from tests.sharding.parallel.models import Config
 
 
@@ -48,7 +48,7 @@ def chunk(size: int, parts: int, part: int) -> int:
 class Paper:
     """A case, seen from a rank."""
 
-    def __init__(self, case: Case, coordinate: dict[str, int], param_bytes: int = 8, sum_bytes: int = 8) -> None:
+    def __init__(self, case: Composition, coordinate: dict[str, int], param_bytes: int = 8, sum_bytes: int = 8) -> None:
         self.case, self.coordinate, self.param_bytes, self.sum_bytes = case, coordinate, param_bytes, sum_bytes
         self.tp = case.sizes.get("tp", 1)
         self.units = list(self._units(case.config))

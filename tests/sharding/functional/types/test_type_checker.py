@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import shardmesh as sm
 from shardmesh import P
+from tests.sharding.autograd_functions import Double
 from tests.sharding.functional.helpers import leaf, put, same, values
 from tests.sharding.ranks import on_mesh, same_error
 
@@ -260,16 +261,6 @@ def test_results_after_a_read_may_vary():
 
 
 # -- autograd inside ---------------------------------------------------------------------------------------------------
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
 
 
 def test_custom_functions():

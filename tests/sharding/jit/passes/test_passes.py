@@ -14,12 +14,12 @@ import shardmesh as sm
 from shardmesh.sharding.jit.passes.alias import MemoryUse, live_bytes
 from tests.device import DEVICE
 from tests.sharding.jit.passes.programs import ALL, OFF
-from tests.sharding.parallel.compositions import EVEN, UNEVEN, Case, adamw, batch, loss_of, made, whole
+from tests.sharding.parallel.compositions import EVEN, UNEVEN, Composition, adamw, batch, loss_of, made, whole
 from tests.sharding.ranks import collectives
 
-TP_SP = Case("ddp", "sp", "global", EVEN, (1, 2))
-HSDP = Case("hsdp", "", "plain", EVEN, (2, 2))
-FSDP = Case("fsdp", "", "global", EVEN, (2,))
+TP_SP = Composition("ddp", "sp", "global", EVEN, (1, 2))
+HSDP = Composition("hsdp", "", "plain", EVEN, (2, 2))
+FSDP = Composition("fsdp", "", "global", EVEN, (2,))
 NAMES = ["dead_collectives", "common_collectives", "reduce_scatter", "bucket_bytes", "overlap"]
 
 
@@ -30,7 +30,7 @@ class Counted(NamedTuple):
     values: list[Tensor]
 
 
-def step_of(case: Case, options: Any) -> Counted:
+def step_of(case: Composition, options: Any) -> Counted:
     """Train a composition with clipping; count the last call."""
     mesh = sm.init_device_mesh(DEVICE, case.shape, axis_names=case.names)
     model = made(case, mesh)
@@ -60,7 +60,7 @@ def counted(f: Callable[..., Any], options: Any, calls: list[Any], state: Callab
     return Counted(launches, received, max(live_bytes(graph, MemoryUse(graph))), [*values, *state()])
 
 
-def compared(case: Case, name: str, value: Any = True) -> tuple[Counted, Counted]:
+def compared(case: Composition, name: str, value: Any = True) -> tuple[Counted, Counted]:
     """The counts of rank 0 without a pass and with it; all values are equal."""
     simulated = sm.simulate(math.prod(case.shape))
     before, after = simulated(step_of)(case, OFF), simulated(step_of)(case, OFF | {name: value})
@@ -160,7 +160,7 @@ def test_common_collectives_of_hsdp() -> None:
 
 
 @pytest.mark.parametrize("case", [FSDP, HSDP, TP_SP], ids=str)
-def test_overlap_moves_no_more_bytes_and_takes_no_more_memory(case: Case) -> None:
+def test_overlap_moves_no_more_bytes_and_takes_no_more_memory(case: Composition) -> None:
     before, after = compared(case, "overlap")
     assert (after.launches, after.bytes) == (before.launches, before.bytes)
     assert after.peak <= before.peak
@@ -227,8 +227,8 @@ def test_gathers_and_scatters_are_one(kind: str) -> None:
     assert before.bytes == after.bytes
 
 
-@pytest.mark.parametrize(("case", "least"), [(TP_SP, 2), (Case("ddp", "tp", "global", EVEN, (2, 2)), 4), (HSDP, 2)], ids=str)
-def test_bucketing_of_models(case: Case, least: int) -> None:
+@pytest.mark.parametrize(("case", "least"), [(TP_SP, 2), (Composition("ddp", "tp", "global", EVEN, (2, 2)), 4), (HSDP, 2)], ids=str)
+def test_bucketing_of_models(case: Composition, least: int) -> None:
     before, after = compared(case, "bucket_bytes", 1 << 20)
     assert after.launches <= before.launches - least
     assert after.bytes == before.bytes
@@ -262,7 +262,7 @@ def test_another_slice_stays() -> None:
 
 
 def test_all_passes_on_uneven_parts() -> None:
-    case = Case("fsdp", "sp", "global", UNEVEN, (2, 2))
+    case = Composition("fsdp", "sp", "global", UNEVEN, (2, 2))
     for one, other in zip(sm.simulate(4)(step_of)(case, OFF), sm.simulate(4)(step_of)(case, ALL), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
         assert other.launches < one.launches

@@ -10,21 +10,13 @@ import shardmesh as sm
 from shardmesh import P, ShardedTensor
 from shardmesh.compat import ColwiseParallel, RowwiseParallel
 from shardmesh.parallel import colwise, parallelize, rowwise
+from tests.sharding.parallel.models import ResidualMLP
 from tests.sharding.ranks import on_mesh
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 5) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
 
 
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(Block(), Block()).double()
+    return nn.Sequential(ResidualMLP(5, 10), ResidualMLP(5, 10)).double()
 
 
 def _torch_styles(made, mesh):

@@ -122,7 +122,7 @@ def test_norms_of_many_tensors_take_one_reduction_for_each_set_of_axes():
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-class Model(nn.Module):
+class MixedParameters(nn.Module):
     """A little of everything: an embedding, a norm, two matrices."""
 
     def __init__(self):
@@ -137,7 +137,7 @@ class Model(nn.Module):
 
 def model():
     torch.manual_seed(0)
-    return Model().double()
+    return MixedParameters().double()
 
 
 LAYOUTS = {"table.weight": P(None, "a"), "up.weight": P("a"), "up.bias": P("a"), "down.weight": P(None, "a")}
