@@ -32,7 +32,7 @@ def plan_scale(monkeypatch):
 
 
 def run_script(name, tmp_path, *arguments):
-    """Its figures and its document."""
+    """Run a benchmark; return its figures and its document."""
     figures, document = tmp_path / "figures.json", tmp_path / "tables.md"
     command = [sys.executable, str(BENCHMARKS / name), *arguments, "--json", str(figures), "--markdown", str(document)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)

@@ -58,7 +58,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def chunks(shape: Sequence[int], dim: int) -> list[Box]:
-    """The boxes of the ranks, where this dim is cut."""
+    """Return the boxes of the ranks when this dim is split."""
     step = -(-shape[dim] // RANKS)
     cuts = [(min(i * step, shape[dim]), min(i * step + step, shape[dim])) for i in range(RANKS)]
     return [(*((0, n) for n in shape[:dim]), cut, *((0, n) for n in shape[dim + 1 :])) for cut in cuts]
@@ -70,7 +70,7 @@ def pack(shape: Sequence[int], dim: int, dtype: torch.dtype, to: torch.dtype | N
 
 
 def pack_bucket(shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.bfloat16) -> None:
-    """Tensors cut along dim 1, in one buffer."""
+    """Pack tensors split along dim 1 into one buffer."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     packs = [_placed(compile_pack, shape, start) for shape, start in zip(shapes, starts, strict=True)]
@@ -238,7 +238,7 @@ class Assembly:
         return Counter(_bits(match.groupdict()) for match in found if match and match["way"][0] == way)
 
     def those(self, pattern: str) -> list[str]:
-        """The instructions that are, as a whole, what this regular expression says."""
+        """Return the instructions that match this regular expression."""
         return [name for name in self.instructions if re.fullmatch(pattern, name)]
 
 
@@ -249,7 +249,7 @@ def _bits(parts: dict[str, str]) -> int:
 
 @cache
 def assemblies(target: str) -> dict[str, list[Assembly]] | None:
-    """`assemblies(target) -> {name: [Assembly of each launch]}`; None where this Triton does not compile for the target.
+    """Return `{name: [Assembly of each launch]}`; None if this Triton does not compile for the target.
 
     Raises:
         RuntimeError: a call failed.
@@ -279,7 +279,7 @@ def main() -> None:
 
 
 def _is_supported(target: tuple[Any, ...]) -> bool:
-    """Whether this Triton was built with it."""
+    """Return whether this Triton supports the target."""
     from triton.backends import backends
     from triton.backends.compiler import GPUTarget
 
@@ -319,7 +319,7 @@ class _Driver:
 
 @contextmanager
 def _compiling(target: tuple[Any, ...]) -> Iterator[list[Any]]:
-    """Inside the block launches compile and do not run; the kernels are added to the list."""
+    """Compile launches inside the block without running them; yield the list of kernels."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 

@@ -124,7 +124,7 @@ def lacking() -> Iterator[MappedCase]:
 
 
 def extremes_of_nan() -> Iterator[MappedCase]:
-    """0 / 0 on some of the ranks."""
+    """Yield cases with NaN on some ranks."""
     mesh, axis = (2, 4), "b"
     why = "an extreme of NaN is NaN, as in torch.maximum; JAX's on the CPU passes over it"
     largest = lambda c, x: c.pmax(x / (x * x), axis)  # noqa: E731

@@ -74,7 +74,7 @@ class Jax:
         self._process.communicate()
 
     def answer(self, name: str) -> Answer:
-        """The answer to a case, as soon as it is there."""
+        """Wait for the answer to a case."""
         while name not in self._answers:
             self._read()
         return self._answers[name]
@@ -93,7 +93,7 @@ class Jax:
 
 
 def _lax() -> SimpleNamespace:
-    """`jax.lax`, with our words for the types of an all_gather, and deaf to `sizes`, which it has no use for."""
+    """Return `jax.lax` with our names for the types of an all_gather, ignoring `sizes`."""
     from jax import lax
 
     types = {"replicated": "invarying", "sharded": "varying"}
@@ -108,7 +108,7 @@ def _lax() -> SimpleNamespace:
 
 
 def _mapped(case: MappedCase) -> Callable[..., list[Any]]:
-    """The program over global arrays; a list of leaves."""
+    """Return the program over global arrays; it returns a list of leaves."""
     import jax
 
     devices = jax.devices()[: int(np.prod(case.mesh))]
@@ -129,7 +129,7 @@ def _mapped(case: MappedCase) -> Callable[..., list[Any]]:
 
 
 def _derivatives(case: MappedCase) -> Callable[..., tuple[list[Any], Any, Any]]:
-    """Inputs -> results, gradients, gradients of the gradients' weighted sum."""
+    """Return a function from inputs to results, gradients, and gradients of the gradients' weighted sum."""
     import jax
 
     function, by = _mapped(case), case.differentiable
@@ -175,7 +175,7 @@ def _together(cases: dict[str, MappedCase]) -> dict[str, Answer]:
 
 
 def _asked(cases: dict[str, MappedCase]) -> dict[str, Answer]:
-    """The answers to these cases; where JAX refuses one of them, each alone."""
+    """Return the answers to these cases; if JAX rejects one of them, compute each separately."""
     try:
         return _together(cases)
     except Exception as error:
@@ -193,7 +193,7 @@ def _answers(asked: set[str]) -> Iterator[tuple[str, Answer]]:
 
 
 def main() -> None:
-    """Reads which cases are asked about, and writes the answers, in the order of the table."""
+    """Read the cases to compute, and write the answers in the order of the table."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "XLA_FLAGS": FLAGS}
     for name, answer in _answers(pickle.load(sys.stdin.buffer)):
         pickle.dump((name, vars(answer)), sys.stdout.buffer)

@@ -84,7 +84,7 @@ INDEX = [
 
 
 def texts(table: str) -> list[str]:
-    """The expressions of a table."""
+    """Return the expressions of a table."""
     return [text.strip() for text in table.replace("\n", " ").split("|")]
 
 

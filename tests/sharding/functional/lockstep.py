@@ -60,7 +60,7 @@ class Lockstep:
     def along(
         self, axis: str | Sequence[str], definition: Callable[[list[Tensor]], list[Tensor]], xs: list[Tensor]
     ) -> list[Tensor]:
-        """The definition of a collective on every group of ranks along the axis.
+        """Apply the definition of a collective to every group of ranks along the axis.
 
         Raises: ValueError for parts of different shapes.
         """
@@ -69,7 +69,7 @@ class Lockstep:
         return self.each(axis, definition, xs)
 
     def each(self, axis: str | Sequence[str], definition: Callable[[list[Tensor]], list[Tensor]], xs: list[Tensor]) -> list[Tensor]:
-        """The same, of parts of any shapes."""
+        """Apply the definition to parts of any shapes."""
         found: dict[int, Tensor] = {}
         for group in self.groups(axis):
             found |= zip(group, (own(part) for part in definition([xs[rank] for rank in group])), strict=True)
@@ -79,7 +79,7 @@ class Lockstep:
         return all(x.shape == xs[0].shape and torch.allclose(x, xs[0], rtol=1e-9, atol=1e-11) for x in xs)
 
     def enter(self, whole: Tensor, spec: P) -> list[Tensor]:
-        """Every rank's part of a global tensor."""
+        """Return every rank's part of a global tensor."""
         pending = [axis for axis, _ in spec.unreduced]
         parts = []
         for place in self.coordinates:
@@ -94,7 +94,7 @@ class Lockstep:
         return math.prod(SHARES[self.mesh["ab".index(axis)]][place[axis]] for axis in pending)
 
     def leave(self, xs: list[Tensor], spec: P) -> Tensor:
-        """The global tensor of a result.
+        """Return the global tensor of a result.
 
         Raises: ValueError where parts are not as torch.chunk cuts.
         """
@@ -183,19 +183,19 @@ class LockstepProgram:
         return re.search(word, self.source()) is not None
 
     def inputs(self, call: int) -> list[Tensor]:
-        """The global arguments of one call."""
+        """Return the global arguments of one call."""
         generator = torch.Generator().manual_seed(1000 * self.seed + call)
         drawn = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in self.shapes]
         return [x.requires_grad_(not frozen) for x, frozen in zip(drawn, self.frozen, strict=True)]
 
     def begin(self, world: Lockstep, leaves: Sequence[Tensor]) -> list[Env]:
-        """The variables of each rank before the first step."""
+        """Return the variables of each rank before the first step."""
         parts = [world.enter(leaf, spec) for leaf, spec in zip(leaves, self.in_specs, strict=True)]
         return [dict(zip(self.arguments, each, strict=True)) for each in zip(*parts, strict=True)]
 
 
 def weight(x: Tensor) -> Tensor:
-    """What each element of a result counts in the loss."""
+    """Return the weight of each element of a result in the loss."""
     return torch.linspace(0.3, 1.1, x.numel(), dtype=torch.float64).cos().reshape(x.shape)
 
 
@@ -209,7 +209,7 @@ class Meaning:
 
 
 def finish(program: LockstepProgram, world: Lockstep, leaves: Sequence[Tensor], envs: list[Env]) -> Meaning:
-    """Results and gradients, of variables after the last step."""
+    """Return results and gradients, given the variables after the last step."""
     results = [
         world.leave([env[name] for env in envs], spec)
         for name, spec in zip(program.results, program.out_specs, strict=True)
@@ -224,7 +224,7 @@ def finish(program: LockstepProgram, world: Lockstep, leaves: Sequence[Tensor], 
 
 
 def meaning(program: LockstepProgram, call: int) -> Meaning:
-    """What the program means, on the arguments of one call."""
+    """Return the meaning of the program on the arguments of one call."""
     world = Lockstep(program.mesh)
     leaves = program.inputs(call)
     envs = program.begin(world, leaves)

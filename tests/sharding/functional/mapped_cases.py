@@ -28,7 +28,7 @@ def tensor_of(x: Input, seed: int) -> torch.Tensor:
 
 
 def mapped(case: MappedCase, mesh: sm.DeviceMesh) -> Callable[..., Any]:
-    """The program of the case over ShardedTensors."""
+    """Return the program of the case on ShardedTensors."""
 
     def run(*local: torch.Tensor) -> Any:
         out = case.program(sm, *local)
@@ -39,7 +39,7 @@ def mapped(case: MappedCase, mesh: sm.DeviceMesh) -> Callable[..., Any]:
 
 
 def ours(case: MappedCase) -> Answer:
-    """What becomes of the case on this rank. The function is called twice: the types are tracked, then trusted."""
+    """Return the result of the case on this rank. Calls the function twice: types are tracked in the first call, trusted in the second."""
     mesh = sm.init_device_mesh(DEVICE, case.mesh, axis_names=case.axes)
     xs = [laid_out(mesh, tensor_of(x, seed), P(*x.spec)) for seed, x in enumerate(case.inputs)]
     by = [xs[i].requires_grad_() for i in case.differentiable]
@@ -54,7 +54,7 @@ def ours(case: MappedCase) -> Answer:
 
 
 def derivatives(case: MappedCase, mesh: sm.DeviceMesh, out: list[Any], by: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Of the same losses as on JAX's side."""
+    """Return derivatives of the same losses as in JAX."""
     total: Any = sum(loss(y.double(), weighing(mesh, y, k, y.spec)) for k, y in enumerate(out))
     grads: Any = torch.autograd.grad(total, by, create_graph=case.second)
     found = numpy_of([g.full_tensor() for g in grads])
@@ -68,12 +68,12 @@ def derivatives(case: MappedCase, mesh: sm.DeviceMesh, out: list[Any], by: list[
 
 
 def laid_out(mesh: sm.DeviceMesh, whole: torch.Tensor, spec: P) -> sm.ShardedTensor:
-    """What every rank has whole; nothing is sent."""
+    """Distribute a tensor that every rank holds in full, without communication."""
     return sm.distribute_tensor(whole, mesh, spec, src_data_rank=None)
 
 
 def weighing(mesh: sm.DeviceMesh, like: torch.Tensor, seed: int, spec: P) -> sm.ShardedTensor:
-    """The weights of the losses, laid out like what they weigh."""
+    """Return the weights of the losses, with the layouts of the weighted results."""
     return laid_out(mesh, torch.from_numpy(weights(like.shape, seed)), spec)
 
 
@@ -89,7 +89,7 @@ def dtypes_of(xs: list[torch.Tensor]) -> list[str]:
 
 
 def close(case: MappedCase, ours: list[np.ndarray], theirs: list[np.ndarray], what: str) -> None:
-    """Equal; where gradients travel in half precision, but for a few roundings."""
+    """Assert equality, up to a few roundings where gradients are communicated in half precision."""
     assert len(ours) == len(theirs), what
     half = max(
         (torch.finfo(getattr(torch, x.dtype)).eps for x in case.inputs if "16" in x.dtype and "float" in x.dtype),
@@ -107,7 +107,7 @@ def same_answer(case: MappedCase, one: Answer, other: Answer) -> None:
 
 
 def defined(case: MappedCase) -> Answer:
-    """What becomes of the case by the definitions in `oracle.py`."""
+    """Return the result of the case by the definitions in `oracle.py`."""
     xs = [tensor_of(x, seed) for seed, x in enumerate(case.inputs)]
     by = [xs[i].requires_grad_() for i in case.differentiable]
     values = oracle.evaluate(case.mesh, case.program, xs, [x.spec for x in case.inputs], case.out)

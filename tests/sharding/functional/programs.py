@@ -95,7 +95,7 @@ class Maker:
         self.program.given.append(P(*given.dims[: len(shape)]))
 
     def _spec(self, pending: int) -> P:
-        """At random: each axis on a dim, nowhere, or (where `pending` is not 0) pending."""
+        """Return a random spec: each axis on a dim, unused, or (unless `pending` is 0) pending."""
         dims: list[list[str]] = [[], [], []]
         unreduced = []
         for axis in self.rng.sample("ab", 2):
@@ -113,7 +113,7 @@ class Maker:
         return f"v{self.count - 1}"
 
     def pick(self, kinds: dict[str, Kind], wanted: Any = None) -> str:
-        """A variable, late ones more often; one with a wanted kind, if sense has it and there is one."""
+        """Return a random variable, preferring recent ones, and one of the wanted kind if possible."""
         names = list(kinds)
         if wanted is not None and self.chance(SENSE):
             names = [name for name in names if wanted(kinds[name])] or names
@@ -137,7 +137,7 @@ class Maker:
         return True
 
     def grow(self) -> bool:
-        """Try one step at random."""
+        """Try to append a random step."""
         weights, kinds = zip(*ROUGH, strict=True)
         step, kind, names = getattr(self, f"_{self.rng.choices(kinds, weights)[0]}")(self.kinds)
         return self.attempt(step, kind, names)
@@ -190,7 +190,7 @@ class Maker:
         return self.call(kinds, name, axis, x)
 
     def call(self, kinds: dict[str, Kind], name: str, axis: Any, x: str) -> tuple[Collective, Kind, list[str]]:
-        """A collective on a variable, sometimes on two at once."""
+        """Return a collective on a variable, sometimes on two."""
         shape = tuple(self.envs[0][x].shape) if x in self.envs[0] else (2,)
         options = self._options(name, axis, shape, x)
         args = (x, self.pick(kinds, lambda kind: kind == kinds[x])) if self.chance(0.1) else (x,)
@@ -202,7 +202,7 @@ class Maker:
         return step, law(name, options.get("to"), given, frozenset(axis)), list(step.targets)
 
     def _options(self, name: str, axis: Any, shape: tuple[int, ...], x: str) -> dict[str, Any]:
-        """Arguments of a collective."""
+        """Return random arguments of a collective."""
         rng, n, dim = self.rng, self.world.oracle.axis_size(axis), self.rng.randrange(max(len(shape), 1))
         tiled = {} if self.chance(0.3) else {"tiled": True}
         if name == "psum_scatter":
@@ -222,7 +222,7 @@ class Maker:
         return {"to": rng.choice(["sharded", "unreduced", "pending"])} if name == "pcast" else {}
 
     def _sizes(self, x: str, axis: Any, dim: int) -> dict[str, Any]:
-        """Of a gathered variable whose parts differ in length."""
+        """Return the sizes of a gathered variable with parts of different lengths."""
         xs = [env[x] for env in self.envs] if x in self.envs[0] else []
         lengths = [xs[rank].shape[dim] for rank in self.world.groups(axis)[0]] if xs and all(dim < x.ndim for x in xs) else []
         return {"tiled": True, "sizes": tuple(lengths)} if len(set(lengths)) > 1 else {}
@@ -230,7 +230,7 @@ class Maker:
     # -- functions within ----------------------------------------------------------------------------------------------
 
     def _body(self, arg: Kind, makers: Sequence[Any], length: int) -> tuple[list[Any], str, Kind]:
-        """Steps on `p` and variables from around."""
+        """Return steps on `p` and captured variables."""
         own = {"p": arg}
         steps = []
         for _ in range(length):
@@ -262,7 +262,7 @@ class Maker:
             self.in_vmap = False
 
     def _func_gradient(self, kinds: dict[str, Kind]) -> Any:
-        """By torch.func, of what each rank computes by itself."""
+        """Return a gradient by torch.func of what each rank computes locally."""
         self.in_vmap = True
         arg = self.pick(kinds, not_pending)
         body, result, kind = self._body(kinds[arg], [self._linear, self._unary, self._binary], self.rng.choice([1, 2, 3]))
@@ -272,7 +272,7 @@ class Maker:
         return NestedFunction("func_grad", (target,), arg, body, total), kind.join(kinds[arg]), [target]
 
     def _gradient(self, kinds: dict[str, Kind]) -> Any:
-        """Of a loss that each rank has of its own."""
+        """Return a gradient of a loss that differs between ranks."""
         fitting = {name: kind for name, kind in kinds.items() if kind.varying == {"a", "b"}}
         loss = self.pick(fitting if fitting else kinds)
         by, total, target = self.pick(kinds), self.new(), self.new()
@@ -282,7 +282,7 @@ class Maker:
         return Gradient(target, total, by), kind, [target]
 
     def _sm_gradient(self, kinds: dict[str, Kind]) -> Any:
-        """By an argument, whose kind is known, of a loss that all ranks have."""
+        """Return a gradient by an argument of known kind, of a loss that is the same on all ranks."""
         arg = self.rng.choice(self.program.arguments)
         makers = [self._linear, self._unary, self._binary, self._collective]
         body, result, kind = self._body(kinds[arg], makers, self.rng.choice([1, 2, 3]))
@@ -306,7 +306,7 @@ class Maker:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Results and their specs."""
+        """Append the results and their specs."""
         for name in self._last():
             bold = self.chance(BOLD)
             name = self._settled(name) if self.chance(0.4 if bold else SENSE) else name
@@ -321,7 +321,7 @@ class Maker:
         return [names[-1]] if self.chance(0.6) else [names[-1], self.rng.choice(names)]
 
     def _settled(self, name: str) -> str:
-        """Reduced over the axes over which it is not replicated, or some of them."""
+        """Reduce over the axes over which the value varies, or over some of them."""
         kind = self.kinds[name]
         for axis in sorted(kind.varying | kind.pending):
             if self.chance(0.6):
@@ -333,7 +333,7 @@ class Maker:
         return name
 
     def _out_spec(self, name: str) -> P:
-        """One that fits the kind of the result, where there is one and sense has it."""
+        """Return a spec that fits the kind of the result, if there is one that makes sense."""
         xs, kind = [env[name] for env in self.envs], self.kinds[name]
         tries = [self._spec(-1) for _ in range(12)]
         tries = [P(*spec.dims[: xs[0].ndim], unreduced=dict(spec.unreduced)) for spec in tries]
@@ -348,7 +348,7 @@ class Maker:
 
 
 def fits(x: Any) -> bool:
-    """Whether a value is one to go on with."""
+    """Return whether the program can continue with a value."""
     good = isinstance(x, Tensor) and x.dtype == torch.float64 and 0 < x.numel() <= MOST
     return good and bool(x.detach().abs().max() < LARGE)
 
@@ -358,20 +358,20 @@ def not_pending(kind: Kind) -> bool:
 
 
 def fits_kind(spec: P, kind: Kind) -> bool:
-    """Whether a result of this kind may leave so."""
+    """Return whether a result of this kind can be returned with this spec."""
     split, pending = {axis for axes in spec.dims for axis in axes}, {axis for axis, _ in spec.unreduced}
     return kind.pending <= pending and kind.varying <= split | pending and pending <= kind.varying | kind.pending
 
 
 def sensible(name: str, kind: Kind, axes: frozenset[str]) -> bool:
-    """Whether one would call this collective on such a value."""
+    """Return whether this collective makes sense on such a value."""
     if kind.pending:
         return (name in ("psum", "pmean", "psum_scatter") and kind.pending <= axes) or (name not in REDUCE and not kind.pending & axes)
     return not (name == "pcast" and kind.varying & axes)
 
 
 def law(name: str, to: str | None, kind: Kind, axes: frozenset[str]) -> Kind:
-    """The kind of a collective's result."""
+    """Return the kind of a collective's result."""
     if to in ("unreduced", "pending"):
         return Kind(kind.varying - axes, kind.pending | axes)
     varies = name not in (*REDUCE, "pbroadcast") and (name != "all_gather" or to == "sharded")
@@ -379,7 +379,7 @@ def law(name: str, to: str | None, kind: Kind, axes: frozenset[str]) -> Kind:
 
 
 def make(seed: int) -> tuple[LockstepProgram, list[Meaning]]:
-    """A program by its number, and what it gives in two calls, with different arguments."""
+    """Return a program by its number, and its results in two calls with different arguments."""
     while True:
         maker = Maker(seed)
         for _ in range(maker.rng.choice([1, 2, 3, 4, 6, 8])):

@@ -32,7 +32,7 @@ class ProgramStep(Protocol):
 
 
 def own(x: Tensor) -> Tensor:
-    """The same values as a tensor of its own."""
+    """Return a copy of the tensor."""
     return x.view_as(x)
 
 
@@ -157,13 +157,13 @@ class NestedFunction:
         return [(torch.stack(column, self.out_dim),) for column in zip(*rows, strict=True)]
 
     def _func_grad(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor]]:
-        """Each rank's own."""
+        """Return the gradient of each rank's function."""
         mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
         losses = self._call(world, envs, mine)
         return [torch.autograd.grad(y, x, create_graph=True, materialize_grads=True) for y, x in zip(losses, mine, strict=True)]  # type: ignore[misc]
 
     def _gradient(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor, ...]]:
-        """The gradient of a loss that all ranks have: of a replicated argument, of all its uses."""
+        """Return the gradient of a loss that is the same on all ranks, with respect to a replicated argument."""
         mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
         losses = self._call(world, envs, mine)
         if not world.same(losses):
@@ -174,7 +174,7 @@ class NestedFunction:
         return list(zip(losses, values, strict=True)) if self.kind == "value_and_grad" else [(g,) for g in values]
 
     def _jvp(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor, ...]]:
-        """In the direction of x.sin(): the gradient of the gradient with respect to the cotangent."""
+        """Return the derivative in the direction x.sin(), as the gradient of the gradient with respect to the cotangent."""
         mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
         results = self._call(world, envs, mine)
         cotangents = [torch.zeros_like(y).requires_grad_() for y in results]

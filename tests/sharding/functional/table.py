@@ -49,7 +49,7 @@ class Input:
     dtype: str = "float64"
 
     def values(self, seed: int) -> np.ndarray:
-        """Numbers of few bits, as float64: sums and products of a few of them are exact, in whatever order."""
+        """Return float64 numbers of few bits: sums and products of a few of them are exact in any order."""
         numbers = np.random.default_rng(seed).integers(-8, 9, self.shape)
         if self.dtype in ("bool", "uint8"):
             return (numbers > 0).astype("float64")
@@ -99,27 +99,27 @@ class MappedCase:
 
 
 def weights(shape: Sequence[int], seed: int) -> np.ndarray:
-    """What a result is multiplied with to make a loss: numbers of few bits that differ from place to place."""
+    """Return the factors of a result in a loss: numbers of few bits that differ between elements."""
     return ((np.arange(math.prod(shape)) * 5 + seed) % 7 - 3).reshape(tuple(shape)) / 4
 
 
 def loss(y: Any, w: Any) -> Any:
-    """A scalar of a result, with second derivatives that are not zero."""
+    """Return a scalar of a result, with second derivatives that are not zero."""
     return (y * w + y * y * y / 4).sum()
 
 
 def each(mesh: Sequence[int], first: int, *local: int, dtype: str = "float64") -> Input:
-    """Data of its own, of this local shape, on every rank."""
+    """Return a different tensor of this local shape on every rank."""
     return Input((first * math.prod(mesh), *local), (AXES[: len(mesh)],), dtype)
 
 
 def same(*shape: int, dtype: str = "float64") -> Input:
-    """The same on every rank."""
+    """Return the same tensor on every rank."""
     return Input(shape, (), dtype)
 
 
 def size(mesh: Sequence[int], axis: AxisName) -> int:
-    """Number of ranks along the axis."""
+    """Return the number of ranks along the axis."""
     return math.prod(mesh[AXES.index(name)] for name in axis)
 
 
@@ -130,7 +130,7 @@ def _name(what: str, mesh: Sequence[int], axis: AxisName) -> str:
 def case_of(
     what: str, mesh: tuple[int, ...], axis: AxisName, program: Callable[..., Any], *inputs: Input, **more: Any
 ) -> MappedCase:
-    """A case whose name tells the mesh and the axes."""
+    """Return a case whose name has the mesh and the axes."""
     return MappedCase(_name(what, mesh, axis), mesh, program, inputs, **more)
 
 
@@ -149,7 +149,7 @@ def reductions(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
 
 
 def replicated_results(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
-    """What is the same along the axis leaves under a spec that does not mention it."""
+    """Yield cases whose results are replicated along the axis and returned with a spec without it."""
     rest = tuple(name for name in AXES[: len(mesh)] if name not in axis)
     x, out = each(mesh, 2, 3), (rest or None,)
     gathered = lambda c, x: c.all_gather(x, axis, tiled=True, to="replicated")  # noqa: E731
@@ -201,7 +201,7 @@ def exchanged_dims(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase
 
 
 def permutations(n: int) -> dict[str, list[tuple[int, int]]]:
-    """By name, pairs (source, destination) of n places."""
+    """Return permutations by name, as pairs (source, destination) of n indices."""
     return {
         "round": [(i, (i + 1) % n) for i in range(n)],
         "round back": [((i + 1) % n, i) for i in range(n)],
@@ -219,7 +219,7 @@ def in_mesh_order(axis: AxisName) -> bool:
 
 
 def permutes(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
-    """Axes in mesh order: see `DIFFERENCES` for the others."""
+    """Yield cases with axes in mesh order; `DIFFERENCES` has the others."""
     if not in_mesh_order(axis):
         return
     x = each(mesh, 2, 3)
@@ -281,7 +281,7 @@ def trees(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
 
 
 def two_axes() -> Iterator[MappedCase]:
-    """One collective after another, over different axes."""
+    """Yield cases with two collectives over different axes."""
     mesh, both = (2, 4), ("a", "b")
     x = each(mesh, 4, 2)
     programs: dict[str, Callable[..., Any]] = {
@@ -373,7 +373,7 @@ FAMILIES = (
 )
 
 def in_groups() -> Iterator[MappedCase]:
-    """Collectives inside groups of places, and `pswapaxes`; JAX's sums in groups are in `differences.py`."""
+    """Yield cases of collectives inside index groups, and `pswapaxes`; `differences.py` has JAX's sums in groups."""
     for mesh, axis, groups in (
         ((8,), "a", [[0, 3], [5, 1], [2, 4], [7, 6]]),
         ((2, 4), "b", [[0, 2], [3, 1]]),

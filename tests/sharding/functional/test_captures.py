@@ -22,7 +22,7 @@ SPECS = [P(), P(None, "b"), P("b"), P("a"), P(unreduced="b"), P(None, ("a", "b")
 
 
 def score(x, w):
-    """A scalar of this rank's part of both, whatever their shapes."""
+    """Return a scalar of this rank's parts of both, for any shapes."""
     return sm.psum((x.sum() * w.sin()).square().sum() + w.square().sum(), ("a", "b"))
 
 

@@ -48,7 +48,7 @@ def mapped(program: LockstepProgram, mesh: sm.DeviceMesh) -> Callable[..., Any]:
 
 
 def call(program: LockstepProgram, f: Callable[..., Any], leaves: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
-    """Results, as whole tensors, and gradients of one call."""
+    """Return full results and gradients of one call."""
     if program.outside == "backward":
         results = [y.full_tensor() for y in f(*leaves)]
         loss = sum((y * weight(y)).sum() for y in results)
@@ -78,7 +78,7 @@ def difference(name: str, got: Sequence[Tensor], expected: Sequence[Tensor]) -> 
 
 
 def outcome(program: LockstepProgram, meanings: Sequence[Meaning], mesh: sm.DeviceMesh) -> ProgramOutcome:
-    """What became of a program on this rank."""
+    """Return the outcome of a program on this rank."""
     found = ""  # a rank that finds a difference goes on, so that the others do not wait for it
     try:
         f = mapped(program, mesh)
@@ -98,7 +98,7 @@ def outcome(program: LockstepProgram, meanings: Sequence[Meaning], mesh: sm.Devi
 
 
 def outcomes(programs: Sequence[tuple[LockstepProgram, Sequence[Meaning]]]) -> list[list[ProgramOutcome]]:
-    """By program, what became of it on each rank; programs of one mesh together, as long as all ranks go on."""
+    """Return the outcomes of programs on each rank; programs on one mesh run together while all ranks continue."""
 
     def together(mesh: sm.DeviceMesh) -> list[ProgramOutcome]:
         return [outcome(*each, mesh) for each in programs]
@@ -113,7 +113,7 @@ def outcomes(programs: Sequence[tuple[LockstepProgram, Sequence[Meaning]]]) -> l
 
 
 def verdict(program: LockstepProgram, ranks: Sequence[ProgramOutcome]) -> ProgramOutcome:
-    """What became of a program on all ranks; a refusal must be one everywhere, in the same words where all go the same way."""
+    """Return the outcome of a program on all ranks; a rejection must occur everywhere, with the same text if all take the same path."""
     worst = next((each for each in ranks if each.kind in ("failed", "wrong")), ranks[0])
     if worst.kind in ("failed", "wrong"):
         return worst
@@ -134,7 +134,7 @@ def judged(seeds: Sequence[int]) -> list[tuple[LockstepProgram, Sequence[Meaning
 
 
 def is_late(program: LockstepProgram, end: ProgramOutcome) -> bool:
-    """Whether types missed what varies. Where parts differ in shape they must: they do not follow numbers read from shapes."""
+    """Return whether types missed a varying value, as they must for numbers read from shapes that differ between ranks."""
     sizes = dict(zip("ab", program.mesh, strict=True))
     pairs = zip(program.shapes, program.in_specs, strict=True)
     cuts = [cut for shape, spec in pairs for cut in zip(shape, spec.dims, strict=False)]

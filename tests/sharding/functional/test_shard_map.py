@@ -19,7 +19,7 @@ X, W = values(6, 4), values(4, 5, seed=1)
 
 
 def mean_loss(x, w):
-    """A loss of rows of x: the sum over the axis "a"."""
+    """Return a loss of rows of x: the sum over the axis "a"."""
     return sm.psum((x @ w).square().sum(), "a")
 
 

@@ -124,7 +124,7 @@ PROGRAMS = {
 
 
 def derivatives(program, x, w):
-    """Of a loss, of its gradients, and of theirs."""
+    """Return the derivatives of a loss, of its gradients, and of theirs."""
     found, total = [], program(x, w).sin().sum()
     for _ in range(3):
         if not total.requires_grad:

@@ -44,7 +44,7 @@ def data(step, dtype=torch.float64):
 
 
 def reference_step(params, momenta, adam, step, *, lr, decay=0.1, momentum=0.95, rule=None, nesterov=True):
-    """Muon as the papers have it, on whole matrices; AdamW for `norm` and `embed`."""
+    """Run Muon as in the papers on full matrices, and AdamW for `norm` and `embed`."""
     for name, p in params.items():
         g = p.grad
         if name in ("norm", "embed"):

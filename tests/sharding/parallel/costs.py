@@ -163,7 +163,7 @@ class Paper:
         return b * S
 
     def activations(self) -> Used:
-        """Forward, a sum of the embedding, of attention and of the MLP; backward, of what came to attention, the MLP and the head."""
+        """Return sums: forward of the embedding, attention and the MLP; backward of the inputs of attention, the MLP and the head."""
         times, whole = 2 * self.case.config.layers + 1, self.tokens_here() * self.case.config.d * 8
         if self.case.tp == "tp":
             return {"all_reduce": (2 * times, 2 * times * 2 * (self.tp - 1) * whole // self.tp)}
@@ -189,14 +189,14 @@ class Paper:
         return plus(self._logits(), self.activations(), lengths, checks)
 
     def _logits(self) -> Used:
-        """Gathered, uneven parts by an exchange; each rank has all of their gradient."""
+        """Return the cost of gathered logits, by an all_to_all for uneven parts; each rank has their full gradient."""
         n, tokens, size = self.tp, self.tokens_here() * 8, self.case.config.vocabulary
         if size % n == 0:
             return {"all_gather": (1, (n - 1) * tokens * size // n)}
         return {"all_to_all": (1, (size - chunk(size, n, self.coordinate["tp"])) * tokens)}
 
     def loss(self) -> Used:
-        """Of the vocabulary's parts: the largest logit and the sum, backward a gradient of it, per token; the rest are scalars."""
+        """Return the cost of the loss on sharded logits per token: a maximum and a sum, and a gradient backward; the rest are scalars."""
         found: Used = {}
         ranks = self.size(*self.case.data)
         if self.tp > 1:

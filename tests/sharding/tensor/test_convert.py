@@ -19,7 +19,7 @@ X = torch.arange(15.0, dtype=torch.float64).view(5, 3) / 7 - 1
 
 
 def part(mesh, spec, whole=X):
-    """This rank's box of the whole, as a plain tensor of its own."""
+    """Return a copy of this rank's box of the tensor."""
     layout = sm.Layout.of(mesh, spec, whole.shape, whole.dtype)
     return whole[tuple(slice(*interval) for interval in layout.box)].clone()
 
@@ -231,7 +231,7 @@ def test_equal_gradients_of_every_kind_pass_the_check(mesh):
 
 
 def checks_of(mesh, steps, **how):
-    """How many checks of replicas each backward pass makes, of two uses in a loop."""
+    """Return the number of replica checks in each backward pass, for two uses in a loop."""
     found = []
     for step in steps:
         w = place(mesh, X, grad=True)

@@ -13,7 +13,7 @@ EXCHANGE = ["all_gather_object"]
 
 
 def shapes_of(mesh, lengths, spec=P("a"), **how):
-    """The global shape at each call over one line, and whether ranks exchanged shapes for it."""
+    """Return the global shape in each call on one line, and whether ranks exchanged shapes for it."""
     found = []
     for each in lengths:
         with collectives() as records:

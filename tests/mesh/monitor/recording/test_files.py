@@ -124,7 +124,7 @@ def test_concurrent_sweeps(old_folders: Path) -> None:
 def test_folder_deleted_while_it_is_listed(old_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def vanishing(path: Path, pattern: str) -> Iterator[Path]:
-        """What `glob` does where the folder is gone when it begins to read."""
+        """Raise as `glob` does if the folder is removed before it is read."""
         shutil.rmtree(path)
         raise FileNotFoundError(path)
 

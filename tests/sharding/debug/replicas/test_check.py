@@ -23,7 +23,7 @@ MESHES = ((2,), (3,), (2, 2), (3, 2), (2, 1, 3))
 
 
 def random_leaf(rng: random.Random, mesh: sm.DeviceMesh):
-    """A tensor of random dtype, shape and layout, the same on every rank for the same state of rng."""
+    """Return a tensor of random dtype, shape and layout; the same on every rank for the same state of rng."""
     shape = [rng.choice((0, 1, 2, 3, 7)) for _ in range(rng.randrange(4))]
     if rng.random() < 0.2:
         shape = [rng.randrange(300, 3000)]
@@ -42,7 +42,7 @@ def local(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def holders(leaf, mesh: sm.DeviceMesh, rank: int) -> list[int]:
-    """By the boxes, not by the axes: the ranks that hold the same box as this one."""
+    """Return the ranks that hold the same box as this one, computed from boxes rather than axes."""
     if not isinstance(leaf, sm.ShardedTensor):
         return mesh.ranks.reshape(-1).tolist()
     boxes = {int(mesh.ranks[at]): box for at, box in sm.typeof(leaf).boxes()}
@@ -50,7 +50,7 @@ def holders(leaf, mesh: sm.DeviceMesh, rank: int) -> list[int]:
 
 
 def with_a_bit_flipped(x: torch.Tensor, rng: random.Random) -> tuple[torch.Tensor, list[int]]:
-    """A copy with one bit of one element flipped, and the index of the element."""
+    """Return a copy with one bit of one element flipped, and the index of the element."""
     flat = flat_of(x).clone()
     at, width = rng.randrange(flat.numel()), flat.element_size()
     bit = 0 if x.dtype is torch.bool else rng.randrange(8 * width)
@@ -213,7 +213,7 @@ def test_null_world():
 
 
 def trained(mesh):
-    """A module with buffers and its optimizer, after a step."""
+    """Return a module with buffers and its optimizer, after a step."""
     torch.manual_seed(0)
     model = sm.parallel.distribute_module(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mesh, src_data_rank=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -281,7 +281,7 @@ def test_hash_depends_on_each_bit_and_its_position():
 
 
 def unmixed(word: int, place: int) -> int:
-    """The word that `_mixed` has made this one of."""
+    """Return the word that `_mixed` maps to this one."""
     whole = 1 << 64
     word ^= word >> 29 ^ word >> 58
     word = word * pow(0x94D049BB133111EB, -1, whole) % whole

@@ -26,7 +26,7 @@ def jax(request: pytest.FixtureRequest) -> Iterator[Jax]:
 
 
 def _asked_for(item: pytest.Item) -> str:
-    """The name of the case that a test is about."""
+    """Return the name of the case of a test."""
     params = getattr(item, "callspec").params  # noqa: B009 - pytest gives it only to items with parameters
     return params["case"].name if "case" in params else params["name"]
 

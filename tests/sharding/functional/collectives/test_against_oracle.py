@@ -26,7 +26,7 @@ uneven = pytest.mark.parametrize(("mesh", "axis"), UNEVEN, ids=str)
 
 
 def lengths(n: int, kind: str) -> list[int]:
-    """Lengths of n parts: falling, with empty ones, with all but one empty, and none at all."""
+    """Return lengths of n parts: decreasing, with empty ones, all but one empty, or all empty."""
     return {
         "falling": [n - i for i in range(n)],
         "some empty": [(3 * i + 1) % 4 if i % 2 else 0 for i in range(n)],
@@ -121,7 +121,7 @@ def ragged_program(axis: AxisName) -> Program:
 
 
 def ragged_inputs(mesh: Shape, axis: AxisName, slices: int) -> tuple[list[torch.Tensor], ...]:
-    """Operand, output, input offsets, send sizes, output offsets, receive sizes of every rank; gaps between the slices."""
+    """Return operand, output, input offsets, send sizes, output offsets and receive sizes of every rank, with gaps between slices."""
     n = size(mesh, axis)
     sent = torch.randint(0, 3, (n, n, slices), generator=torch.Generator().manual_seed(slices))  # [from, to, slice]
     offsets = (sent + 1).reshape(n, -1).cumsum(1).reshape(sent.shape) - sent
@@ -151,7 +151,7 @@ def test_replicated_extremes_share_the_gradient(axis, what):
 
 
 def with_ties(mesh: Shape) -> list[torch.Tensor]:
-    """Whole numbers from -2 to 2; the last ones are the same on every rank."""
+    """Return integers from -2 to 2, of which the last ones are the same on every rank."""
     level = torch.full((1, 3), 0.5, dtype=torch.float64)
     return [torch.cat([part.round(), level]) for part in all_ranks(mesh, (4, 3))]
 

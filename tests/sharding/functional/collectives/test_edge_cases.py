@@ -28,7 +28,7 @@ from tests.sharding.reference import equal
 
 
 def every_collective(n: int, axis: AxisName) -> dict[str, Program]:
-    """Programs of one tensor, which has at least one dim and n elements in its first."""
+    """Return programs of one tensor with at least one dim, whose first has n elements."""
     sources = [*range(1, n), 0]
     return {
         "psum": lambda c, x: c.psum(x, axis),
@@ -120,7 +120,7 @@ def test_pshuffle_and_ppermute(perm):
 
 
 def pending_programs(axis: AxisName) -> dict[str, tuple[Program, tuple[Any, ...]]]:
-    """Programs of a pending sum, and the specs of their results."""
+    """Return programs of a pending sum, and the specs of their results."""
     return {
         "psum": (lambda c, x: c.psum(x, axis), (None,)),
         "psum of twice": (lambda c, x: c.psum(x + x, axis), (None,)),
@@ -203,7 +203,7 @@ def test_forward_dtype(what):
 
 
 def with_dtypes(what: str) -> Program:
-    """The program, its collective called with dtypes to travel in."""
+    """Return the program with a forward and a backward dtype in its collective."""
 
     class Lowered:
         def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -67,7 +67,7 @@ def over(mesh: sm.DeviceMesh, f: Any, **more: Any) -> Any:
 
 
 def refused(f: Any, calls_before: int = 0, **more: Any) -> str:
-    """The text of the error in backward of f(w, x), the same on every rank."""
+    """Return the text of the error in backward of f(w, x), the same on every rank."""
 
     def program(mesh: sm.DeviceMesh) -> None:
         mapped, args = over(mesh, f, **more), (put(mesh, W, grad=True), put(mesh, X, P("a"), grad=True))

@@ -23,18 +23,18 @@ X, W = values(6, 4), values(4, 4, seed=1)
 
 
 def line_of(marker: str) -> int:
-    """The line of this file that ends with this comment."""
+    """Return the number of the line of this file that ends with this comment."""
     lines = inspect.getsource(sys.modules[__name__]).splitlines()
     return next(i for i, line in enumerate(lines, 1) if line.endswith(f"# {marker}"))
 
 
 def over(mesh, f, out_specs=P(), **more):
-    """`f(x, w)` of rows of x and of the whole w."""
+    """Map `f(x, w)` over rows of x, with w replicated."""
     return sm.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=out_specs, **more)
 
 
 def refused(f: Callable[..., Any], out_specs: Any = P(), **more: Any) -> str:
-    """The text of the ShardingTypeError of f(x, w), the same on every rank and at every call."""
+    """Return the text of the ShardingTypeError of f(x, w), the same on every rank and at every call."""
 
     def program(mesh):
         mapped = over(mesh, f, out_specs, **more)
@@ -47,7 +47,7 @@ def refused(f: Callable[..., Any], out_specs: Any = P(), **more: Any) -> str:
 
 
 def accepted(f: Callable[..., Any], out_specs: Any = P(), **more: Any) -> list[Any]:
-    """What every rank holds of the result of f(x, w), at the second call."""
+    """Return every rank's part of the result of f(x, w), in the second call."""
 
     def program(mesh):
         mapped = over(mesh, f, out_specs, **more)

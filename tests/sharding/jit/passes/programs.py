@@ -29,7 +29,7 @@ class Random:
         self.seed = seed
 
     def inputs(self, call: int) -> list[Tensor]:
-        """The arguments of a call: two of equal length on all ranks, one that is longer on some."""
+        """Return the arguments of a call: two of equal length on all ranks, and one that is longer on some."""
         generator = torch.Generator().manual_seed(100 * call + self.mesh.world.rank)
         coordinate = self.mesh.coordinate
         assert coordinate is not None

@@ -19,7 +19,7 @@ A, B = Line("all_reduce sum float32 x 4", (0, 1)), Line("all_gather float32 x 8"
 
 
 def of_ranks(*schedules: list[Any]) -> list[Any]:
-    """What each rank of a simulated world says if these are the ranks' schedules."""
+    """Return the result of each rank of a simulated world with these schedules."""
 
     def main() -> Any:
         try:
@@ -60,7 +60,7 @@ def test_a_rank_without_a_graph() -> None:
 
 
 def differing() -> str:
-    """`agree` on four ranks, one of which has another schedule."""
+    """Run `agree` on four ranks, one of which has a different schedule."""
     world = current_world()
     lines = [Line("all_reduce sum float32 x 4", (0, 1, 2, 3)), Line("all_gather float32 x 8", (0, 1, 2, 3))]
     try:

@@ -172,7 +172,7 @@ def test_prepared_input_shared_by_q_k_and_v():
 
 
 def beside_torch() -> None:
-    """With a hidden size that torch can split as well."""
+    """Compare with torch, with a hidden size that torch can shard too."""
     mesh, theirs = sm.init_device_mesh(DEVICE, (4,), axis_names=("tp",)), init_device_mesh(DEVICE, (4,))
     x = X.clone().requires_grad_()
     for make, plan, given in ((lambda: blocks(hidden=12), PLAN, x), (lambda: Transformer(12), TRANSFORMER_PLAN, TOKENS)):

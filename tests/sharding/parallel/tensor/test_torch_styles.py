@@ -109,7 +109,7 @@ def test_uneven_sequences():
 
 
 def beside_torch() -> None:
-    """The same plan by torch's function and by ours, in one process group."""
+    """Apply the same plan by torch's function and by ours, in one process group."""
     theirs = torch_parallel.parallelize_module(model(), torch_tensor.init_device_mesh(DEVICE, (4,)), sequence_parallel(*TORCHS))
     mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("tp",))
     own = parallelize_module(model(), mesh, sequence_parallel(*TORCHS))

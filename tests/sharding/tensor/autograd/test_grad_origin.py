@@ -44,7 +44,7 @@ class LeafProgram:
         return [sm.distribute_tensor(x, mesh, s, src_data_rank=None).requires_grad_() for x, s in zip(self.leaves, self.specs, strict=True)]
 
     def last(self, x: Any, w: Any, b: Any) -> Any:
-        """The value of the last step."""
+        """Return the value of the last step."""
         values = [x]
         for name, which, spec in self.steps:
             values.append(self.step(name, values[-1], values[int(which * len(values))], w, b, spec))
@@ -71,7 +71,7 @@ class LeafProgram:
         return x.tanh()
 
     def gradients(self, leaves: list[Any], factor: float = 1.0) -> list[Any]:
-        """Of the leaves, and of the square of these gradients."""
+        """Return the gradients of the leaves, and of the square of these gradients."""
         y = self.last(*leaves)
         sharded = isinstance(y, sm.ShardedTensor)
         weight: Any = self.weight

@@ -27,7 +27,7 @@ LAYOUTS = [((1,), P()), ((3,), P("a")), ((3,), P(None, "a")), ((2, 2), P("b", "a
 
 
 def whole(shape, func, p=0.4, mesh_shape=(1,), spec=None, backward=False):
-    """The whole results of two calls (or the gradients of their sum) on ones; every rank must agree, without communication."""
+    """Return the full results of two calls (or the gradients of their sum) on ones; check that all ranks agree without communication."""
 
     def program(mesh):
         sm.random.manual_seed(6)
