@@ -20,9 +20,8 @@ WITHOUT_SPMD_TYPES = "import sys; sys.modules['spmd_types'] = None; "
 
 
 @pytest.fixture
-def raw(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("raw_collectives")
+def raw(benchmark_module):
+    return benchmark_module("raw_collectives")
 
 
 def run_script(tmp_path, *arguments, before=""):

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COMMUNICATING = {"off", "on", "strict", "torch", "DETAIL"}
 
 
 @pytest.fixture
-def monitor(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("monitor")
+def monitor(benchmark_module):
+    return benchmark_module("monitor")
 
 
 @pytest.fixture
-def rank_times(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("rank_times")
+def rank_times(benchmark_module):
+    return benchmark_module("rank_times")
 
 
 def cost(rank_times, *seconds, cpu=1.0):
@@ -33,12 +24,9 @@ def cost(rank_times, *seconds, cpu=1.0):
 
 
 @pytest.mark.slow
-def test_every_section_has_its_rows(tmp_path):
-    figures, document = tmp_path / "figures.json", tmp_path / "tables.md"
-    command = [sys.executable, str(BENCHMARKS / "monitor.py"), "--quick", "--json", str(figures), "--markdown", str(document)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    cases = json.loads(figures.read_text())["cases"]
+def test_every_section_has_its_rows(run_benchmark):
+    figures, document = run_benchmark("monitor.py", "--quick")
+    cases = figures["cases"]
     who = {case["case"]: set(case["costs"]) for case in cases}
     assert who["all_reduce of 1 KB"] == who["f32[64, 64] rows -> columns -> rows"] == COMMUNICATING
     assert [set(c["costs"]) for c in cases if "training step" in c["case"]] == [COMMUNICATING - {"torch"}, {"off", "on"}]
@@ -46,9 +34,8 @@ def test_every_section_has_its_rows(tmp_path):
     assert len(steps) == 1, "a step calls as many collectives in a null world"
     assert min(steps) > 10
     assert all(cost["wall"]["min_us"] > 0 for case in cases for cost in case["costs"].values())
-    text = document.read_text()
-    assert "| a collective, 2 processes |" in text
-    assert "on against off" in text
+    assert "| a collective, 2 processes |" in document
+    assert "on against off" in document
 
 
 def test_round_excludes_warm_up_calls(rank_times):

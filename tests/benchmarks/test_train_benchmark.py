@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,26 +15,21 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def train(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("train")
+def train(benchmark_module):
+    return benchmark_module("train")
 
 
 @pytest.mark.slow
-def test_quick_run(train, tmp_path):
-    figures, document = tmp_path / "figures.json", tmp_path / "tables.md"
-    command = [sys.executable, str(BENCHMARKS / "train.py"), "--quick", "--json", str(figures), "--markdown", str(document)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    found = {one["implementation"]: one for one in json.loads(figures.read_text())["implementations"]}
+def test_quick_run(train, run_benchmark):
+    figures, document = run_benchmark("train.py", "--quick")
+    found = {one["implementation"]: one for one in figures["implementations"]}
     assert list(found) == list(train.MAKERS)
     assert all(one["wall"]["min_us"] > 0 and one["peak"] >= one["rest"] > 0 for one in found.values())
     units = 3  # two blocks and the root: each gathered in forward, gathered again in backward, reduced
     assert [found[name]["calls"] for name in ("ours FSDP", "torch FSDP2")] == [3 * units] * 2
     assert [found[name]["calls"] for name in ("ours FSDP, kept", "torch FSDP2, kept")] == [2 * units] * 2
     assert found["ours TP + SP"]["calls"] < found["DTensor TP + SP"]["calls"]
-    text = document.read_text()
-    assert all(f"| {pair.name} |" in text for pair in train.PAIRS)
+    assert all(f"| {pair.name} |" in document for pair in train.PAIRS)
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
