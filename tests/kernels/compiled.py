@@ -2,9 +2,9 @@
 
     CALLS {name: call} ---> assemblies(target) {name: [Assembly of each launch]}
 
-A call works on meta tensors. It goes through the library's own launcher, so that the types, alignments and constants which
-the kernels are compiled for are those of a real run. That takes a process in which Triton's interpreter is off: one for all
-calls and a target, `python -m tests.kernels.compiled sm_90`, which prints them as JSON.
+Calls use meta tensors and the library's launcher, so kernels are compiled for the types, alignments and constants of a real run.
+Compilation needs a process without Triton's interpreter: `python -m tests.kernels.compiled sm_90` compiles all calls for a target
+and prints the assemblies as JSON.
 """
 
 from __future__ import annotations
@@ -204,15 +204,15 @@ _AMD_BITS = {"byte": 8, "short": 16, "dword": 32}
 
 @dataclass(frozen=True)
 class Assembly:
-    """What one launch was compiled to.
+    """The compiled kernel of one launch.
 
     Attributes:
-        kernel: its name.
-        arguments: what it was compiled for: types, and the values of constants.
-        instructions: their names, in order.
-        registers: of a thread.
-        local: bytes of local memory of a thread: registers that do not fit, or arrays.
-        fuses: whether the compiler may make one rounding of a multiplication and an addition.
+        kernel: name of the kernel.
+        arguments: argument types, and values of constants.
+        instructions: names of the instructions, in order.
+        registers: number of registers per thread.
+        local: bytes of local memory per thread, for spilled registers or arrays.
+        fuses: whether the compiler may fuse a multiplication and an addition.
     """
 
     kernel: str
@@ -300,7 +300,7 @@ def _assembled(target: tuple[Any, ...]) -> dict[str, list[dict[str, Any]]]:
 
 
 class _Driver:
-    """A device that is there only to be compiled for."""
+    """A device that kernels are compiled for, but not run on."""
 
     def __init__(self, target: tuple[Any, ...]):
         from triton.backends.compiler import GPUTarget

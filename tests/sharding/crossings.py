@@ -1,7 +1,7 @@
 """Random programs that convert between plain and sharded tensors, differentiated three times, on the ranks of a mesh and in one
 process.
 
-A value is sharded, or plain and the same on every rank, or this rank's part of one. In the one process it is the whole tensor in any case.
+A value is sharded, or plain and the same on every rank, or this rank's part. In one process it is always the full tensor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Value:
 
 
 class CrossingProgram:
-    """Some steps from leaves of each kind to a loss, drawn at random.
+    """Random steps from leaves of each kind to a loss.
 
     Attributes:
         mesh_shape: that of the mesh.
@@ -301,7 +301,7 @@ STEPS = ["pointwise", "pointwise", "move", "cross", "cross", "mix", "product", "
 
 
 class OneProcess:
-    """Collectives of all parts at once."""
+    """Collectives in one process, on all parts at once."""
 
     def psum(self, parts: Sequence[Tensor]) -> list[Tensor]:
         return [sum(parts[1:], parts[0])] * len(parts)
@@ -314,7 +314,7 @@ class OneProcess:
 
 
 class OnRanks:
-    """The same by axis name; there is one part here."""
+    """Collectives by axis name, on this rank's part."""
 
     def __init__(self, names: Any) -> None:
         self.names = names

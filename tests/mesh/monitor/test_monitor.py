@@ -46,10 +46,10 @@ def _as_it_was() -> Iterator[None]:
     settings().mode, settings().warn, settings().timeout = before
 
 
-def watched(hand: DrivenRank, op: str = "all_reduce", how: str = "sum", size: int = 4, lineage: int = 0) -> None:
+def recorded_call(rank: DrivenRank, op: str = "all_reduce", how: str = "sum", size: int = 4, lineage: int = 0) -> None:
     """Call a collective of all ranks with this rank's monitor, which compares and waits as in a job."""
-    recorder = next((s for s in hand.monitor.recorders), None) or hand.monitor.add_recorder(hand.world.group(hand.everyone))
-    hand.world.comm_context.lineage = lineage
+    recorder = next((s for s in rank.monitor.recorders), None) or rank.monitor.add_recorder(rank.world.group(rank.everyone))
+    rank.world.comm_context.lineage = lineage
     recorder.enter(op, how, torch.float32, size, 16, 16)
 
 
@@ -59,7 +59,7 @@ def watched(hand: DrivenRank, op: str = "all_reduce", how: str = "sum", size: in
 def test_ranks_that_agree_continue(two: list[DrivenRank]) -> None:
     for n in range(300):
         two[1].call(size=n)
-        watched(two[0], size=n)
+        recorded_call(two[0], size=n)
     assert two[0].monitor.standing() is None
 
 
@@ -67,10 +67,10 @@ def test_ranks_that_agree_continue(two: list[DrivenRank]) -> None:
 def test_the_second_of_two_sees_the_difference(two: list[DrivenRank], number: int) -> None:
     for _ in range(number):
         two[1].call()
-        watched(two[0])
+        recorded_call(two[0])
     two[1].call(how="max")
     with pytest.raises(errors.CollectiveMismatchError, match="the reduction differs") as caught:
-        watched(two[0])
+        recorded_call(two[0])
     assert caught.value.ranks == ()
     assert caught.value.verdict.field == "reduction"
     assert two[1].monitor.standing() == caught.value.verdict
@@ -81,7 +81,7 @@ def test_every_later_collective_raises_the_verdict_again(two: list[DrivenRank]) 
     texts = []
     for _ in range(2):
         with pytest.raises(errors.CollectiveMismatchError) as caught:
-            watched(two[0])
+            recorded_call(two[0])
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
     with pytest.raises(errors.CollectiveMismatchError) as caught:
@@ -95,7 +95,7 @@ def test_lineage_difference_raises(four: list[DrivenRank]) -> None:
         four[rank].call(lineage=one)
     four[3].call(lineage=other)
     with pytest.raises(errors.CollectiveMismatchError) as caught:
-        watched(four[0], lineage=one)
+        recorded_call(four[0], lineage=one)
     assert caught.value.ranks == (3,)
     assert caught.value.verdict.field == "lineage"
 
@@ -103,7 +103,7 @@ def test_lineage_difference_raises(four: list[DrivenRank]) -> None:
 def test_line_difference_does_not_raise(four: list[DrivenRank]) -> None:
     for rank in (1, 2, 3):
         four[rank].call(lineage=1 << 48 | 2 << 32 | 3 << 16)
-    watched(four[0], lineage=1 << 48 | 9 << 32 | 9 << 16)
+    recorded_call(four[0], lineage=1 << 48 | 9 << 32 | 9 << 16)
     assert four[0].monitor.standing() is None
 
 
@@ -124,19 +124,19 @@ def later(call: Callable[[], object], seconds: float = 0.3) -> threading.Timer:
 
 def test_first_collective_of_a_group_waits_for_all_ranks(two: list[DrivenRank]) -> None:
     timer = later(two[1].call)
-    watched(two[0])
+    recorded_call(two[0])
     assert timer.finished.is_set()
     timer.join()
-    watched(two[0])  # and the others do not
+    recorded_call(two[0])  # and the others do not
 
 
 def test_strict_waits_each_time(two: list[DrivenRank]) -> None:
     two[1].call()
-    watched(two[0])
+    recorded_call(two[0])
     collective_check("strict")
     for _ in range(2):
         timer = later(two[1].call)
-        watched(two[0])
+        recorded_call(two[0])
         assert timer.finished.is_set()
         timer.join()
 
@@ -150,7 +150,7 @@ def test_waiting_rank_shows_its_collective(two: list[DrivenRank]) -> None:
         two[1].call("all_gather", "")
 
     timer = later(look)
-    watched(two[0], "all_gather", "")
+    recorded_call(two[0], "all_gather", "")
     timer.join()
     assert found == ["all_gather"]
     assert two[0].buffer.blocked is None
@@ -159,7 +159,7 @@ def test_waiting_rank_shows_its_collective(two: list[DrivenRank]) -> None:
 def test_waiting_rank_raises_a_verdict(two: list[DrivenRank]) -> None:
     timer = later(lambda: two[1].monitor.raised(ValueError("no such file")))
     with pytest.raises(errors.PeerError, match="rank 1 raised ValueError: no such file") as caught:
-        watched(two[0])
+        recorded_call(two[0])
     timer.join()
     assert caught.value.ranks == (1,)
 
@@ -189,7 +189,7 @@ def test_waiting_rank_polls_at_growing_intervals(two: list[DrivenRank], monkeypa
 def test_waiting_rank_raises_when_a_rank_dies(two: list[DrivenRank]) -> None:
     timer = later(two[1].die)
     with pytest.raises(errors.RankLostError, match="rank 1 died") as caught:
-        watched(two[0])
+        recorded_call(two[0])
     timer.join()
     assert caught.value.ranks == (1,)
 
@@ -286,12 +286,12 @@ def test_ranks_text() -> None:
 @pytest.fixture
 def running(two: list[DrivenRank]) -> Iterator[list[DrivenRank]]:
     """Both with a watchdog that runs."""
-    for hand in two:
-        hand.monitor.notified = True  # the main thread is this test's: it is not to be called away
-        hand.monitor.watchdog.start()
+    for rank in two:
+        rank.monitor.notified = True  # the main thread is this test's: it is not to be called away
+        rank.monitor.watchdog.start()
     yield two
-    for hand in two:
-        hand.monitor.watchdog.stop()
+    for rank in two:
+        rank.monitor.watchdog.stop()
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -329,10 +329,10 @@ def test_the_watchdog_finds_a_stall_by_itself(running: list[DrivenRank], capfd: 
 
 
 def test_watchdog_checks_completed_collectives(running: list[DrivenRank]) -> None:
-    for hand in running:
+    for rank in running:
         for _ in range(3):
-            hand.call()
-        hand.monitor.recorders.append(hand.recorder())
+            rank.call()
+        rank.monitor.recorders.append(rank.recorder())
     until(lambda: running[0].recorder().settled == 3)
 
 
@@ -359,9 +359,9 @@ def test_forked_child_publishes_nothing(two: list[DrivenRank]) -> None:
 def test_final_check_waits_for_arriving_ranks_and_prints_the_error(two: list[DrivenRank], capsys: pytest.CaptureFixture[str]) -> None:
     """A broadcast's source has all it needs at once, and may be at its end before the others see that they differ."""
     two[1].call()
-    watched(two[0])
+    recorded_call(two[0])
     timer = later(lambda: two[1].monitor.fail(Verdict("mismatch", (0,), "source", (), "rank 0 called another collective")), 0.05)
-    watched(two[0])
+    recorded_call(two[0])
     two[0].monitor.settle()
     timer.join()
     assert "shardmesh: rank 0: rank 0 called another collective" in capsys.readouterr().err
@@ -371,10 +371,10 @@ def test_final_check_waits_for_arriving_ranks_and_prints_the_error(two: list[Dri
 def test_final_check_terminates(two: list[DrivenRank]) -> None:
     """Whether or not the other ranks arrive."""
     two[1].call()
-    watched(two[0])
+    recorded_call(two[0])
     two[0].monitor.settle()
     assert two[0].monitor.is_settled(two[0].monitor.recorders[0])
-    watched(two[0])
+    recorded_call(two[0])
     two[0].monitor.settle()
     assert not two[0].monitor.is_settled(two[0].monitor.recorders[0])
 

@@ -124,7 +124,7 @@ def test_every_attempt_of_torchrun_ends_and_the_next_one_starts_clean(tmp_path: 
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("result 10.0 monitor on") == 4
     said = found.stderr
-    assert said.count("PeerError: rank 2 raised ValueError: attempt 0") >= 3  # those of later attempts do not hear it again
+    assert said.count("PeerError: rank 2 raised ValueError: attempt 0") >= 3  # later attempts do not repeat it
     assert said.count("StallError: ranks 0, 1, 3 have waited") >= 6
     assert "rank 2 does not react and is killed" in said
 

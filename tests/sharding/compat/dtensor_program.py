@@ -1,7 +1,7 @@
-"""A program written for `torch.distributed.tensor`. Every part takes the API as an argument and returns plain values, so that it
-runs on torch's and on ours and the results can be compared; nothing in it knows which of the two it runs on.
+"""A program written for `torch.distributed.tensor`, which runs with torch and with shardmesh.
 
-A user's file would have the import lines of `torch_api`, or in their place `from shardmesh import ...`.
+Every part takes the API as an argument and returns plain values for comparison. A user's file would have the import lines of
+`torch_api`, or `from shardmesh import ...` instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where we do something else than JAX, and why: programs as in `table.py`, `MappedCase.differs` holds the reason.
+"""Differences from JAX: programs as in `table.py`; `MappedCase.differs` is the reason.
 
-`test_against_jax` checks that JAX does differ, or refuses, and that we do what the plain definition in `oracle.py` says. Beside
-these, only dtypes differ (`MappedCase.dtypes`).
+`test_against_jax` checks that JAX differs or raises, and that our results equal the definition in `oracle.py`. Otherwise only dtypes
+differ (`MappedCase.dtypes`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Programs of parts whose shapes differ from rank to rank, through `shard_map` and by definition (`oracle.py`).
+"""Programs on parts whose shapes differ between ranks, through `shard_map` and by definition (`oracle.py`).
 
-The parts travel in and out as one flat tensor, cut into pieces of these lengths:
+The parts are passed and returned as one flat tensor, split into pieces of these lengths:
 
     rank 0   [2, 3]    ->   6 numbers  |
     rank 1   [0, 3]    ->   0 numbers  |  P("a", sizes={"a": (6, 0, 3)})
@@ -33,13 +33,13 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True)
 class FlatCase:
-    """A program, and what every rank has.
+    """A program and the inputs of every rank.
 
     Attributes:
         mesh: its shape; the axes are a, b, c.
         program: `(c, *tensors) -> pytree of tensors`; `c` is `shardmesh` or the oracle.
-        inputs: what goes in: the parts of all ranks.
-        replicated: the results leave as replicated.
+        inputs: the parts of all ranks.
+        replicated: whether the results are replicated.
     """
 
     mesh: Shape

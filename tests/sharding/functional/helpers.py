@@ -1,4 +1,4 @@
-"""What tests of mapped functions share: tensors on a mesh, and comparing them with the plain computation."""
+"""Helpers for tests of mapped functions: tensors on a mesh, and comparison with the plain computation."""
 
 from __future__ import annotations
 

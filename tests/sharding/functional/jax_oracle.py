@@ -1,9 +1,9 @@
-"""The table's programs under JAX, on simulated CPU devices, in a process of its own: `python -m tests.sharding.functional.jax_oracle`.
+"""The table's programs under JAX, on simulated CPU devices, in a separate process: `python -m tests.sharding.functional.jax_oracle`.
 
-Of its own, because JAX wants its flags before it starts, and starts threads that no forked test process should inherit. It
-works through the table and writes one answer after the other, while the tests run behind it:
+The process is separate because JAX reads its flags at startup, and starts threads that forked test processes must not inherit. It
+runs the table and writes one answer after the other, while the tests wait for their answers:
 
-    tests   case 0  case 1  case 2  ..      each waits until the answer to its case is there
+    tests   case 0  case 1  case 2  ..      each waits for the answer to its case
               ^       ^
     JAX     case 0  case 1  case 2  case 3 ..
 """
@@ -32,14 +32,14 @@ FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_lev
 
 @dataclass
 class Answer:
-    """What becomes of a case.
+    """The result of a case.
 
     Attributes:
         values: the results, leaf by leaf, as float64.
-        dtypes: their dtypes, before.
-        grads: derivatives of the loss by each differentiable input.
-        second: derivatives of the weighted sum of those, again by each.
-        refused: the message, where JAX refuses.
+        dtypes: their original dtypes.
+        grads: gradients of the loss with respect to each differentiable input.
+        second: gradients of the weighted sum of those, with respect to each.
+        refused: the message, if JAX raises.
     """
 
     values: list[np.ndarray] = field(default_factory=list)
@@ -50,10 +50,10 @@ class Answer:
 
 
 class Jax:
-    """The process, and the answers that have come from it: `with Jax([name]) as jax: jax.answer(name)`.
+    """The JAX process and its answers: `with Jax([name]) as jax: jax.answer(name)`.
 
     Args:
-        names: of the cases that will be asked about, "psum on 8 over a" and so on; others are left alone.
+        names: names of the cases to run, such as "psum on 8 over a".
     """
 
     def __init__(self, names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Programs of transforms and control flow, written once for JAX and for this library; under JAX in a process of its own:
+"""Programs of transforms and control flow, written once for JAX and for this library; run under JAX in a separate process:
 `python -m tests.sharding.functional.jax_transforms`.
 """
 

@@ -1,4 +1,4 @@
-"""Mapped programs as data, and what they mean in one process: every step is done for all ranks before the next one begins.
+"""Mapped programs as data, and their meaning in one process: every step runs for all ranks before the next one begins.
 
     step                      rank 0      rank 1              a variable is a list of tensors, one for each rank, and all of
     v0 = x0.sin()             sin(.)      sin(.)              them hang in one graph of torch.autograd, whose leaves are the
@@ -118,7 +118,7 @@ class Lockstep:
 
 
 class _Rank:
-    """What a line that communicates nothing may ask the library for, on one rank."""
+    """The part of the library that local lines use, on one rank."""
 
     def __init__(self, meaning: oracle.Oracle, rank: int) -> None:
         self.meaning, self.rank = meaning, rank
@@ -138,10 +138,10 @@ class _Rank:
 
 @dataclass
 class LockstepProgram:
-    """A program and what goes in and out.
+    """A program with its inputs and outputs.
 
     Attributes:
-        seed: by which it was made.
+        seed: seed of the program.
         mesh: shape, of axes a and b.
         shapes: of the global arguments, x0, x1, ...
         given: how each lies before the call; no pending ones.
@@ -201,7 +201,7 @@ def weight(x: Tensor) -> Tensor:
 
 @dataclass
 class Meaning:
-    """What a call of a program gives: results and gradients, and whether ranks disagree on one of them."""
+    """Results and gradients of a call of a program, and whether ranks disagree on any of them."""
 
     results: list[Tensor]
     gradients: list[Tensor]

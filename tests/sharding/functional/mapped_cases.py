@@ -1,7 +1,7 @@
-"""The programs of `table.py` through `shard_map`, and by their definitions; how the two, and JAX's answers, are compared.
+"""The programs of `table.py` through `shard_map` and by their definitions, and the comparison of both with JAX's answers.
 
-Numbers have few bits, so that sums are exact in any order, and results have to be equal to the last bit; half precision, where
-gradients are rounded on the way, has a tolerance of a few units in the last place.
+Numbers have few bits, so sums are exact in any order and results must be bitwise equal; half precision, where gradients are
+rounded, has a tolerance of a few units in the last place.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What each collective means: a line or two on the list of what the ranks along the axis have.
+"""Definitions of the collectives, each in a line or two on the list of parts along the axis.
 
-    parts[i]     what the rank at place i along the axis has
-    result[i]    what it gets
+    parts[i]     the part of the rank at index i along the axis
+    result[i]    its result
 
-Derivatives are those of the definition itself, by torch.autograd. `Oracle` runs the programs of `table.py` by these
-definitions, all ranks at once: a value of a program is an `Everyone`, what it is on each rank.
+Derivatives are those of the definition, by torch.autograd. `Oracle` runs the programs of `table.py` by these definitions for
+all ranks at once: a value of a program is an `Everyone`, the list of its values on all ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Random small programs for `shard_map`: operators and collectives over the axes a and b, in the order in which they were drawn.
 
-A program grows step by step. Each step is done at once for all ranks (`lockstep.py`), and dropped if torch refuses it or the numbers get
-large. Most steps are such that a sensible program would have them, by a rough account of which axes a value varies over and is pending
-over (a `Kind`); some are drawn at random, so that the library has something to refuse.
+A program grows step by step. Each step runs at once for all ranks (`lockstep.py`), and is dropped if torch raises or numbers become
+large. Most steps make sense, by an approximate record of the axes over which a value varies and is pending (a `Kind`); some are
+random, so that the library must reject some programs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TEXTS = {"linear": texts(LINEAR), "unary": texts(UNARY), "binary": texts(BINARY)
 
 
 class Kind(NamedTuple):
-    """Over which axes a value varies, and is pending."""
+    """The axes over which a value varies, and is pending."""
 
     varying: frozenset[str] = frozenset()
     pending: frozenset[str] = frozenset()
@@ -52,13 +52,13 @@ class Kind(NamedTuple):
 REPLICATED = Kind()
 
 
-class Maker:
+class ProgramGenerator:
     """Draws one program.
 
     Attributes:
-        program: as far as it has been drawn.
-        kinds: of its variables.
-        looked: what it knows in numbers.
+        program: the program so far.
+        kinds: kinds of its variables.
+        read_kinds: values that the program has read.
     """
 
     def __init__(self, seed: int) -> None:
@@ -66,7 +66,7 @@ class Maker:
         mesh = rng.choice(MESHES)
         self.program = LockstepProgram(seed, mesh, [], [], [], [])
         self.kinds: dict[str, Kind] = {}
-        self.looked, self.count, self.in_vmap = REPLICATED, 0, False
+        self.read_kinds, self.count, self.in_vmap = REPLICATED, 0, False
         for _ in range(rng.choice([1, 2, 2, 3])):
             self._argument()
         self.world = Lockstep(mesh)
@@ -133,7 +133,7 @@ class Maker:
             return False
         self.envs = envs
         self.program.steps.append(step)
-        self.kinds |= dict.fromkeys(names, kind.join(self.looked))
+        self.kinds |= dict.fromkeys(names, kind.join(self.read_kinds))
         return True
 
     def grow(self) -> bool:
@@ -174,7 +174,7 @@ class Maker:
     def _look(self, kinds: dict[str, Kind]) -> Any:
         step, kind, names = self._with_two(kinds, LOOKS)
         kind = kind if "axis_index" not in step.text else kind.join(Kind(frozenset(a for a in "ab" if f"'{a}'" in step.text)))
-        self.looked = self.looked.join(Kind(kind.varying))
+        self.read_kinds = self.read_kinds.join(Kind(kind.varying))
         return step, kind, names
 
     def _index(self, kinds: dict[str, Kind]) -> Any:
@@ -286,7 +286,7 @@ class Maker:
         arg = self.rng.choice(self.program.arguments)
         makers = [self._linear, self._unary, self._binary, self._collective]
         body, result, kind = self._body(kinds[arg], makers, self.rng.choice([1, 2, 3]))
-        total, over = self.new(), "".join(sorted(kind.varying | kind.pending | self.looked.varying))
+        total, over = self.new(), "".join(sorted(kind.varying | kind.pending | self.read_kinds.varying))
         body.append(LocalStep(f"{total} = {result}.sum()"))
         if over or self.chance(0.1):
             how = "psum" if kind.pending or self.chance(0.5) else "pmean"
@@ -381,13 +381,13 @@ def law(name: str, to: str | None, kind: Kind, axes: frozenset[str]) -> Kind:
 def make(seed: int) -> tuple[LockstepProgram, list[Meaning]]:
     """Return a program by its number, and its results in two calls with different arguments."""
     while True:
-        maker = Maker(seed)
-        for _ in range(maker.rng.choice([1, 2, 3, 4, 6, 8])):
-            any(maker.grow() for _ in range(8))
-        maker.end()
-        program = maker.program
+        generator = ProgramGenerator(seed)
+        for _ in range(generator.rng.choice([1, 2, 3, 4, 6, 8])):
+            any(generator.grow() for _ in range(8))
+        generator.end()
+        program = generator.program
         try:
-            first = finish(program, maker.world, maker.leaves, maker.envs)
+            first = finish(program, generator.world, generator.leaves, generator.envs)
             return program, [first, meaning(program, 1)]
         except REFUSALS:  # torch has no gradient for it, or parts do not make a whole
             seed += 1 << 32

@@ -1,4 +1,4 @@
-"""The steps of random programs: each is a line or two of Python, and what it does to the values of all ranks at once."""
+"""The steps of random programs: each is a line or two of Python, and its effect on the values of all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ProgramStep(Protocol):
     """A line or two of a program."""
 
     def lines(self) -> list[str]:
-        """As Python."""
+        """Return the step as lines of Python."""
         ...
 
     def run(self, world: Lockstep, envs: list[Env]) -> None:
@@ -38,7 +38,7 @@ def own(x: Tensor) -> Tensor:
 
 @dataclass
 class LocalStep:
-    """Lines in which each rank works by itself."""
+    """Lines without communication."""
 
     text: str
 
@@ -61,7 +61,7 @@ class Collective:
     Attributes:
         targets, args: names of variables.
         options: of the call.
-        started: whether it is started and waited for.
+        started: whether it is asynchronous.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Collective:
 
 @dataclass
 class NestedFunction:
-    """A function within the program, and what is done with it.
+    """A nested function of the program, and the transformation applied to it.
 
     Attributes:
         kind: "remat", "torch_checkpoint", "vmap", "func_grad" (of torch), "grad", "value_and_grad", "vjp" or "jvp" (of the library).
@@ -191,7 +191,7 @@ class NestedFunction:
 
 @dataclass
 class Gradient:
-    """`torch.autograd.grad` of losses that each rank has of its own: the gradient of their sum."""
+    """`torch.autograd.grad` of losses that differ between ranks: the gradient of their sum."""
 
     target: str
     loss: str

@@ -1,11 +1,11 @@
-"""Every collective as a table of small programs that run word for word under JAX and under this library.
+"""A table of small programs for every collective, which run unchanged under JAX and under this library.
 
-A program gets the library as `c` (`jax.lax` or `shardmesh`: the names and arguments are the same) and this rank's tensors:
+A program gets the library as `c` (`jax.lax` or `shardmesh`, with the same names and arguments) and this rank's tensors:
 
     MappedCase("psum on 2x4 over b", (2, 4), lambda c, x: c.psum(x, "b"), (each((2, 4), 3, 2),))
 
-What it returns on every rank is stacked in the order of the ranks and compared, with first and second derivatives. Nothing
-here imports torch or JAX: the JAX side runs in a process of its own.
+The results of all ranks are stacked and compared, with first and second derivatives. This file imports neither torch nor JAX,
+since the JAX side runs in a separate process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EVERY_DIM: tuple[tuple[tuple[int, ...], AxisName], ...] = (((2, 4), "b"), ((2, 4
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor that goes in.
+    """An input tensor.
 
     Attributes:
         shape: the global shape.

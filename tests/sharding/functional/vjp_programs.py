@@ -1,5 +1,5 @@
-"""Functions with gradients of their own, which run in JAX as they stand: `python -m tests.sharding.functional.vjp_programs` prints what it
-makes of them, as JSON."""
+"""Functions with custom gradients, which run unchanged in JAX: `python -m tests.sharding.functional.vjp_programs` prints JAX's results
+as JSON."""
 
 from __future__ import annotations
 

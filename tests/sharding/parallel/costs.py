@@ -45,8 +45,8 @@ def chunk(size: int, parts: int, part: int) -> int:
     return max(0, min(most, size - part * most))
 
 
-class Paper:
-    """A case, seen from a rank."""
+class StepCosts:
+    """The costs of a composition on one rank."""
 
     def __init__(self, case: Composition, coordinate: dict[str, int], param_bytes: int = 8, sum_bytes: int = 8) -> None:
         self.case, self.coordinate, self.param_bytes, self.sum_bytes = case, coordinate, param_bytes, sum_bytes
@@ -224,24 +224,24 @@ def collective(op: str, received: list[int]) -> Used:
     return {op: (sum(one > 0 for one in received), sum(received))}
 
 
-def of_data(paper: Paper, micro_batches: int = 0) -> Used:
+def of_data(costs: StepCosts, micro_batches: int = 0) -> Used:
     """Return the communication of data parallelism in a step; the reduction at the end of `accumulate_grads` is one call."""
     copies: dict[int, list[int]] = {}
-    for number, received in paper.reduced():
+    for number, received in costs.reduced():
         copies.setdefault(number, []).append(received)
     reduced = [sum(one) for one in copies.values()] if micro_batches else [x for one in copies.values() for x in one]
     return plus(
-        collective("all_gather", paper.gathered(micro_batches or 1)),
-        collective("reduce_scatter", paper.summed(micro_batches or 1)),
+        collective("all_gather", costs.gathered(micro_batches or 1)),
+        collective("reduce_scatter", costs.summed(micro_batches or 1)),
         {"all_reduce": (len(reduced), sum(reduced))},
     )
 
 
-def expected(paper: Paper) -> Used:
+def expected(costs: StepCosts) -> Used:
     """Return the communication of a step with sharded inputs."""
-    return plus(of_data(paper), paper.activations() if paper.tp > 1 else {}, paper.loss())
+    return plus(of_data(costs), costs.activations() if costs.tp > 1 else {}, costs.loss())
 
 
-def expected_of_plain(paper: Paper, first: bool = False) -> Used:
+def expected_of_plain(costs: StepCosts, first: bool = False) -> Used:
     """Return the communication of a step with plain inputs, where each rank has its own loss."""
-    return plus(of_data(paper), paper.with_torch_styles(first) if paper.tp > 1 else {})
+    return plus(of_data(costs), costs.with_torch_styles(first) if costs.tp > 1 else {})

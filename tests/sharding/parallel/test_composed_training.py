@@ -26,7 +26,7 @@ from tests.sharding.parallel.compositions import (
     used,
     whole,
 )
-from tests.sharding.parallel.costs import Paper, of_data
+from tests.sharding.parallel.costs import StepCosts, of_data
 from tests.sharding.parallel.models import gpt, loss_of
 
 MICRO, MAX_NORM = 2, 0.05
@@ -112,7 +112,7 @@ def test_calls_and_bytes_of_micro_batches(case):
         return found, here(mesh)
 
     for found, coordinate in on(case, program):
-        assert found == of_data(Paper(case, coordinate), MICRO)
+        assert found == of_data(StepCosts(case, coordinate), MICRO)
 
 
 # -- precision ---------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_bytes_of_mixed_precision(form, shape):
         return found, here(mesh)
 
     for found, coordinate in on(case, program):
-        assert found == of_data(Paper(case, coordinate, param_bytes=2, sum_bytes=4))
+        assert found == of_data(StepCosts(case, coordinate, param_bytes=2, sum_bytes=4))
 
 
 # -- Muon --------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 import shardmesh as sm
 from tests.device import DEVICE
 from tests.sharding.parallel.compositions import EVEN, STEPS, UNEVEN, Composition, by_one_process, made, on, train
-from tests.sharding.parallel.costs import Paper, expected, expected_of_plain
+from tests.sharding.parallel.costs import StepCosts, expected, expected_of_plain
 from tests.sharding.parallel.models import Config
 
 # Each form with each kind of tensor parallelism, with sharded and plain inputs, with even and uneven sizes.
@@ -44,8 +44,8 @@ def test_twenty_steps(case):
     found = on(case, lambda mesh: train(case, mesh, made(case, mesh)))
     torch.testing.assert_close(torch.stack([losses for losses, *_ in found]).mean(0), by_one_process(case), rtol=1e-12, atol=0)
     for _, used, coordinate in found:
-        paper = Paper(case, coordinate)
-        steps = [expected(paper) if case.inputs == "global" else expected_of_plain(paper, first=i == 0) for i in range(STEPS)]
+        costs = StepCosts(case, coordinate)
+        steps = [expected(costs) if case.inputs == "global" else expected_of_plain(costs, first=i == 0) for i in range(STEPS)]
         assert used == steps, coordinate
 
 

@@ -15,7 +15,7 @@ from shardmesh.mesh.monitor.recording.trace_buffer import Header, RankState, Tra
 from shardmesh.mesh.monitor.settings import settings
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 
-LONG_S = 5.0  # longer than any patience but that for stalls
+LONG_S = 5.0  # longer than any timeout except that of stalls
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def is_put_back(how: str) -> None:
     """Check that torch is unchanged after the monitor has ended, or without one."""
     before = [dict(vars(owner)) for owner in CLASSES]
     mesh = make_mesh()
-    watched = [name for owner, old in zip(CLASSES, before, strict=True) for name in old if vars(owner)[name] is not old[name]]
+    patched = [name for owner, old in zip(CLASSES, before, strict=True) for name in old if vars(owner)[name] is not old[name]]
     t = torch.ones(4)
     dist.all_reduce(t)
     if how != "destroyed":  # torch keeps groups on which functional collectives were called
@@ -74,7 +74,7 @@ def is_put_back(how: str) -> None:
     else:
         dist.all_reduce(t)
     same = all(vars(owner)[name] is old[name] for owner, old in zip(CLASSES, before, strict=True) for name in old)
-    print("watched", len(watched) > 20, "as before", same, "inner groups", len(cpp_calls._inner))
+    print("patched", len(patched) > 20, "as before", same, "inner groups", len(cpp_calls._inner))
 
 
 def shares_a_mesh_of_torchs() -> None:

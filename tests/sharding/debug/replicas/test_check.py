@@ -71,23 +71,23 @@ def test_one_flipped_bit_is_found_and_named(seed):
         tree |= {"whole": place(mesh, torch.arange(700)), "numbers": [1, 2.5, float("nan"), "text", None]}
         for _ in range(12):
             assert_replicated(tree)
-            name, guilty = rng.choice([n for n in tree if n != "numbers"]), rng.choice(mesh.ranks.reshape(-1).tolist())
-            leaf, own, choice = tree[name], mesh.world.rank == guilty, random.Random(rng.random())
-            together = holders(leaf, mesh, guilty)
+            name, outlier = rng.choice([n for n in tree if n != "numbers"]), rng.choice(mesh.ranks.reshape(-1).tolist())
+            leaf, own, choice = tree[name], mesh.world.rank == outlier, random.Random(rng.random())
+            together = holders(leaf, mesh, outlier)
             (size,) = {n for n in mesh.group().all_gather_object(local(leaf).numel() if own else None) if n is not None}
             if len(together) < 2 or size == 0:
                 continue
             changed, index = with_a_bit_flipped(local(leaf), choice) if own else (None, None)
-            index = mesh.group().all_gather_object(index)[mesh.group().ranks.index(guilty)]
+            index = mesh.group().all_gather_object(index)[mesh.group().ranks.index(outlier)]
             with pytest.raises(ReplicaError) as caught:
                 assert_replicated(tree | {name: corrupted(leaf, changed)} if own else tree)
             start = [0] * len(index)
             if isinstance(leaf, sm.ShardedTensor):
-                start = [low for low, _ in sm.typeof(leaf).box_at(mesh.coordinate_of(guilty))]
+                start = [low for low, _ in sm.typeof(leaf).box_at(mesh.coordinate_of(outlier))]
             assert caught.value.path == f"['{name}']"
-            assert caught.value.ranks == ((guilty,) if len(together) > 2 else ())
+            assert caught.value.ranks == ((outlier,) if len(together) > 2 else ())
             assert list(caught.value.index) == [i + low for i, low in zip(index, start, strict=True)]
-            assert str(guilty) in str(caught.value)
+            assert str(outlier) in str(caught.value)
             texts = mesh.group().all_gather_object(str(caught.value))
             assert len(set(texts)) == 1
             found.append(name)

@@ -21,7 +21,7 @@ SINGLE = [OFF | {name: value} for name, value in ALL.items()]
 class Random:
     """A program of `length` operators on a list of tensors, the same on all ranks of a mesh with the axes "a" and "b".
 
-    Tensors have one dim; on ranks with another index along "b" some are longer, and those meet others along "a" only.
+    Tensors have one dim. Some have lengths that depend on the index along "b"; those are communicated along "a" only.
     """
 
     def __init__(self, seed: int, mesh: sm.DeviceMesh, length: int = 18) -> None:

@@ -1,7 +1,7 @@
 """The functions of the operator table, and sample calls for each of them.
 
-A sample stands under the function's name (its in-place and operator forms share it) or, where functions of one name take
-other arguments, under its owner and name, as in `linalg.diagonal`.
+The key of a sample is the function's name (shared with its in-place and operator forms) or, if functions of the same name take
+different arguments, its owner and name, as in `linalg.diagonal`.
 """
 
 from __future__ import annotations
