@@ -225,6 +225,7 @@ class JitFunction:
                 )
             return result
         self._attempts.pop((world.rank, key), None)
+        found.program.name = getattr(self._f, "__qualname__", "a function").rpartition("<locals>.")[2]
         entries.append(Entry(found, guard, leaves, before))
         del entries[:-_KEPT]
         self._note(why, world)

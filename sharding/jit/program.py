@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .collectives import OPERATORS, STARTS, WAIT
+from .collectives import OPERATORS, STARTS, WAIT, Site, group_of, site_of
 from .draws import Draw, Position
 
 aten = torch.ops.aten
@@ -34,6 +34,7 @@ class Program:
         draws: where the call leaves the stream of random numbers.
         rank: the global rank that recorded it.
         passes: names of the passes that ran, and how many nodes each changed.
+        name: of the function, for people.
     """
 
     graph: fx.Graph
@@ -42,6 +43,7 @@ class Program:
     draws: Position
     rank: int
     passes: tuple[tuple[str, int], ...] = ()
+    name: str = "a function"
 
     def rank_in(self, ranks: Sequence[int]) -> int:
         """Return the index of this rank in a group."""
@@ -171,7 +173,10 @@ class _Code:
     def _call(self, node: fx.Node, i: int) -> str:
         if node.target is WAIT:
             return f"{self._value(node.args[0])}.wait()"
-        args = [self._value(x) for x in node.args]
+        given = node.args
+        if node.target in OPERATORS:  # a group and a site, which are looked up once
+            given = (*given[:-2], group_of(given[-2]), site_of(given[-1]))  # type: ignore[arg-type]
+        args = [self._value(x) for x in given]
         kwargs = [f"{name}={self._value(x)}" for name, x in node.kwargs.items()]
         if node.target in OPERATORS:
             name = OPERATORS[node.target]  # type: ignore[index]
@@ -191,7 +196,7 @@ class _Code:
     def _value(self, x: Any) -> str:
         if isinstance(x, fx.Node):
             return self.names[x]
-        if isinstance(x, (list, tuple)):
+        if isinstance(x, (list, tuple)) and not isinstance(x, Site):
             inside = "".join(f"{self._value(part)}, " for part in x)
             return f"[{inside}]" if isinstance(x, list) else f"({inside})"
         if x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x)):

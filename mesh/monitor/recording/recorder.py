@@ -144,8 +144,10 @@ class Recorder:
         sequence = self.called
         self.called = sequence + 1
         # Most calls come from the same line as the last one. (`sys._getframe` is fast, walking up the frames is not.)
-        line = 0
-        if call.depth:
+        context, line = self._comm_context, 0
+        if context.place is not None:
+            line = self.buffer.text(context.place)
+        elif call.depth:
             try:
                 frame = _frame(call.depth)
                 user: Any = frame.f_back
@@ -154,7 +156,7 @@ class Recorder:
             except (ValueError, AttributeError):  # the stack is shallower this time
                 pass
         number = next(self._numbers)
-        lineage = self._comm_context.lineage
+        lineage = context.lineage
         _pack_record(
             self._data, _RING_BYTES + (number & _LAST_RECORD) * _RECORD_BYTES,
             self._number_bits | sequence, call.text, line or self._find_line(call), monotonic_ns(), 0, lineage, sent, received,
