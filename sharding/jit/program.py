@@ -19,6 +19,10 @@ from .collectives import OPERATORS, STARTS, WAIT, Site, group_of, site_of
 from .draws import Draw, Position
 
 aten = torch.ops.aten
+_RESHAPING = (  # operators that return all elements of their operand, in its memory
+    aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int,
+    aten.permute.default, aten.squeeze.dim, aten.unsqueeze.default,
+)  # fmt: skip
 _FILE = f"{__file__.rpartition('/')[0]}/<graph>"  # in this folder, so that the line of a collective is that which called the function
 Runner = Callable[..., Sequence[Any]]
 
@@ -71,22 +75,31 @@ def clean(graph: fx.Graph) -> None:
     output = next(node for node in graph.nodes if node.op == "output")
     if not changes_metadata(graph):
         for node in list(graph.nodes):
-            if node.op == "call_function" and _is_alias(node) and output not in node.users:
-                node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            same = _alias_of(node) if node.op == "call_function" else None
+            if same is not None and not any(node in writes(user) for user in node.users) and (output not in node.users or _may_be_returned(same, output)):
+                node.replace_all_uses_with(same)
                 graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
         if not node.users and is_pure(node):
             graph.erase_node(node)
 
 
-def _is_alias(node: fx.Node) -> bool:
-    """Return whether a node returns its operand as it is."""
-    if node.target in (aten.detach.default, aten.alias.default):
-        return True
-    if node.target not in (aten.view.default, aten._unsafe_view.default) or not isinstance(node.args[0], fx.Node):
-        return False
-    mine, given = node.meta.get("val"), node.args[0].meta.get("val")
-    return mine is not None and given is not None and mine[:2] == given[:2]
+def _alias_of(node: fx.Node) -> fx.Node | None:
+    """Return the node whose result is the same tensor, as `t(t(x))` is x; None if there is none."""
+    x, found, only_aliases = node, None, True
+    while x.target in _RESHAPING and isinstance(x.args[0], fx.Node):
+        only_aliases = only_aliases and x.target in (aten.detach.default, aten.alias.default)
+        x = x.args[0]
+        if x.target is WAIT:  # of what shape it is depends on the collective
+            return x if only_aliases else found
+        if only_aliases or ("val" in node.meta and node.meta["val"] == x.meta.get("val")):
+            found = x
+    return found
+
+
+def _may_be_returned(x: fx.Node, output: fx.Node) -> bool:
+    """Return whether a node can be returned in place of an alias of it: it is a new tensor and not returned already."""
+    return x.op == "call_function" and x.target not in _RESHAPING and x.target is not WAIT and output not in x.users
 
 
 def owner_of(node: fx.Node) -> fx.Node | None:

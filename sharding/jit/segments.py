@@ -130,12 +130,22 @@ def _is_compiled(node: fx.Node, before: list[fx.Node]) -> bool:
         return False
     if node.target is torch.ops.aten.as_strided.default and root_of(node) not in before:
         return False  # its offset counts from the start of memory that a compiler does not see
-    if any(root_of(x) not in before for x in writes(node)):
+    if any(root_of(x) not in before or _is_strided(x) for x in writes(node)):
         return False
     if "owner" in node.meta and all(r.alias_info is None for r in node.target._schema.returns):
         return False  # a view that the operator does not declare
     name = node.target._schema.name.partition("::")[2]
     return not name.startswith(_NOT_COMPILED) and not any("val" not in x.meta and not _is_list(x, before) for x in node.all_input_nodes)
+
+
+def _is_strided(x: fx.Node) -> bool:
+    """Return whether memory is reached through `as_strided`: AOTAutograd refuses to write there."""
+    while x.target is not torch.ops.aten.as_strided.default:
+        above = owner_of(x)
+        if above is None or above is x:
+            return False
+        x = above
+    return True
 
 
 def _is_list(x: fx.Node, before: Sequence[fx.Node]) -> bool:

@@ -38,7 +38,7 @@ def deep(mesh: sm.DeviceMesh, layers: int) -> nn.Sequential:
 
 
 def counted(layers: int) -> tuple[list[int], list[int], float]:
-    """Train a model of so many equal layers; return the sizes of the graphs that were compiled, those of all segments, and the last loss."""
+    """Train a model of so many equal layers; return sizes of the graphs that were compiled, of all segments, and the last loss."""
     mesh, sizes = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",)), []
     model = deep(mesh, layers)
 
