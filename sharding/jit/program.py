@@ -87,46 +87,6 @@ def _is_alias(node: fx.Node) -> bool:
     return mine is not None and given is not None and mine[:2] == given[:2]
 
 
-def owner_of(node: fx.Node) -> fx.Node | None:
-    """Return the operand whose memory a node's result shares; None if it has its own."""
-    if node.op == "placeholder":
-        return node
-    if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
-        return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    if "owner" in node.meta:  # seen when it was recorded
-        return node.all_input_nodes[node.meta["owner"]]
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None and any(r.alias_info is not None for r in schema.returns):
-        return node.all_input_nodes[0]
-    return node.args[0] if node.target is WAIT else None  # type: ignore[return-value]
-
-
-def root_of(node: fx.Node) -> fx.Node:
-    """Return the node that allocated the memory of a node's result."""
-    while (above := owner_of(node)) is not None and above is not node:
-        node = above
-    return node
-
-
-def writes(node: fx.Node) -> list[fx.Node]:
-    """Return the operands that a node writes to."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return []
-    arguments = node.target._schema.arguments
-    given = [*zip(arguments, node.args, strict=False), *((a, node.kwargs[a.name]) for a in arguments if a.name in node.kwargs)]
-    found: list[fx.Node] = []
-    for argument, value in given:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, fx.Node)]
-    return found
-
-
-def written_inputs(graph: fx.Graph) -> list[int]:
-    """Return the numbers of the inputs that a graph writes to."""
-    roots = {root_of(x) for node in graph.nodes for x in writes(node)}
-    return [i for i, node in enumerate(node for node in graph.nodes if node.op == "placeholder") if node in roots]
-
-
 # -- code ----------------------------------------------------------------------------------------------------------------
 
 

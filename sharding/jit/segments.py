@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, fx
 
 from .collectives import OPERATORS, WAIT
+from .passes.alias import is_view, owner_of, root_of, writes
 from .passes.schedule import draw_first
-from .program import Program, Runner, compile_eagerly, owner_of, root_of, writes
+from .program import Program, Runner, compile_eagerly
 
 _LEAST = 3  # operators in a segment: a call of a compiled function costs as much as several operators
 _NOT_COMPILED = ("_fused_", "_local_scalar_dense", "set_", "resize_", "_amp_", "record_stream")
@@ -66,12 +67,7 @@ def _segments(graph: fx.Graph) -> Iterable[list[fx.Node]]:
 
 
 def _size(nodes: Sequence[fx.Node]) -> int:
-    return sum(not _is_view(node) for node in nodes)
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return sum(not is_view(node) for node in nodes)
 
 
 def _is_compiled(node: fx.Node, before: list[fx.Node]) -> bool:
