@@ -216,6 +216,13 @@ def nbytes(node: fx.Node) -> int:
     return 0 if value is None else math.prod(value[0]) * value[2].itemsize
 
 
+def class_bytes(node: fx.Node) -> int:
+    """Return the bytes of the memory that a node makes."""
+    if node.meta.get("donate"):
+        return 0
+    return nbytes(node) or sum(nbytes(x) for x in node.users if x.target is operator.getitem)
+
+
 def live_bytes(graph: fx.Graph, use: MemoryUse) -> list[int]:
     """Return for each node how many bytes of results are in memory while it runs, if each is freed after its last use."""
     nodes = list(graph.nodes)
@@ -228,8 +235,7 @@ def live_bytes(graph: fx.Graph, use: MemoryUse) -> list[int]:
             last[c] = i
     change = [0] * (len(nodes) + 1)
     for c, i in first.items():
-        node = use.made_by[c]
-        size = 0 if node.meta.get("donate") else nbytes(node) or sum(nbytes(x) for x in node.users if x.target is operator.getitem)
+        size = class_bytes(use.made_by[c])
         change[i] += size
         change[last[c] + 1] -= size
     found, now = [], 0
