@@ -25,13 +25,14 @@ from ..tensor.autograd import engine_hooks
 from ..tensor.autograd.leaf_grads import is_accumulating
 from ..tensor.device_put import device_put
 from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
-from .backends import Backend, find_backend
+from .backends.find import Backend, find_backend
 from .draws import advance
 from .errors import JitError
 from .lowered import Lowered, lower
+from .passes.alias import written_inputs
 from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
-from .program import Runner, written_inputs
+from .program import Runner
 from .recording import Recording, record, seal
 from .state.slots import empty_slots, signature
 from .state.snapshot import _PLAIN, Guard, Snapshot

@@ -22,7 +22,8 @@ from ...mesh.comm.world import World
 from ..debug.eval_shape import _Inside, _root_mesh
 from .collectives import OPERATORS, site_of
 from .errors import JitError
-from .program import Program, owner_of, root_of
+from .passes.alias import owner_of, root_of
+from .program import Program
 from .recording import record
 from .state.snapshot import Snapshot
 

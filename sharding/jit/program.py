@@ -18,11 +18,6 @@ from torch import fx
 from .collectives import OPERATORS, STARTS, WAIT, Site, group_of, site_of
 from .draws import Draw, Position
 
-aten = torch.ops.aten
-_RESHAPING = (  # operators that return all elements of their operand, in its memory
-    aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int,
-    aten.permute.default, aten.squeeze.dim, aten.unsqueeze.default,
-)  # fmt: skip
 _FILE = f"{__file__.rpartition('/')[0]}/<graph>"  # in this folder, so that the line of a collective is that which called the function
 Runner = Callable[..., Sequence[Any]]
 
@@ -68,78 +63,6 @@ def changes_metadata(graph: fx.Graph) -> bool:
     return any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes) or any(
         str(node.target).startswith(("aten.set_", "aten.resize_")) for node in graph.nodes
     )
-
-
-def clean(graph: fx.Graph) -> None:
-    """Remove aliases, which mean nothing below autograd, and nodes that nobody uses."""
-    output = next(node for node in graph.nodes if node.op == "output")
-    if not changes_metadata(graph):
-        for node in list(graph.nodes):
-            same = _alias_of(node) if node.op == "call_function" else None
-            if same is not None and not any(node in writes(user) for user in node.users) and (output not in node.users or _may_be_returned(same, output)):
-                node.replace_all_uses_with(same)
-                graph.erase_node(node)
-    for node in reversed(list(graph.nodes)):
-        if not node.users and is_pure(node):
-            graph.erase_node(node)
-
-
-def _alias_of(node: fx.Node) -> fx.Node | None:
-    """Return the node whose result is the same tensor, as `t(t(x))` is x; None if there is none."""
-    x, found, only_aliases = node, None, True
-    while x.target in _RESHAPING and isinstance(x.args[0], fx.Node):
-        only_aliases = only_aliases and x.target in (aten.detach.default, aten.alias.default)
-        x = x.args[0]
-        if x.target is WAIT:  # of what shape it is depends on the collective
-            return x if only_aliases else found
-        if only_aliases or ("val" in node.meta and node.meta["val"] == x.meta.get("val")):
-            found = x
-    return found
-
-
-def _may_be_returned(x: fx.Node, output: fx.Node) -> bool:
-    """Return whether a node can be returned in place of an alias of it: it is a new tensor and not returned already."""
-    return x.op == "call_function" and x.target not in _RESHAPING and x.target is not WAIT and output not in x.users
-
-
-def owner_of(node: fx.Node) -> fx.Node | None:
-    """Return the operand whose memory a node's result shares; None if it has its own."""
-    if node.op == "placeholder":
-        return node
-    if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
-        return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    if "owner" in node.meta:  # seen when it was recorded
-        return node.all_input_nodes[node.meta["owner"]]
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None and any(r.alias_info is not None for r in schema.returns):
-        return node.all_input_nodes[0]
-    return node.args[0] if node.target is WAIT else None  # type: ignore[return-value]
-
-
-def root_of(node: fx.Node) -> fx.Node:
-    """Return the node that allocated the memory of a node's result."""
-    while (above := owner_of(node)) is not None and above is not node:
-        node = above
-    return node
-
-
-def writes(node: fx.Node) -> list[fx.Node]:
-    """Return the operands that a node writes to."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return []
-    arguments = node.target._schema.arguments
-    given = [*zip(arguments, node.args, strict=False), *((a, node.kwargs[a.name]) for a in arguments if a.name in node.kwargs)]
-    found: list[fx.Node] = []
-    for argument, value in given:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, fx.Node)]
-    return found
-
-
-def written_inputs(graph: fx.Graph) -> list[int]:
-    """Return the numbers of the inputs that a graph writes to."""
-    roots = {root_of(x) for node in graph.nodes for x in writes(node)}
-    return [i for i, node in enumerate(node for node in graph.nodes if node.op == "placeholder") if node in roots]
 
 
 # -- code ----------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ from ...mesh.simulated.simulate import SimulatedWorld
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .errors import JitError
-from .program import Program, clean
+from .passes.clean import clean
+from .program import Program
 from .recorder import Captured, GraphRecorder
 from .scalars import TracedFloat
 from .state.iterators import counting_resumptions

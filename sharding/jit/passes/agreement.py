@@ -125,6 +125,12 @@ def agree(world: World, meshes: list[Sequence[int]], schedules: list[Schedule] |
     return fitting
 
 
+def agree_on_names(world: World, meshes: list[Sequence[int]], names: frozenset[Any]) -> frozenset[Any]:
+    """Return those of some collectives, named by their groups and numbers, that all ranks of their groups have named."""
+    known = _gather(world, _rounds(world.rank, meshes), names)
+    return frozenset(name for name in names if all(name in known.get(int(rank), ()) for rank in name[0].split(",")))
+
+
 def _rounds(rank: int, meshes: list[Sequence[int]]) -> list[tuple[int, ...]]:
     """Return the largest sets of ranks that this rank is in, in an order that no two ranks see differently."""
     sets = {frozenset(ranks) for ranks in meshes if rank in ranks and len(ranks) > 1}

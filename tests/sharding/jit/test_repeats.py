@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.mesh.monitor.recording.trace_buffer import Header
-from shardmesh.sharding.jit import progress, repeats
-from shardmesh.sharding.jit.segments import Segment
+from shardmesh.sharding.jit.backends import progress, repeats
+from shardmesh.sharding.jit.backends.segments import Segment
 from tests.device import DEVICE
 from tests.sharding.jit.steps import composed, mlp, pair
 from tests.sharding.jit.test_steps import assert_same

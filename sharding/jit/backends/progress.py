@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from .program import Program
+from ..program import Program
 
 _PATIENCE_S = 2.0
 

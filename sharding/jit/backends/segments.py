@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...mesh.comm.group import Group
-from .collectives import OPERATORS, WAIT, Site, group_of, running, site_of
-from .passes.schedule import draw_first
-from .program import Program, Runner, compile_eagerly, owner_of, root_of, writes
+from ....mesh.comm.group import Group
+from ..collectives import OPERATORS, WAIT, Site, group_of, running, site_of
+from ..passes.alias import is_view, owner_of, root_of, writes
+from ..passes.schedule import draw_first
+from ..program import Program, Runner, compile_eagerly
 from .progress import Progress
 from .repeats import cut, key_of
 
@@ -37,7 +38,7 @@ def compile_segments(backend: str | Callable[..., Any], program: Program, inputs
     for old, new in values.items():
         new.meta = dict(old.meta)
     draw_first(graph)
-    parts = [_Part(nodes) for run in _segments(graph) for nodes in cut(run, _is_view) if _size(nodes) >= _LEAST]
+    parts = [_Part(nodes) for run in _segments(graph) for nodes in cut(run) if _size(nodes) >= _LEAST]
     wanted: dict[Any, set[int]] = {}
     for part in parts:
         wanted.setdefault(part.key, set()).update(part.outputs)
@@ -108,12 +109,7 @@ def _segments(graph: fx.Graph) -> Iterable[list[fx.Node]]:
 
 
 def _size(nodes: Sequence[fx.Node]) -> int:
-    return sum(not _is_view(node) for node in nodes)
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return sum(not is_view(node) for node in nodes)
 
 
 def _is_compiled(node: fx.Node, before: list[fx.Node]) -> bool:

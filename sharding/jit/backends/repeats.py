@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import fx
 
-from .collectives import OPERATORS, WAIT
-from .program import root_of, writes
+from ..collectives import OPERATORS, WAIT
+from ..passes.alias import is_view, root_of, writes
 
 LONG = 512  # operators that are compiled together without a search for repetitions
 _SMALLEST = 24  # operators of a repeated part: a call of a compiled function costs as much as several operators
 
 
-def cut(nodes: list[fx.Node], is_view: Callable[[fx.Node], bool]) -> list[list[fx.Node]]:
+def cut(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     """Return the parts of a run of nodes, in order: the run itself if it is short or never repeats itself."""
     costs = list(accumulate((not is_view(node) for node in nodes), initial=0))
     if costs[-1] <= LONG:
