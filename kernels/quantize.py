@@ -66,7 +66,7 @@ class Quantize:
         return quantize_many([self], [x], x.new_empty(self.size, dtype=torch.uint8) if out is None else out)
 
     def in_torch(self, x: Tensor, out: Tensor) -> None:
-        """The definition, in torch operations."""
+        """Compute the result in torch operations, which define it."""
         for box, start in self.records:
             codes, scales = _encoded(_blocks(x[slices(box)], self.block), self.transport)
             used = codes.numel() + 4 * scales.numel()
@@ -103,7 +103,7 @@ class Dequantize:
         return dequantize_many([self], flat, [out])[0]
 
     def in_torch(self, flat: Tensor, out: Tensor) -> None:
-        """The definition, in torch operations."""
+        """Compute the result in torch operations, which define it."""
         for box, starts in self.stacks.items():
             total = self._decoded(flat, box, starts[0])
             for start in starts[1:]:

@@ -388,14 +388,14 @@ class Group(ABC):
     def _all_to_all(
         self, out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, async_op: bool
     ) -> Work | None:
-        """Splits are None on every rank (all parts have the same size) or on none."""
+        """Exchange parts of `x`; splits are None on every rank (all parts have the same size) or on none."""
 
     @abstractmethod
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None: ...
 
     @abstractmethod
     def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
-        """Neither dst nor src is this rank."""
+        """Send `x` to dst and receive `out` from src; neither is this rank."""
 
     @abstractmethod
     def _barrier(self) -> None: ...

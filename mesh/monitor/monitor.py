@@ -148,7 +148,7 @@ class Monitor:
             warn(reason) if self._agreement is None else self._agreement.decline(reason)
 
     def _retire(self) -> None:
-        """Only record this rank's collectives from now on; torch's own timeouts apply."""
+        """Stop comparing; only record this rank's collectives from now on. torch's own timeouts apply."""
         if not self._is_on:
             return
         self._is_on = False
@@ -179,7 +179,7 @@ class Monitor:
         return self._error(self.fail(verdict))
 
     def raised(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank's program raised."""
+        """Notify the other ranks that this rank's program raised."""
         self.notified = True
         if os.getpid() != self.pid or isinstance(error, WatchError) or self.buffer.words[Header.STATE] != RankState.RUNNING:
             return

@@ -77,7 +77,7 @@ def _be_no_rank() -> None:
 
 
 def notify_peers(error: BaseException) -> None:
-    """Tell the other ranks of this process's jobs that its program ends with an error."""
+    """Notify the other ranks of this process's jobs that its program ends with an error."""
     for monitor in list(monitors):
         with contextlib.suppress(Exception):  # nothing may hide the error itself
             monitor.raised(error)

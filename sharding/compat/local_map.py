@@ -157,7 +157,7 @@ def _check_place(i: int, x: ShardedTensor, place: SpecLike, redistribute: bool) 
 
 
 def _is_one_each(placements: tuple[Any, ...]) -> bool:
-    """Whether this is one entry for each result, and not one placement for each axis."""
+    """Return True if this is one entry for each result, not one placement for each axis."""
     return all(p is None or isinstance(p, P | list | tuple) for p in placements)
 
 

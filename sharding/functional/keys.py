@@ -88,7 +88,7 @@ def seeded(key: Key) -> Iterator[None]:
 
 @contextmanager
 def _random_type(type_: Type) -> Iterator[None]:
-    """Inside, the results of random operators have this type."""
+    """Give the results of random operators in the block this type."""
     env = current_axis_env()
     if env is None or env.checker is None:
         yield

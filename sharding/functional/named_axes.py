@@ -177,7 +177,7 @@ class AxisEnv:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, this environment is the current one."""
+        """Make this environment the current one in the block."""
         before, _thread.env = _thread.env, self
         try:
             yield

@@ -155,7 +155,7 @@ class GraphRecorder(TorchDispatchMode):
         return None
 
     def know(self, x: Tensor, node: fx.Node) -> None:
-        """Note that this tensor is the result of this node."""
+        """Record that this tensor is the result of this node."""
         self._nodes[x] = node, _storage(x)
         self._aliases.setdefault(_storage(x), []).append(TensorWeakRef(x))
         node.meta.setdefault("val", (tuple(x.shape), tuple(x.stride()), x.dtype, x.device))
@@ -423,7 +423,7 @@ _OPERATOR = {name: operator for operator, name in OPERATORS.items()}
 
 
 def _begin() -> None:
-    """The node that separates inputs from operators."""
+    """Separate inputs from operators, as the target of a node."""
 
 
 def _geometry(x: Tensor) -> Any:

@@ -179,7 +179,7 @@ def _entry(values: dict[Any, Any], key: Any, leaves: Leaves) -> float:
 
 @contextmanager
 def _numbers(recorder: GraphRecorder, snapshot: Snapshot) -> Iterator[None]:
-    """Inside, the learning rates of optimizers are inputs of the graph.
+    """Make the learning rates of optimizers inputs of the graph in the block.
 
     Raises: JitError at the end if one was set.
     """
@@ -232,7 +232,7 @@ def _layout_of(x: Tensor) -> tuple[Layout | None, int]:
 
 
 def _note_memory(node: fx.Node, x: Tensor | None) -> None:
-    """Note where an input's memory is, so that passes know which inputs share it."""
+    """Record where an input's memory is, so that passes know which inputs share it."""
     if x is not None and not x.is_meta:
         node.meta["memory"] = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
 

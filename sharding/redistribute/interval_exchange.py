@@ -191,7 +191,7 @@ class IntervalExchange:
         return unpack(self._all_to_all(pack(local), out_splits, in_splits))
 
     def transpose(self, grad: Tensor) -> Tensor:
-        """The transpose of `forward`: send everything back to the rank that holds it, and add up there."""
+        """Apply the transpose of `forward`: send every element back to the rank that holds it, and sum there."""
         sends, in_splits, _, out_splits, _ = self._boxes_and_splits
         flat = self._all_to_all(self._copies[2](grad), in_splits, out_splits)
         total = grad.new_zeros(self.src.local_shape, dtype=torch.promote_types(grad.dtype, torch.float32))

@@ -128,7 +128,7 @@ def _stated(spec: P, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def describes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> bool:
-    """Whether the boxes at these coordinates have these shapes."""
+    """Return True if the boxes at these coordinates have these shapes."""
     return all(box_shape(layout.box_at(coordinate)) == shape for coordinate, shape in shapes.items())
 
 

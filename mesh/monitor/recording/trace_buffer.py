@@ -123,7 +123,7 @@ class TraceBuffer:
         return found
 
     def note_line(self, line: int) -> None:
-        """Note that a line, given by its hash, has made a sharded tensor."""
+        """Record that a line, given by its hash, has created a sharded tensor."""
         word, bit = divmod(line % LINE_BITS, 64)
         self.words[Header.LINES + word] |= 1 << bit
 

@@ -76,7 +76,7 @@ def rendezvous(rank: int, size: int, alike: Mapping[str, str], timeout: float = 
 
 
 def notify_of_early_errors() -> None:
-    """Tell the other ranks if this one raises before its first mesh and no launcher ends them: they would wait for it."""
+    """Notify the other ranks if this one raises before its first mesh and no launcher ends them; they would wait for it."""
     env = os.environ
     numbers = [env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
     if not all(map(str.isdecimal, numbers)) or numbers[1] == "1" or not env.get("MASTER_ADDR") or job_store.address_of(env).is_launchers:
@@ -94,7 +94,7 @@ def notify_of_early_errors() -> None:
 
 
 def notify_ranks(error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S) -> errors.LaunchEnvironmentError:
-    """Tell the other ranks that this one cannot start, as far as they can be reached in time; return the error that all ranks raise."""
+    """Notify the ranks that can be reached in time that this one cannot start; return the error that all ranks raise."""
     env = os.environ
     if not all(env.get(name, "").isdecimal() for name in ("RANK", "MASTER_PORT")) or not env.get("MASTER_ADDR"):
         return error

@@ -113,7 +113,7 @@ class TorchRecorder(Recorder):
             self.monitor.explain(self, sequence, error)
 
     def mark(self, error: BaseException, sequence: int) -> None:
-        """Note on an error of torch's that other ranks had not come, as when torch's own time has run out."""
+        """Record on an error of torch's that other ranks had not arrived, as when torch's own timeout has expired."""
         if self.monitor is not None and any(m.came is False for m in members(self.monitor, self, sequence)):
             error.__dict__[_NOT_COME] = self, sequence
 

@@ -282,7 +282,7 @@ class _Run:
 
     @contextmanager
     def _within(self, inside: list[Any], examples: list[Any]) -> Iterator[None]:
-        """The contexts that the function of one example runs in."""
+        """Enter the contexts in which the function of one example runs."""
         if self.batch is None:
             yield
             return

@@ -110,7 +110,7 @@ class TypeChecker(TorchFunctionMode):
 
     @contextmanager
     def bind(self, env: AxisEnv) -> Iterator[None]:
-        """Inside, the axes of `env` are manual too, and custom functions belong to it."""
+        """Make the axes of `env` manual too in the block; custom functions belong to `env`."""
         before, self.names, self.env = (self.names, self.env), self.names | frozenset(env.names), env
         try:
             yield

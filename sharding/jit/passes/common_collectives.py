@@ -103,7 +103,7 @@ class _Values:
         self._fences = 0
 
     def visit(self, node: fx.Node) -> Any:
-        """Note the next node of the graph; return the key of what it computes."""
+        """Visit the next node of the graph; return the key of the value that it computes."""
         operands = [self._content(x) for x in node.all_input_nodes]
         names = {x: i for i, x in enumerate(node.all_input_nodes)}
         args = map_arg((_drop_site(node), node.kwargs), lambda x: _Operand(names[x]))  # type: ignore[arg-type,return-value]

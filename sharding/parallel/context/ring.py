@@ -94,7 +94,7 @@ class Ring:
         return wait
 
     def unpack(self, block: Tensor, like: Sequence[Tensor], hop: int) -> tuple[Tensor, Tensor]:
-        """The two tensors that were packed into the block that is here after `hop` hops."""
+        """Return the two tensors that were packed into the block that this rank holds after `hop` hops."""
         keys = self._keys(hop)
         parts = block.split([_count(x, keys) for x in like])
         first, second = (part.view(*x.shape[:-2], keys, x.shape[-1]) for part, x in zip(parts, like, strict=True))

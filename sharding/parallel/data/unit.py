@@ -412,7 +412,7 @@ class Unit:
         return [] if self.options.find_unused else list(range(len(self.slots)))
 
     def fill_unused(self) -> None:
-        """With `find_unused_parameters` and whole parameters, give those without a gradient a gradient of zeros."""
+        """Give parameters without a gradient a gradient of zeros, with `find_unused_parameters` and unsharded parameters."""
         if self.options.find_unused and not self.options.stage.optimizer:
             for x in self._sharded_parameters():
                 if x.requires_grad and x._local.grad is None:

@@ -111,7 +111,7 @@ def _parts_match(path: str, pattern: str) -> bool:
 def apply_plan(
     module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any], src_data_rank: int | None, matches: Matches, *, rest: bool
 ) -> nn.Module:
-    """Work out the plan and apply it; with `rest`, parameters that no pattern matches become replicated."""
+    """Resolve the plan and apply it; with `rest`, parameters that no pattern matches become replicated."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"device_mesh must be a DeviceMesh, as sm.init_device_mesh makes it, got {mesh!r}")
     named, tensors = dict(module.named_modules()), _tensors(module)

@@ -143,7 +143,7 @@ def _bind_index_select(dim: int, targets: Sequence[Layout], _: Any) -> Local:
 
 @rule("gather")
 def _gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Rule | None:
-    """Dims in which the index is as long as the input may be split; of the others, only the indexed one."""
+    """Return the rule: dims in which the index is as long as the input may be split; of the others, only the indexed one."""
     if sparse_grad or not is_operand(index):
         return None
     dim %= max(input.ndim, 1)

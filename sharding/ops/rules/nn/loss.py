@@ -161,7 +161,7 @@ _register(F.multilabel_margin_loss, partial(_run, F.multilabel_margin_loss), _mu
 
 
 def _ctc_rule(a: Any) -> Rule:
-    """The batch may be split where every operand has a batch dim, unlike targets that are concatenated."""
+    """Return the rule: the batch may be split if every operand has a batch dim, unlike targets that are concatenated."""
     operands = tensors_of(a.log_probs, a.targets, a.input_lengths, a.target_lengths)
     if a.reduction != "none":
         return replace(_of_all(*operands), result=a.log_probs.new_empty(()))
