@@ -108,7 +108,7 @@ class AbstractMesh:
         it before sharding, and to the same value on all ranks: each rank makes its own plans, and ranks with different plans
         deadlock.
 
-        Raises: TypeError for what is not a topology; MeshError when a crossing axis is not an axis of the mesh.
+        Raises: TypeError if it is not a topology; MeshError when a crossing axis is not an axis of the mesh.
         Communication: none (`calibrate` measures).
 
         >>> mesh = AbstractMesh((4, 8), ("dp", "tp"))

@@ -33,7 +33,7 @@ from . import elementary
 from .philox import MULTIPLIERS, WEYL, Distribution, Rows, halves
 
 LANES = 256  # blocks of a program; with more, rows of several dims take too many registers
-MAX_LANES = 1 << 31  # that can be told apart by 32-bit divisions
+MAX_LANES = 1 << 31  # that 32-bit divisions can distinguish
 
 M0, M1 = tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
 W0, W1 = tl.constexpr(WEYL[0]), tl.constexpr(WEYL[1])

@@ -121,7 +121,7 @@ class Monitor:
         return verdict.error()
 
     def depart(self) -> None:
-        """Stop monitoring: the program goes on without this job, or in another one, and its process is no longer ended."""
+        """Stop monitoring: the program continues without this job, or in another one, and its process is no longer ended."""
         self.close()
         self.abandoned = False
         self.watchdog.stop()
@@ -244,7 +244,7 @@ class Monitor:
         self.wait_until(recorder, sequence, lambda: done(members(self, recorder, sequence)))
 
     def wait_until(self, recorder: Recorder, sequence: int, is_done: Callable[[], bool], limit_ns: float = math.inf) -> bool:
-        """Wait until `is_done()` or the time limit; return whether it is done. Raises: WatchError for what is diagnosed."""
+        """Wait until `is_done()` or the time limit; return whether it is done. Raises: the diagnosed WatchError."""
         since = monotonic_ns()
         for _ in range(_SPINS):
             if is_done():
@@ -288,7 +288,7 @@ class Monitor:
         """Wait for torch's work, checking the other ranks after 10 ms, 20 ms and 30 ms, then every 25 ms.
 
         Reading all trace buffers takes 0.2 ms. A rank that differs from others detects that before it waits, and the watchdog thread
-        checks as well, so a long wait mostly means that a rank is gone. Raises: WatchError for what is diagnosed.
+        checks as well, so a long wait usually means that a rank is gone. Raises: the diagnosed WatchError.
         """
         if not self._is_done_soon(recorder, sequence, work, _SLICE):
             self._wait_long(recorder, sequence, work)

@@ -51,7 +51,7 @@ class Verdict:
     """Why the ranks of a job cannot go on.
 
     Attributes:
-        kind: "mismatch" (ranks called different collectives), "deadlock" (they wait for each other), "stall" (one does not come),
+        kind: "mismatch" (ranks called different collectives), "deadlock" (they wait for each other), "stall" (one does not arrive),
             "mesh" (they made different meshes), "lost" (one died or cannot be reached), "left" (one ended its program), "raised" (one
             raised).
         ranks: global ranks at fault; empty if votes are equal, so that no rank is named by a guess.

@@ -1,4 +1,4 @@
-"""Random keys, as in JAX: a value determines the random numbers, so that it is known which ranks draw the same.
+"""Random keys, as in JAX: a value determines the random numbers, and its type says which ranks draw the same.
 
     key = sm.random.key(0)                                       the same on every rank
     with sm.random.seeded(key): mask = dropout(x)                        the same mask on every rank

@@ -78,7 +78,7 @@ class Axes:
 
 
 class GroupedAxes(Axes):
-    """This rank's group of the ranks along some axes, as one axis of a mesh of its own. `names` are those of the grouped axes.
+    """This rank's group of the ranks along some axes, as one axis of a separate mesh. `names` are those of the grouped axes.
 
     Attributes:
         sizes: the sizes of all groups.

@@ -50,7 +50,7 @@ class Static(NamedTuple):
 
 
 class Entry:
-    """A recorded call of one signature, and what must not have changed since.
+    """A recorded call of one signature, and the state that must not have changed since.
 
     Attributes:
         recording: the program and its inputs and outputs.
@@ -263,7 +263,7 @@ def jit(
         static_argnums, static_argnames: arguments that are constants; another value is another signature. They must be hashable.
         donate_argnums: arguments whose `ShardedTensor`s the caller gives away: using them afterwards raises.
         in_shardings, out_shardings: a `NamedSharding`, or a tree of them and None that is a prefix of the arguments or of the result;
-            what is laid out otherwise is redistributed.
+            arguments with other layouts are redistributed.
         backend: "inductor", "eager" (generated Python), or any backend of `torch.compile`. By default Inductor if there is a C++
             compiler, else "eager", with a warning.
         compiler_options: which passes change the graph's collectives: a dict of the attributes of `PassOptions`, such as

@@ -161,7 +161,7 @@ def lower(function: Any, f: Callable[..., Any], args: Sequence[Any], kwargs: dic
     cells = _cells(f)
     root = _root_mesh(None, (args, kwargs, list(cells.values())))
     with null_world(math.prod(root.shape), 0) as world:
-        world.observers.clear()  # what is only looked at is not counted
+        world.observers.clear()  # lowering is not counted
         inside = _Inside(root)
         with inside.mesh:
             given, named, held = inside.enter((tuple(args), kwargs, cells))

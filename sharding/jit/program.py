@@ -1,4 +1,4 @@
-"""A recorded graph, made ready to run: where its inputs come from, what it writes back, and its code.
+"""A recorded graph, made ready to run: the sources of its inputs, its writes, and its code.
 
     inputs    arguments | slots such as `.grad` | state by reference | constants | numbers
     graph     operators in the order of the recording
@@ -49,7 +49,7 @@ class Program:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Return whether a node may be left out if nobody uses it."""
+    """Return whether a node may be removed if it is not used."""
     if node.op != "call_function" or node.target in OPERATORS or node.target is WAIT or isinstance(node.target, Draw):
         return False
     if isinstance(node.target, torch._ops.OpOverload):
@@ -65,7 +65,7 @@ def changes_metadata(graph: fx.Graph) -> bool:
 
 
 def clean(graph: fx.Graph) -> None:
-    """Remove aliases, which mean nothing below autograd, and nodes that nobody uses."""
+    """Remove aliases, which have no effect below autograd, and unused nodes."""
     output = next(node for node in graph.nodes if node.op == "output")
     if not changes_metadata(graph):
         for node in list(graph.nodes):
@@ -78,7 +78,7 @@ def clean(graph: fx.Graph) -> None:
 
 
 def _is_alias(node: fx.Node) -> bool:
-    """Return whether a node returns its operand as it is."""
+    """Return whether a node returns its operand unchanged."""
     if node.target in (aten.detach.default, aten.alias.default):
         return True
     if node.target not in (aten.view.default, aten._unsafe_view.default) or not isinstance(node.args[0], fx.Node):
@@ -160,7 +160,7 @@ class _Code:
         return self.known["run"]
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
-        """Return for each node what is used there for the last time, or never."""
+        """Return for each node the values that it uses for the last time, or that are never used."""
         last = {x: node for node in self.nodes for x in node.all_input_nodes}
         found: dict[fx.Node, list[fx.Node]] = {}
         for x in self.nodes:

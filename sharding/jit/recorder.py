@@ -71,7 +71,7 @@ class GraphRecorder(TorchDispatchMode):
         abstract: whether the program's tensors are on "meta", as are those that stand for sharded ones.
         graph: the operators so far.
         captured: the tensors that it takes from outside.
-        numbers: placeholders of numbers, by the key that `number` was given; `number_sources` has where they come from.
+        numbers: placeholders of numbers, by the key that `number` was given; `number_sources` has their sources.
         passed_as_double: values of traced numbers that an operator is about to get as C++ doubles, and their nodes.
         draws: the random numbers drawn.
         arguments: placeholders of arguments.
@@ -135,7 +135,7 @@ class GraphRecorder(TorchDispatchMode):
     def _node_of_alias(self, x: Tensor) -> fx.Node | None:
         """Return a view of a known tensor with the same memory: torch makes some aliases without an operator.
 
-        A tensor that the program can reach is an input of its own, so that its writes are counted.
+        A tensor that the program can reach is a separate input, so that its writes are counted.
         """
         if id(x) in self.reachable:
             return None
@@ -228,7 +228,7 @@ class GraphRecorder(TorchDispatchMode):
         return (device is not None and torch.device(device).type == "meta") or any(x.is_meta for x in tensors)
 
     def _arguments(self, func: Any, flat: list[Any], doubles: dict[float, fx.Node]) -> tuple[list[Any], list[Any]]:
-        """Return the arguments to run with and those to record; takes from `doubles` what it finds."""
+        """Return the arguments to run with and those to record; removes those it finds from `doubles`."""
         given, recorded, constants = [], [], func in _CONSTANTS
         for x in flat:
             if isinstance(x, torch.SymFloat):
@@ -243,7 +243,7 @@ class GraphRecorder(TorchDispatchMode):
         return given, recorded
 
     def _constant(self, made: Tensor) -> None:
-        """Record a tensor that the program has made from Python numbers: a copy of what it is now."""
+        """Record a tensor that the program has made from Python numbers: a copy of its current values."""
         source = self.placeholder(f"constant_{len(self.constants)}")
         with _disable_current_modes():
             self.constants.append((source, made.detach().clone()))

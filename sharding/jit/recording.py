@@ -1,10 +1,10 @@
-"""Run a function once and make a `Program` of what it did.
+"""Run a function once and record it as a `Program`.
 
 What the function did besides running operators decides whether the program can stand for it:
 
     gradients set or cleared              written back by the program (`state/slots.py`)
     state that it changed in Python       the recording is dropped; the next call records again, the third time it is an error
-    tensors that nobody else holds        made by something that the recorder cannot see: an error
+    tensors without another reference     made by something that the recorder cannot see: an error
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Effect(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A leaf of the result: an output, sharded if it has a layout; a leaf of the arguments; or any other object, as it is.
+    """A leaf of the result: an output, sharded if it has a layout; a leaf of the arguments; or any other object, unchanged.
 
     Attributes:
         sealed: whether it had a gradient history.

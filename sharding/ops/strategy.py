@@ -76,7 +76,7 @@ def choose_strategy(
 
     Raises:
         ValueError: operands on different meshes.
-        CannotKeep: an in-place operator that would change the layout of what it writes.
+        CannotKeep: an in-place operator that would change the layout of the tensor that it writes.
         NotImplementedError: an in-place operator without a rule.
         whatever torch raises for these arguments, on the global shapes.
 

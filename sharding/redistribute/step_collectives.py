@@ -183,7 +183,7 @@ def _symmetric(steps: Sequence[Step], link: Link) -> Collective:
 
 
 def _staged(step: Step, group: Group) -> StagedTensor:
-    """Return what every rank of the group stages, and what this one reads."""
+    """Return the boxes that every rank of the group stages, and those that this one reads."""
     have, want, peers = step.src.box, step.dst.box, _peers(step)
     if step.op == "all_gather":
         parts = [[step.src.box_at(c)] for c in peers]
@@ -280,7 +280,7 @@ def _pieces(boxes: Sequence[Box], index: int, rounds: int) -> list[Box]:
 
 
 def _inside_node(step: Step, group: Group, share: TensorShare) -> tuple[Group, TensorShare]:
-    """Return the ranks of the group in this rank's node, and what is exchanged with them."""
+    """Return the ranks of the group in this rank's node, and the transfers between them."""
     mesh = device_mesh(step.src)
     nodes = (step.topology or mesh.topology).node_ids(mesh)
     here = [i for i, c in enumerate(_peers(step)) if nodes[c] == nodes[_coordinate(mesh)]]

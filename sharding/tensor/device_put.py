@@ -33,7 +33,7 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
         src_data_rank: as in `distribute_tensor`.
 
     Raises:
-        TypeError: something in `x` is none of these, or no mesh is given or set.
+        TypeError: a leaf of `x` is not one of these, or no mesh is given or set.
         ValueError: shardings that do not fit the tree or a tensor; before anything moves.
         RuntimeError: as `distribute_tensor`.
 

@@ -1,6 +1,6 @@
 """The global shape of a tensor from the local shapes of all ranks.
 
-Ranks exchange the shapes of their parts, and skip the exchange while nothing changes. A rank sees changes of its own part only, so it can
+Ranks exchange the shapes of their parts, and skip the exchange while nothing changes. A rank only sees changes of its own part, so it can
 skip only if parts were equal: if all parts were equal the previous time on this line, and mine is unchanged, then either no part has
 changed, or some rank exchanges shapes now, alone, and its collective does not match those of the others. That is an error
 (docs/debugging.md), not a wrong shape. Uneven parts are exchanged at every call, since some may change while others do not.

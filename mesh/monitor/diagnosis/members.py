@@ -24,7 +24,7 @@ class Member(NamedTuple):
         rank: global rank.
         buffer: its trace buffer; None when nothing is known of the rank.
         came: whether it has called the collective; None when that is unknown, because it has called many more since.
-        word: its fingerprint, where it came; `lineage`, `number` (of the record) and `route` likewise.
+        word: its fingerprint, if it has called; `lineage`, `number` (of the record) and `route` likewise.
     """
 
     rank: int
@@ -64,12 +64,12 @@ def have_all_come(found: Iterable[Member]) -> bool:
 
 
 def parties(found: Iterable[Member]) -> list[list[Member]]:
-    """Return the members that came, grouped by what they call."""
+    """Return the members that have arrived, grouped by their calls."""
     return connected([m for m in found if m.came], lambda one, other: one.word == other.word and not unlike(one.lineage, other.lineage))
 
 
 def agree(found: Iterable[Member]) -> bool:
-    """Return whether all members that came call the same."""
+    """Return whether all members that have arrived call the same."""
     return not is_divided(parties(found), _differ)
 
 

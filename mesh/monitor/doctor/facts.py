@@ -47,7 +47,7 @@ class Place:
 
     Attributes:
         launcher: "torchrun", "launch" (or another that keeps the store as torchrun does), "slurm", "mpi", "by hand" (the
-            variables are there, nobody knows from whom), "none".
+            variables are set by an unknown launcher), "none".
         rank, size: in the job.
         local_rank, local_size: on the host; one host, unless variables say more.
         agent_store: whether the launcher itself listens at MASTER_PORT, so that rank 0 does not.

@@ -77,7 +77,7 @@ class Network:
 
 
 def network(master: str, port: int, is_client: bool) -> Network:
-    """Return what this host's network looks like. Takes at most about a quarter of a minute.
+    """Return the network configuration of this host. Takes at most about a quarter of a minute.
 
     Args:
         master: MASTER_ADDR, or "".
@@ -121,7 +121,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_own(address: str) -> bool:
-    """Return whether a socket can listen at the address, so that it belongs to this host."""
+    """Return whether a socket can listen at the address, which then belongs to this host."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -1,4 +1,4 @@
-"""Read what this host offers a job: cores, memory, limits, shared memory; and what dead jobs left in it."""
+"""Read the resources of this host: cores, memory, limits, shared memory, and files that dead jobs left in it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class System:
 
 
 def system() -> System:
-    """Return what this host offers a job. Takes at most some seconds."""
+    """Return the resources of this host. Takes at most some seconds."""
     import platform
 
     memory = meminfo(read("/proc/meminfo"))

@@ -53,7 +53,7 @@ class JobDirectory:
     """
 
     def __init__(self, job: str, rank: int, size: int, parent: Path | None = None) -> None:
-        """Raises: OSError where no file can be made."""
+        """Create the files of this rank. Raises: OSError if that fails."""
         self.rank, self.size = rank, size
         self.folder = (parent_folder() if parent is None else parent) / f"{folder_prefix()}{job}"
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

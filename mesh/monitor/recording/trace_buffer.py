@@ -1,4 +1,4 @@
-"""The trace buffer of a rank: what it does, in memory that other ranks of its host can read and that a file keeps when it dies.
+"""The trace buffer of a rank: its activity, in memory that other ranks of its host can read and that a file keeps when it dies.
 
     header     who it is, its heartbeat, what it is blocked on                       8-byte words, see `Header`; from 32 on, marked steps
     stack      its Python stack, when another rank has asked for it
@@ -8,7 +8,7 @@
     text       what records point to: calls, places, groups                         append-only
 
 Only its own rank writes to a trace buffer (except for one word, with which others ask for its stack), so nothing is locked. A reader may
-see a half-written record; what it compares, the fingerprint, is one word that is written last.
+see a half-written record; it compares the fingerprint, one word that is written last.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class TraceBuffer:
         self.words[Header.RECORDS] = number + 1
 
     def write_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """Write how many elements go to each rank of the group, and come from it, in the all_to_all with this number."""
+        """Write how many elements are sent to each rank of the group, and received from it, in the all_to_all with this number."""
         at = SPLITS + number % SPLIT_ENTRIES * _SPLIT_WORDS
         for i, n in enumerate((*sent, *expected)):
             self.words[at + i] = n

@@ -107,7 +107,7 @@ def _problem(address: Address) -> str:
 def _made(address: Address, serves: bool, limit: float) -> Store:
     """Create torch's store, in a thread, since torch waits without end for an answer from a server that is no store.
 
-    Raises: DistNetworkError; LaunchEnvironmentError when no answer comes.
+    Raises: DistNetworkError; LaunchEnvironmentError when there is no answer.
     """
     box: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
     threading.Thread(target=_make, args=(box, address, serves, limit), name="shardmesh-connect", daemon=True).start()

@@ -163,7 +163,7 @@ def _unregister(name: str) -> None:
 
 
 def forget() -> None:
-    """Forget the groups. C++ code that still holds one goes on with it, unmonitored."""
+    """Forget the groups. C++ code that still holds one continues to use it, unmonitored."""
     for name in list(_names):
         _unregister(name)
     _inner.clear()

@@ -188,7 +188,7 @@ def _started(recorder: TorchRecorder, sequence: int, number: int, original: Any,
 
 
 def _refused(recorder: TorchRecorder, sequence: int, number: int, error: BaseException) -> None:
-    """Record a call that torch did not start. It counts all the same: on other ranks the refused call may still be to come.
+    """Record a call that torch did not start. It is counted, since other ranks may still make the call that was refused here.
 
     Raises: WatchError where another rank is the reason.
     """
@@ -247,7 +247,7 @@ def _get_future(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wait until all ranks have come, or the time is over, before the barrier itself, which blocks in C++."""
+    """Wait until all ranks have arrived, or the timeout expires, before the barrier itself, which blocks in C++."""
 
     def monitored_barrier(group: Any, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         recorder = _recorder_of(group)

@@ -88,7 +88,7 @@ class TorchRecorder(Recorder):
         Args:
             plainly: torch's own way to wait.
 
-        Raises: WatchError for what it sees; torch's error where nothing explains it.
+        Raises: WatchError if the monitor explains it; otherwise torch's error.
         """
         monitor = self.monitor
         if monitor is None or not self.on_cpu:
@@ -120,7 +120,7 @@ class TorchRecorder(Recorder):
     # -- the row -------------------------------------------------------------------------------------------------------
 
     def find_neighbours(self, directory: JobDirectory) -> None:
-        """Find the neighbours' rows, and compare: of ranks that came earlier nothing was known when this one called."""
+        """Find the neighbours' rows, and compare: nothing was known of ranks that arrived earlier when this one called."""
         super().find_neighbours(directory)
         monitor = self.monitor
         if monitor is not None and not agree(members(monitor, self, self.called - 1)):

@@ -176,7 +176,7 @@ class TypeChecker(TorchFunctionMode):
         return self.unknown if found is None else found
 
     def track_grad(self, g: Tensor | None, out: Tag | None) -> Tensor | None:
-        """Return the gradient of a result as a new object with a tag of the dual type; `out` is None for a result that nobody used."""
+        """Return the gradient of a result as a new object with a tag of the dual type; `out` is None for a result that was not used."""
         if g is None or g.layout is not torch.strided:
             return g
         with untracked():

@@ -112,7 +112,7 @@ class _PackedMemory:
             self._last |= dict.fromkeys(places.use.of[node] | places.use.reads[node] | places.use.writes[node], i)
 
     def fits(self, starts: list[fx.Node]) -> bool:
-        """Return whether the packed buffers, and operands kept until they are packed, leave the peak as it is."""
+        """Return whether the packed buffers, and operands kept until they are packed, do not raise the peak."""
         use, place = self.places.use, _place(self.places, starts)
         into = sum(nbytes(node.args[0]) for node in starts)  # type: ignore[arg-type]
         out = sum(nbytes(node) for node in starts)

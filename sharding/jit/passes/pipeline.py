@@ -23,12 +23,12 @@ Pass = Callable[[fx.Graph], int]
 
 
 def run(found: Program | str, options: PassOptions, world: World | None, meshes: Iterable[Sequence[int]]) -> Program | str:
-    """Return a program with the passes applied that all ranks apply alike; the given one is left as it is.
+    """Return a program with the passes applied that all ranks apply alike; the given one is not changed.
 
     A pass whose schedules do not fit each other on all ranks is left out, on all of them.
 
     Args:
-        found: what was recorded, or why there is no program: then the other ranks get none either.
+        found: the recording, or why there is no program: then the other ranks get none either.
         world: the ranks to agree with; None for a graph that is only looked at.
         meshes: ranks of each mesh that the function uses. Without a mesh of all its groups only `overlap` runs.
 
@@ -44,7 +44,7 @@ def run(found: Program | str, options: PassOptions, world: World | None, meshes:
         chosen = agree(world, list(meshes), found if isinstance(found, str) else [schedule_of(program.graph) for program, _ in stages])
         if isinstance(chosen, str):
             return chosen
-        if chosen is None:  # what does not change the order of starts needs no agreement
+        if chosen is None:  # passes that keep the order of starts need no agreement
             return _stages(found, PassOptions(False, False, False, 0, options.overlap, options.max_live_bytes))[-1][0]  # type: ignore[arg-type]
         if chosen == len(stages) - 1:
             return stages[chosen][0]

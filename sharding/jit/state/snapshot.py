@@ -50,7 +50,7 @@ _SMALL = 1 << 16  # bytes of a numpy array that is compared by value, larger one
 
 
 class Holder:
-    """One dict, list, cell or other object that holds references, and what it held.
+    """One dict, list, cell or other object that holds references, and its contents at the time.
 
     Attributes:
         path: its name, for messages.
@@ -66,7 +66,7 @@ class Holder:
         self.held = read()
 
     def change(self, dynamic: set[tuple[int, Any]]) -> str | None:
-        """Return what has changed as text, None if nothing; entries in `dynamic` may have any number."""
+        """Describe the changes, None if there are none; entries in `dynamic` may have any number."""
         now, held = self.read(), self.held
         if len(now) != len(held):
             return f"{self.path} had {len(held) // 2} entries and has {len(now) // 2}"
@@ -252,7 +252,7 @@ class Guard:
         return self._versions_now() != self.versions
 
     def change(self) -> str | None:
-        """Return what has changed since the snapshot as text, None if nothing has."""
+        """Describe the changes since the snapshot, None if there are none."""
         if any(self._empty):
             return self._snapshot.change(self._dynamic) or "a list was filled and emptied"
         versions = list(map(dict_version, self._sources))

@@ -212,7 +212,7 @@ def handler(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function that is called with the operator's own arguments, `ShardedTensor`s included, on every call.
 
-    For what is not an operator on values, and where values decide what to do; an operator made of others is a
+    For functions that are not operators on values, or that decide by values; an operator made of others is a
     decomposition. A handler may return NotImplemented to leave the call to the operator's decomposition or rule.
     """
 

@@ -41,7 +41,7 @@ class Ring:
         order: by position in the ring, the rank's index in the group; this rank alone if it has all keys.
         place: the position of this rank.
         keys: by position, the length of the block of keys that starts there.
-        blocks: by hop, what this rank's queries attend to of the current block.
+        blocks: by hop, the part of the current block that this rank's queries attend to.
         scale: the factor of scores.
     """
 

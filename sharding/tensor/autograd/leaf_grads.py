@@ -356,7 +356,7 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
 
 
 def get_grad(x: ShardedTensor) -> ShardedTensor | None:
-    """Return the gradient of `x`, with what is not reduced yet as a pending sum. No communication."""
+    """Return the gradient of `x`, as a pending sum over the axes not yet reduced. No communication."""
     done, fresh = getattr(x, "_reduced_grad", None), x._local.grad
     if fresh is None:
         return done

@@ -37,7 +37,7 @@ def _accumulated(func: Callable[..., Any], input: Any, other: Any, **kwargs: Any
 
 
 def _shifts_extreme(layout: Layout, added: Layout | None) -> bool:
-    """Return whether x is pending as a maximum or minimum, over axes along which what is added is replicated."""
+    """Return whether x is pending as a maximum or minimum, over axes along which the added value is replicated."""
     if not layout.pending or not set(layout.pending.values()) <= _EXTREMES:
         return False
     return added is None or not any(axis in added.dim_of or axis in added.pending for axis in layout.pending)

@@ -30,7 +30,7 @@ def expanded(index: Any, ndim: int, device: Any = "meta") -> list[Any] | None:
 
 
 def _as_tensor(entry: Any, device: Any) -> Any:
-    """Return a list of integers as a tensor, other entries as they are."""
+    """Return a list of integers as a tensor, other entries unchanged."""
     numbers = isinstance(entry, list) and entry and all(type(e) is int for e in entry)
     return torch.tensor(entry, device=device) if numbers else entry
 

@@ -121,7 +121,7 @@ def _with_one_more(
 ) -> Tensor:
     """Run the operator on the part with one extra element.
 
-    A product of what goes there could be infinite, and its gradient NaN, so `fill` goes there instead.
+    A product of the elements there could be infinite, and its gradient NaN, so `fill` is written instead.
     """
     local, mine = part.find(index, part.length)
     if fill is not None:

@@ -46,7 +46,7 @@ def _of_nothing(
 ) -> Tensor:
     """Return the result of a part without input channels, or of an empty one.
 
-    Its autograd graph has a convolution of single elements of which nothing is used, so that it has the nodes that it has on other
+    Its autograd graph has an unused convolution of single elements, so that it has the same nodes as on other
     ranks, and backward communicates alike on all, to every order.
     """
     kernel = weight.shape[2:]

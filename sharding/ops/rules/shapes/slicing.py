@@ -62,7 +62,7 @@ class Piece:
     """A slice of a tensor of a given layout.
 
     Attributes:
-        cut: the layout in which every rank keeps what it has of the slice.
+        cut: the layout in which every rank keeps its part of the slice.
         moved: the layout of the result.
         index: the index of the slice in this rank's part.
     """
