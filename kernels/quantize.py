@@ -19,7 +19,7 @@ block, in float32 with IEEE rounding of every operation:
 
 and amax * 2**-22 more for the rounding of scale, reciprocal and products, and the rounding of the result to its dtype
 (`error_bound` adds up all of it). Zero, infinities and NaN are preserved, and no finite value becomes infinite: the largest
-element keeps its value but for its last bits, even next to float32's largest number, as no product overflows. The lower bound of
+element keeps its value except for its last bits, even next to float32's largest number, as no product overflows. The lower bound of
 the scale, float32's smallest normal number, keeps its reciprocal finite. Values that were dequantized to the dtype that they were
 quantized from get the same codes again, except subnormal 16-bit values in fp8.
 

@@ -172,7 +172,7 @@ def dequantize_boxes(
     tl.store(out + at, tl.reshape(result, [BLOCKS, BLOCK // UNIT, UNIT]), mask=inside)
 
 
-# -- what a launch works on --------------------------------------------------------------------------------------------
+# -- arguments of a launch ---------------------------------------------------------------------------------------------
 
 MIN_BLOCKS = 4  # of a program: whole multiples of 16 bytes of scales
 PROGRAM_ELEMENTS = 1 << 12  # that one program writes, 32 per thread of 128; half if it sums many records
@@ -208,7 +208,7 @@ class BoxTable:
     Attributes:
         rows: as `HEAD` describes, after their first programs; padded to a power of two.
         grid: number of programs.
-        constants: what the kernel is compiled for.
+        constants: compile-time constants of the kernel.
     """
 
     rows: Tensor

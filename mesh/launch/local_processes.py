@@ -54,7 +54,7 @@ class LaunchError(RuntimeError):
     Attributes:
         rank: the first rank that failed.
         signal: the signal that killed it, or None.
-        exitcode: its exit status, or None where it raised.
+        exitcode: its exit status, or None if it raised.
         traceback: its traceback as text, or "".
     """
 

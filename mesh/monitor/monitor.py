@@ -68,7 +68,7 @@ class Monitor:
         abandoned: whether a collective may have been left under way, which torch's threads would wait for at exit.
         notified: whether this rank's program has raised or printed the verdict.
         failed_at: when this rank learned of the verdict; 0 before.
-        relay: the connection to other hosts; None where there is none.
+        relay: the connection to other hosts; None if there is none.
     """
 
     def __init__(self, world: World, directory: JobDirectory, agreement: Agreement | None = None) -> None:
@@ -135,7 +135,7 @@ class Monitor:
     # -- a job that cannot be monitored --------------------------------------------------------------------------------
 
     def checked(self) -> Monitor | None:
-        """Return this monitor, or None where the ranks go on without one. Raises: WatchError for the verdict on the job."""
+        """Return this monitor, or None if the ranks go on without one. Raises: WatchError for the verdict on the job."""
         if self.alarm[0] == Alarm.UNWATCHED:
             self._retire()
             return None

@@ -92,7 +92,7 @@ class GroupedAxes(Axes):
 
 
 class AxisEnv:
-    """The manual axes of a mapped function, and what collectives and gradients inside need to know (JAX: axis environment).
+    """The manual axes of a mapped function, and the state that collectives and gradients inside need (JAX: axis environment).
 
     Attributes:
         root: the mesh of all manual axes; that of the outermost mapped function if it contains the inner one's.

@@ -168,7 +168,7 @@ class JitFunction:
         return result
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Record the function on "meta", as rank 0, and return the graph to look at. Nothing runs, and no argument changes.
+        """Record the function on "meta", as rank 0, and return the graph for inspection. Nothing runs, and no argument changes.
 
         Args:
             args, kwargs: as those of a call, or a `Layout`, also on an `AbstractMesh`, in place of a tensor.
@@ -186,7 +186,7 @@ class JitFunction:
 
     @property
     def __wrapped_function__(self) -> Callable[..., Any]:
-        """What a snapshot looks at."""
+        """The objects that a snapshot covers."""
         return self._f
 
     @property

@@ -30,7 +30,7 @@ class Program:
     Attributes:
         graph: placeholders, operators and an output: a tuple of the new values of slots and the results.
         sources: for each placeholder, a function of the leaves of the arguments that returns the input.
-        names: what each input is, for people.
+        names: a readable name of each input.
         draws: where the call leaves the stream of random numbers.
         rank: the global rank that recorded it.
         passes: names of the passes that ran, and how many nodes each changed.

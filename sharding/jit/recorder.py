@@ -250,7 +250,7 @@ class GraphRecorder(TorchDispatchMode):
         self.know(made, self.call(aten.clone.default, (source,)))
 
     def _results(self, func: Any, result: Any, node: fx.Node, operands: Sequence[Any]) -> None:
-        """Record what an operator has returned, and which operand's memory it shares: schemas of unsafe views do not tell."""
+        """Record the result of an operator, and which operand's memory it shares, which the schemas of unsafe views do not say."""
         made = {_storage(x) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)}
         known = [self._nodes[x][0] for x in operands if isinstance(x, Tensor) and _storage(x) in made and x.numel()]
         if known:

@@ -1,6 +1,6 @@
 """Run a function once and record it as a `Program`.
 
-What the function did besides running operators decides whether the program can stand for it:
+What the function did besides running operators decides whether the program can replace it:
 
     gradients set or cleared              written back by the program (`state/slots.py`)
     state that it changed in Python       the recording is dropped; the next call records again, the third time it is an error
@@ -92,7 +92,7 @@ def record(
     Args:
         first: whether no recording of this signature was dropped yet. Then one in which ranks exchange Python objects is dropped, since
             most such exchanges are made once.
-        abstract: whether tensors are on "meta" and the program is only looked at.
+        abstract: whether tensors are on "meta" and the program is only inspected.
 
     Returns: its result; the recording, or why there is none; the signatures of the slots before.
     Raises: JitError for what a graph cannot do; what `f` raises.
@@ -238,7 +238,7 @@ def _note_memory(node: fx.Node, x: Tensor | None) -> None:
 
 
 class _Finish:
-    """Make a recording of what a recorder has seen."""
+    """Make a recording from a recorder's records."""
 
     def __init__(self, recorder: GraphRecorder, leaves: Leaves, snapshot: Snapshot, slots: list[GradSlot], before: list[Any]) -> None:
         self.recorder, self.leaves, self.snapshot, self.slots, self.before = recorder, leaves, snapshot, slots, before

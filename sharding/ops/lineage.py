@@ -50,7 +50,7 @@ _ALL = _joined(*[_ONE] * _HASHES)
 
 
 def seed_of(name: str) -> int:
-    """Return what an operator of this name adds to lineages."""
+    """Return the hash that an operator of this name adds to lineages."""
     return _joined(*[zlib.crc32(name.encode())] * _HASHES)
 
 

@@ -212,7 +212,7 @@ def _peers(step: Step) -> list[Coordinate]:
 
 
 def _shares(step: Step, coordinate: Coordinate | None = None) -> list[TensorShare]:
-    """Return what a rank of the group (by default this one) sends, receives and keeps in each all_to_all of the step."""
+    """Return the boxes that a rank of the group (by default this one) sends, receives and keeps in each all_to_all of the step."""
     mesh, group = device_mesh(step.src), _group(step)
     me = _coordinate(mesh) if coordinate is None else coordinate
     have, want = step.src.box_at(me), step.dst.box_at(me)

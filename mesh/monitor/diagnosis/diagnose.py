@@ -1,4 +1,4 @@
-"""Decide from what the ranks of a group show why one of its collectives cannot complete.
+"""Find out from the records of a group's ranks why one of its collectives cannot complete.
 
     mismatch   two ranks call different collectives          the smaller party is at fault; no rank if votes are equal
     left       one has ended its program                     the smaller of those that left and those that wait
@@ -44,7 +44,7 @@ _TO_END_NS = 500_000_000  # how long to wait, after one has ended its program, f
 
 
 def diagnose(monitor: Monitor, recorder: Recorder, sequence: int, since: int) -> Verdict | None:
-    """Return the verdict on a collective that this rank has called at the time `since`; None where nothing is known to be wrong."""
+    """Return the verdict on a collective that this rank has called at the time `since`; None if nothing is known to be wrong."""
     found = members(monitor, recorder, sequence)
     waited = monotonic_ns() - since
     if not agree(found):

@@ -1,4 +1,4 @@
-"""What each rank of a group shows of one collective: whether it has reached it, with which fingerprint, and what it is blocked on."""
+"""The state of each rank of a group in one collective: whether it has reached it, with which fingerprint, and what it is blocked on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Member(NamedTuple):
 
 
 def member(directory: JobDirectory, group_key: int, rank: int, sequence: int) -> Member:
-    """Return what a rank shows of the collective `sequence` of a group."""
+    """Return the state of one rank in the collective `sequence` of a group."""
     buffer = directory.buffer_of(rank)
     group = None if buffer is None else buffer.find_group(group_key)
     if buffer is None or group is None:
@@ -55,7 +55,7 @@ def member(directory: JobDirectory, group_key: int, rank: int, sequence: int) ->
 
 
 def members(monitor: Monitor, recorder: Recorder, sequence: int) -> list[Member]:
-    """Return what each rank of the group shows of the collective `sequence`, in the group's order."""
+    """Return the state of each rank of the group in the collective `sequence`, in the group's order."""
     return [member(monitor.directory, recorder.key, rank, sequence) for rank in recorder.group.ranks]
 
 
@@ -78,7 +78,7 @@ def _differ(one: Member, other: Member) -> bool:
 
 
 def outliers(found: Iterable[Member]) -> tuple[int, ...]:
-    """Return the ranks that call something else than the majority; none where votes are equal."""
+    """Return the ranks that call something else than the majority; none if votes are equal."""
     return minority([[m.rank for m in party] for party in parties(found)])
 
 

@@ -84,7 +84,7 @@ def is_needed(env: Mapping[str, str], size: int) -> bool:
 
 
 def start_relay(monitor: Monitor, store: Any) -> Relay | None:
-    """Start the relay of this rank; None where there is one host, or no store that hosts share.
+    """Start the relay of this rank; None if there is one host, or no store that hosts share.
 
     Args:
         store: of the default group.
@@ -253,7 +253,7 @@ class Relay:
         return found
 
     def _take(self, host: Host, said: Any, parts: Mapping[str, bytes]) -> None:
-        """Write what a host has published into the copies."""
+        """Write the published data of a host into the copies."""
         host.beat, host.heard = said["beat"], self._exchanged
         for rank, versions in _versions(said):
             mine = f"page/{rank}/"

@@ -44,9 +44,9 @@ class LedgerEntry(NamedTuple):
         op: name of the `Group` method.
         reduction: "sum", "max" ...; "src=0" of a broadcast; else "".
         dtype: "float32".
-        elements: of the buffer; None where ranks may pass different ones.
-        layout: `f32[8, 4] @ P('dp') -> P()`; "" where the collective is not part of a redistribution.
-        lineage: a hash of how the value was computed; 0 where that is unknown.
+        elements: of the buffer; None if ranks may pass different ones.
+        layout: `f32[8, 4] @ P('dp') -> P()`; "" if the collective is not part of a redistribution.
+        lineage: a hash of how the value was computed; 0 if that is unknown.
         bytes_sent, bytes_received: as in `CollectiveRecord`.
         place: file:line in the user's program.
         start, end: seconds since 1970; `end` is None while it is under way. On CUDA these are times of the host.
@@ -282,7 +282,7 @@ def mark_step(step: int | None = None) -> None:
 
 
 def read_buffer(buffer: TraceBuffer) -> RankLedger:
-    """Copy what a trace buffer says."""
+    """Copy the contents of a trace buffer."""
     words = buffer.words
     clock = words[Header.CLOCK] or time.time_ns() - time.monotonic_ns()
     marks = _marks(buffer)

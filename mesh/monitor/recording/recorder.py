@@ -96,7 +96,7 @@ class Recorder:
         caller: the thread that is inside one of them; 0 if none is.
         key: a hash that identifies the group in every rank's trace buffer.
         number: of the group in this rank's trace buffer.
-        row: where the group's row begins in this rank's trace buffer, in words; None where there is no room for it.
+        row: where the group's row begins in this rank's trace buffer, in words; None if there is no room for it.
         settled: how many of its collectives all ranks have called.
         others: (words of the trace buffer, where its row begins) of the neighbours that are known so far.
         needs_rendezvous: whether ranks wait for each other before the first collective, for which torch connects them.
@@ -128,7 +128,7 @@ class Recorder:
 
         Args:
             how: the reduction, or "src=0" of a broadcast.
-            size: elements that must agree between ranks; -1 where they need not.
+            size: elements that must agree between ranks; -1 if they need not.
             tag: the purpose of the call, None if unknown; must agree between ranks.
             route: of a message, from and to whom, see `route_of`.
 

@@ -55,7 +55,7 @@ class Header:
     PAUSED, STEP = 17, 18
     PID_SPACE = 19  # process ids are valid only within it; 0 in the copy of another host's buffer
     HOST = 20  # a text
-    EXIT_S = 21  # seconds after a verdict in which the process exits; 0 where nothing may end it
+    EXIT_S = 21  # seconds after a verdict in which the process exits; 0 if nothing may end it
     AWARE = 22  # whether the watchdog thread has read the verdict, and so ends the process by itself
     CHANNELS = 23  # number of channels for messages that the program sends by torch
     UNMATCHED = 24  # whether some of these are numbered differently than by their sender or receiver

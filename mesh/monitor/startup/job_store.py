@@ -96,7 +96,7 @@ def _reached(address: Address, rank: int, size: int, progress: Progress) -> Stor
 
 
 def _problem(address: Address) -> str:
-    """Return why no connection can be made there; "" where one can."""
+    """Return why no connection can be made there; "" if one can."""
     try:
         socket.create_connection((address.host, address.port), _PROBE_S).close()
     except OSError as error:

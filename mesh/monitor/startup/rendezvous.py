@@ -244,7 +244,7 @@ class StoreRendezvous:
         return keys.add(f"{list_name}/number", 1)
 
     def _compared(self, keys: Any) -> str:
-        """Return what differs between the ranks that have arrived; "" where nothing does."""
+        """Return what differs between the ranks that have arrived; "" if nothing does."""
         here = [f"rank{rank}" for rank in _on_list(keys, "came")]
         return disagreement([RankInfo.from_json(text) for text in keys.multi_get(here)], self._missing(keys, "came"))
 

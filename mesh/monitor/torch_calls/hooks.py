@@ -46,7 +46,7 @@ _has_shared = False  # whether `as_ours` has been called
 
 
 def monitor_calls(monitor: Monitor | None) -> None:
-    """Monitor what the program calls on torch's groups from now on, until the monitor ends; no-op if the settings turn it off."""
+    """Monitor the program's calls on torch's groups from now on, until the monitor ends; no-op if the settings turn it off."""
     if monitor is None or not _settings.torch_calls or _settings.mode == "off" or not dist.is_available():
         return
     if _installed is None or _installed.monitor is not monitor:
@@ -77,7 +77,7 @@ class _Installed:
     """What is wrapped, and the recorders.
 
     Attributes:
-        recorders: id of one of torch's groups -> (a weak reference to the group; its recorder, None where it is not monitored).
+        recorders: id of one of torch's groups -> (a weak reference to the group; its recorder, None if it is not monitored).
     """
 
     def __init__(self, monitor: Monitor) -> None:
@@ -138,7 +138,7 @@ def _install(monitor: Monitor) -> None:
 
 
 def _recorder_of(handle: Any) -> TorchRecorder | None:
-    """Return the recorder of a group; None where its calls are not monitored."""
+    """Return the recorder of a group; None if its calls are not monitored."""
     here = _installed
     if here is None or _settings.mode == "off":
         return None

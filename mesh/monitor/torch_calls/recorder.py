@@ -62,7 +62,7 @@ class TorchRecorder(Recorder):
     # -- a call --------------------------------------------------------------------------------------------------------
 
     def begin(self, sequence: int) -> None:
-        """Mark a call as under way until `end`, whatever its work says."""
+        """Mark a call as under way until `end`, even if its work is done."""
         self.under_way[sequence & _LAST] = sequence, None, self, 0
 
     def end(self, sequence: int, number: int) -> None:
@@ -145,7 +145,7 @@ def out_of_time(monitor: Monitor, error: BaseException | None) -> Verdict | None
 
 
 def _stand_in(ranks: Sequence[int], monitor: Monitor) -> Any:
-    """Return what a recorder needs of a group and its world."""
+    """Return the data of a group and its world that a recorder needs."""
     world = SimpleNamespace(rank=monitor.directory.rank, epoch=0, comm_context=SimpleNamespace(lineage=0))
     return SimpleNamespace(ranks=tuple(ranks), rank=tuple(ranks).index(world.rank), size=len(ranks), world=world)
 

@@ -8,6 +8,6 @@
       | overlap               start early, wait late, within max_live_bytes
     graph that runs
 
-`pipeline.run` calls them; `alias.py` knows what may not change places. Ranks see different graphs (parts of other sizes, a branch by
+`pipeline.run` calls them; `alias.py` says which nodes must keep their order. Ranks see different graphs (parts of other sizes, a branch by
 rank), so `agreement.py` compares the schedules after each pass on all ranks; a pass that differs is not applied.
 """

@@ -84,7 +84,7 @@ def _grow(memory: _PackedMemory, nodes: list[fx.Node], limit: int) -> list[fx.No
 
 
 def _fits(places: Places, starts: list[fx.Node]) -> bool:
-    """Return whether one collective can stand for these: after all operands, before all uses."""
+    """Return whether one collective can replace these: after all operands, before all uses."""
     place, at, use = _place(places, starts), places.at, places.use
     if place >= min(at[next(iter(node.users))] for node in starts):
         return False
@@ -97,7 +97,7 @@ def _fits(places: Places, starts: list[fx.Node]) -> bool:
 
 
 def _place(places: Places, starts: list[fx.Node]) -> int:
-    """Return the place behind which one collective can stand for these."""
+    """Return the place after which one collective can replace these."""
     return max(places.at[starts[0]] - 1, *(places.early(node) for node in starts))
 
 

@@ -29,7 +29,7 @@ def run(found: Program | str, options: PassOptions, world: World | None, meshes:
 
     Args:
         found: the recording, or why there is no program: then the other ranks get none either.
-        world: the ranks to agree with; None for a graph that is only looked at.
+        world: the ranks to agree with; None for a graph that is only inspected.
         meshes: ranks of each mesh that the function uses. Without a mesh of all its groups only `overlap` runs.
 
     Returns: the program, or why this or another rank has none.

@@ -3,10 +3,10 @@
 A graph is right only while everything that the function read in Python is as it was. So before a recording, everything reachable is noted:
 from the arguments, closures, globals that the code names, `self`, modules, optimizers, lists, dicts and instances (of the program's own
 classes, the attributes that its code names). A later call compares. Dicts have versions, so a call looks only at those that were written.
-After the recording the same is compared once more: what the function itself has changed, a graph would not change again.
+After the recording the state is compared once more: a graph would not repeat the changes that the function itself made.
 
 Functions and classes of torch, the standard library and installed packages are taken as constant; so is the inside of this library's own
-objects (meshes, layouts, units), of which the graph records the effects. Instances of classes of installed packages are looked into.
+objects (meshes, layouts, units), of which the graph records the effects. Instances of classes of installed packages are inspected.
 """
 
 from __future__ import annotations

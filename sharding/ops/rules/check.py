@@ -98,7 +98,7 @@ def prove(
 
 @dataclass
 class _Sample:
-    """A call, and what the single process makes of it.
+    """A call, and its results on a single process.
 
     Attributes:
         values: the tensors among the arguments, in order.
@@ -274,7 +274,7 @@ def specs_of(x: Tensor, mesh: DeviceMesh, kinds: Sequence[str] = ("sum",)) -> li
 
 
 def _try(sample: _Sample, mesh: DeviceMesh, specs: Sequence[P]) -> bool:
-    """Return whether this combination ran (and gave the right result); False where an in-place operator refused it."""
+    """Return whether this combination ran (and gave the right result); False if an in-place operator refused it."""
     leaves = [place(x, mesh, spec, seed) for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))]
     for x, differentiable in zip(leaves, sample.differentiable, strict=True):
         x.requires_grad_(differentiable)

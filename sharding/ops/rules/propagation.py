@@ -112,7 +112,7 @@ def assign(rule: Rule, layouts: Sequence[Layout], fixed: int | None = None) -> A
 
 
 def _shapeless(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Any:
-    """Return the cache key of a choice that moves nothing; None where the choice depends on sizes.
+    """Return the cache key of a choice that moves nothing; None if the choice depends on sizes.
 
     It does not if dims are made of one factor and cut evenly, so it is made once for all shapes.
     """

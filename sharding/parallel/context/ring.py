@@ -81,7 +81,7 @@ class Ring:
 
         Args:
             block: flat.
-            like: tensors whose shapes, but for the number of keys, the parts of a block have.
+            like: tensors with the shapes of the parts of a block, except for the number of keys.
         """
         pending = block.new_empty(sum(_count(x, self._keys(hop)) for x in like))
         after, before = (self.order[(self.place + step) % self.size] for step in (1, -1))

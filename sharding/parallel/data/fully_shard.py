@@ -185,7 +185,7 @@ def _axes_in_use(module: nn.Module) -> set[str]:
 
 
 def _what_to_keep(mesh: DeviceMesh, stage: ZeroStage, reshard: bool | int | None) -> str | None:
-    """Return what a unit keeps after its forward, None for the default."""
+    """Return which parameters a unit keeps after its forward, None for the default."""
     if reshard is None or isinstance(reshard, bool):
         return {None: None, True: "rest", False: "all"}[reshard]
     sizes = {axis: mesh.size(axis) for axis in stage.optimizer}

@@ -164,7 +164,7 @@ def _uses_of(
     """Yield the style for each place that its pattern matches.
 
     Raises:
-        ValueError: it is for modules and the pattern matches parameters, or the other way round.
+        ValueError: it is for modules and the pattern matches parameters, or the reverse.
     """
     axis, text = axis_of(style, mesh, pattern), f"{style!r} of plan[{pattern!r}]"
     of_tensors = isinstance(style, shard_params) and not isinstance(style.specs, Mapping)

@@ -61,7 +61,7 @@ def _assume_true(x: torch.Tensor) -> bool:
     return True
 
 
-# Whether the tensor itself requires grad, without `__torch_function__`; assumed True where torch has no such function.
+# Whether the tensor itself requires grad, without `__torch_function__`; assumed True if torch has no such function.
 any_requires_grad: Callable[[torch.Tensor], bool] = getattr(torch._C, "_any_requires_grad", _assume_true)
 
 

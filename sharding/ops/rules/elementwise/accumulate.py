@@ -5,7 +5,7 @@
     x pending as a maximum             [1 2]   | [3 4]        the value is [3 4]
     x += 10                            [11 12] | [13 14]      on every rank, as for an average and a minimum
 
-What is added is brought to the layout of x: a replicated y is used on one rank, a split one padded with zeros, a sum that is
+The added value is redistributed to the layout of x: a replicated y is used on one rank, a split one padded with zeros, a sum that is
 pending over the same axes added part by part. Two maxima do not add up part by part, so along the axes of a maximum (or minimum)
 y must be replicated.
 """

@@ -20,7 +20,7 @@ Local = Callable[..., Tensor]
 
 
 def expanded(index: Any, ndim: int, device: Any = "meta") -> list[Any] | None:
-    """Return the index with one entry per dim (None entries add dims), or None where it is of a kind without a rule."""
+    """Return the index with one entry per dim (None entries add dims), or None if it is of a kind without a rule."""
     entries = [_as_tensor(e, device) for e in (index if isinstance(index, tuple) else (index,))]
     if not all(map(_is_known, entries)):
         return None

@@ -120,7 +120,7 @@ def _padding(window: Window, start: int, stop: int) -> tuple[int, int]:
 
 
 def _over_space(n: int, func: Parts, transposed: bool, bind: Callable[..., Parts], a: Any) -> Callable[..., Any] | None:
-    """Return the function of the operands that runs the convolution over split space; None where space is not split.
+    """Return the function of the operands that runs the convolution over split space; None if space is not split.
 
     Args:
         bind: makes the function of the parts, see `on_parts`; it is passed n, func and the windows first.

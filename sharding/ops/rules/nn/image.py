@@ -65,7 +65,7 @@ class Taps(NamedTuple):
 
     Attributes:
         first, last: the indices of the one or two elements.
-        weights: of these two; None where the result repeats one.
+        weights: of these two; None if the result repeats one.
     """
 
     first: list[int]

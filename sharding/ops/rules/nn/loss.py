@@ -116,7 +116,7 @@ def _l1_loss(input: Any, target: Any, *, weight: Any = None, reduction: str = "m
 
 
 def _argument_of(func: Any, name: str) -> Any:
-    """Return an argument of a call of `func` that is on the stack; None where there is none.
+    """Return an argument of a call of `func` that is on the stack; None if there is none.
 
     Under a mode torch calls the function once more from itself, without the argument: those calls have the same input.
     """

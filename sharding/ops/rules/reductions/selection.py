@@ -168,7 +168,7 @@ def _arg_of_all(name: str, input: Tensor, keepdim: bool) -> Callable[..., Any]:
 
 
 def _counts(layout: Layout, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Return, for each combination of ranks of these axes, major to minor, 1 where they have elements, else 0."""
+    """Return, for each combination of ranks of these axes, major to minor, 1 if they have elements, else 0."""
     mesh = layout.mesh
     coordinates = torch.cartesian_prod(*[torch.arange(mesh.size(axis)) for axis in axes]).reshape(-1, len(axes)).tolist()
     numbers = [mesh.axis_index(axis) for axis in axes]
