@@ -4,7 +4,7 @@
     whole   = shardmesh.wait(started)                      the result, which may be read
 
 No result shares memory with an operand. All run through `Group`, so the monitor, `comm_report` and budgets see them. A *site* is the number
-of a `Site`: what the collective was for when the graph was made. In a compiled segment it counts from 0 in the segment's order, so that
+of a `Site`: the purpose of the collective when the graph was made. In a compiled segment it counts from 0 in the segment's order, so that
 equal segments of different layers, and of different processes, are equal code; the segment sets `running.calls` before it runs.
 """
 

@@ -51,7 +51,7 @@ class Static(NamedTuple):
 
 
 class Entry:
-    """A recorded call of one signature, and what must not have changed since.
+    """A recorded call of one signature, and the state that must not have changed since.
 
     Attributes:
         recording: the program and its inputs and outputs.
@@ -169,7 +169,7 @@ class JitFunction:
         return result
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Record the function on "meta", as rank 0, and return the graph to look at. Nothing runs, and no argument changes.
+        """Record the function on "meta", as rank 0, and return the graph for inspection. Nothing runs, and no argument changes.
 
         Args:
             args, kwargs: as those of a call, or a `Layout`, also on an `AbstractMesh`, in place of a tensor.
@@ -187,7 +187,7 @@ class JitFunction:
 
     @property
     def __wrapped_function__(self) -> Callable[..., Any]:
-        """What a snapshot looks at."""
+        """The objects that a snapshot covers."""
         return self._f
 
     @property
@@ -265,7 +265,7 @@ def jit(
         static_argnums, static_argnames: arguments that are constants; another value is another signature. They must be hashable.
         donate_argnums: arguments whose `ShardedTensor`s the caller gives away: using them afterwards raises.
         in_shardings, out_shardings: a `NamedSharding`, or a tree of them and None that is a prefix of the arguments or of the result;
-            what is laid out otherwise is redistributed.
+            arguments with other layouts are redistributed.
         backend: "inductor", "eager" (generated Python), or any backend of `torch.compile`. By default Inductor if there is a C++
             compiler, else "eager", with a warning.
         compiler_options: which passes change the graph's collectives: a dict of the attributes of `PassOptions`, such as

@@ -1,4 +1,4 @@
-"""A recorded graph, made ready to run: where its inputs come from, what it writes back, and its code.
+"""A recorded graph, made ready to run: the sources of its inputs, its writes, and its code.
 
     inputs    arguments | slots such as `.grad` | state by reference | constants | numbers
     graph     operators in the order of the recording
@@ -29,7 +29,7 @@ class Program:
     Attributes:
         graph: placeholders, operators and an output: a tuple of the new values of slots and the results.
         sources: for each placeholder, a function of the leaves of the arguments that returns the input.
-        names: what each input is, for people.
+        names: a readable name of each input.
         draws: where the call leaves the stream of random numbers.
         rank: the global rank that recorded it.
         passes: names of the passes that ran, and how many nodes each changed.
@@ -50,7 +50,7 @@ class Program:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Return whether a node may be left out if nobody uses it."""
+    """Return whether a node may be removed if it is not used."""
     if node.op != "call_function" or node.target in OPERATORS or node.target is WAIT or isinstance(node.target, Draw):
         return False
     if isinstance(node.target, torch._ops.OpOverload):
@@ -98,7 +98,7 @@ class _Code:
         return self.known["run"]
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
-        """Return for each node what is used there for the last time, or never."""
+        """Return for each node the values that it uses for the last time, or that are never used."""
         last = {x: node for node in self.nodes for x in node.all_input_nodes}
         found: dict[fx.Node, list[fx.Node]] = {}
         for x in self.nodes:

@@ -67,7 +67,7 @@ def aborts(at: At) -> Any:
 
 @fault("lost", ends=-signal.SIGKILL, says="all_reduce")
 def dies_in_the_middle_of_a_transfer(at: At) -> Any:
-    """A rank is killed while 64 MB are on their way"""
+    """A rank is killed while 64 MB are being sent"""
     x = torch.ones(16 * 1024 * 1024)
     at.group().all_reduce(torch.ones(1))
     if at.odd():
@@ -90,7 +90,7 @@ def dies_before_its_group_is_made(at: At) -> Any:
 
 @fault("lost", 3, ends=-signal.SIGKILL, mesh=SQUARE_MESH, says="all_reduce")
 def dies_round_the_corner(at: At) -> Any:
-    """A rank dies; another, which shares no group with it, waits for one that waits for it"""
+    """A rank dies; a rank that shares no group with it waits for one that waits for it"""
     x = torch.ones(4)
     for axis in ("tp", "dp"):
         at.group(axis).all_reduce(x)  # <- odd
@@ -172,7 +172,7 @@ def saves_at_the_end_alone(at: At) -> Any:
 
 @fault("left", says="all_reduce", ends=0)
 def destroys_its_groups(at: At) -> Any:
-    """A rank calls destroy_process_group() and goes on with something else"""
+    """A rank calls destroy_process_group() and continues with something else"""
     x = torch.ones(4)
     at.group().all_reduce(x)  # <- odd
     if at.odd():

@@ -15,7 +15,7 @@ NO_MESH: dict[str, int] = {}
 
 @fault("mesh", mesh=NO_MESH, says=("dp=2, tp=2", "dp=4, tp=1"))
 def makes_another_shape(at: At) -> Any:
-    """A rank makes a mesh of another shape"""
+    """A rank creates a mesh of another shape"""
     shape = (4, 1) if at.odd() else (2, 2)
     at.mesh = at.d.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))  # <- odd # <- rest
     return at.put(SQUARE, at.d.Shard(0), at.d.Replicate()).sum().full_tensor().item()
@@ -41,7 +41,7 @@ def orders_ranks_differently(at: At) -> Any:
 
 @fault("mesh", mesh=NO_MESH, says="pp")
 def makes_a_mesh_more(at: At) -> Any:
-    """A rank makes one more mesh than the others"""
+    """A rank creates one more mesh than the others"""
     if at.odd():
         at.d.init_device_mesh("cpu", (4, 1), mesh_dim_names=("pp", "x"))  # <- odd
     at.mesh = at.d.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))  # <- rest

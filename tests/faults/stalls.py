@@ -41,7 +41,7 @@ def sleeps(at: At) -> Any:
 
 @fault("stall", 3, ends="busy", says=("all_reduce", "busy"))
 def loops_for_ever(at: At) -> Any:
-    """A rank is caught in a loop"""
+    """A rank is in an endless loop"""
     x = torch.ones(4)
     at.group().all_reduce(x)
     stuck = at.odd()
@@ -53,7 +53,7 @@ def loops_for_ever(at: At) -> Any:
 
 @fault("stall", ends="busy", says=("all_reduce", "frozen"))
 def keeps_the_interpreter(at: At) -> Any:
-    """A rank is in a call of C that keeps the interpreter's lock"""
+    """A rank is in a C call that holds the GIL"""
     x = torch.ones(4)
     at.group().all_reduce(x)  # <- odd
     if at.odd():
@@ -88,7 +88,7 @@ def reads_a_pipe(at: At) -> Any:
 
 @fault("stall", 1, ends="busy", says=("all_reduce", "busy"))
 def waits_for_a_lock(at: At) -> Any:
-    """A rank waits for a lock that it has itself"""
+    """A rank waits for a lock that it holds itself"""
     lock, x = threading.Lock(), torch.ones(4)
     at.group().all_reduce(x)
     if at.odd():
@@ -100,7 +100,7 @@ def waits_for_a_lock(at: At) -> Any:
 
 @fault("stall", 3, ends="busy", mesh=SQUARE_MESH, says=("all_reduce", "busy"))
 def stalls_round_the_corner(at: At) -> Any:
-    """A rank sleeps; one that shares no group with it waits for one that waits for it"""
+    """A rank sleeps; a rank that shares no group with it waits for one that waits for it"""
     x = torch.ones(4)
     for axis in ("tp", "dp"):
         at.group(axis).all_reduce(x)

@@ -87,7 +87,7 @@ def torch_calls_one_barrier_more(at: At) -> Any:
 
 @fault("mismatch", 3, field="operation", says=("all_reduce", "all_gather"))
 def torch_skips_a_turn_of_a_loop(at: At) -> Any:
-    """A rank skips dist.all_reduce in one turn of a loop"""
+    """A rank skips dist.all_reduce in one iteration of a loop"""
     t, out = torch.ones(4), torch.zeros(16)
     for turn in range(20):
         if not (turn == 11 and at.odd()):
@@ -155,7 +155,7 @@ def torch_item_beside_a_monitored_barrier(at: At) -> Any:
 
 @fault("mismatch", 2, field="operation", says=("all_reduce", "broadcast"))
 def torch_swaps_two_calls(at: At) -> Any:
-    """A rank calls dist.all_reduce and dist.broadcast in the other order"""
+    """A rank calls dist.all_reduce and dist.broadcast in a different order"""
     a, b = torch.ones(4), torch.ones(4)
     if at.odd():
         dist.broadcast(b, src=0)  # <- odd
@@ -177,7 +177,7 @@ def torch_iterates_in_its_own_order(at: At) -> Any:
 
 @fault("mismatch", 0, field="shape", says="all_reduce")
 def torch_starts_in_another_order(at: At) -> Any:
-    """A rank starts two asynchronous dist.all_reduce in the other order"""
+    """A rank starts two asynchronous dist.all_reduce in a different order"""
     small, large = torch.ones(2), torch.ones(64)
     works = [dist.all_reduce(x, async_op=True) for x in ([large, small] if at.odd() else [small, large])]  # <- odd # <- rest
     for work in works:
@@ -268,7 +268,7 @@ def torch_gathers_another_shape(at: At) -> Any:
 
 @fault("mismatch", 3, field="source", says="broadcast")
 def torch_takes_itself_for_the_source(at: At) -> Any:
-    """A rank takes itself for the source of dist.broadcast"""
+    """A rank passes itself as the source of dist.broadcast"""
     t = torch.ones(4)
     dist.broadcast(t, src=at.rank if at.odd() else 0)  # <- odd # <- rest
     return t.tolist()

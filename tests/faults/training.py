@@ -55,7 +55,7 @@ def batches(at: At) -> list[Any]:
 
 @fault("mismatch", field=("operation", "shape", "layout"), says="all_reduce")
 def has_fewer_batches(at: At) -> Any:
-    """A rank has fewer batches, and goes on to the evaluation"""
+    """A rank has fewer batches, and starts the evaluation"""
     model, optimizer = replicated(at)
     for n, x in enumerate(batches(at)):
         if n == 2 and at.odd():
@@ -84,7 +84,7 @@ def runs_out_of_batches(at: At) -> Any:
 
 @fault("left", 1, says="all_reduce", ends="RankLostError")
 def has_one_batch_more(at: At) -> Any:
-    """A rank has one batch more than the others, who end"""
+    """A rank has one batch more than the others, which end"""
     model, optimizer = replicated(at)
     loss = torch.zeros(())
     for n, x in enumerate(2 * batches(at)):

@@ -59,7 +59,7 @@ def reads_the_loss_alone(at: At) -> Any:
 
 @fault("mismatch", 0, field=("shape", "lineage"), says="all_gather")
 def saves_the_weights_alone(at: At) -> Any:
-    """Rank 0 gathers the state dict to save it, the others go on"""
+    """Rank 0 gathers the state dict to save it, the others continue"""
     weights = [at.put(SQUARE[: 4 * n], at.d.Shard(0)) for n in (1, 2)]
     if at.odd():
         saved = [w.full_tensor() for w in weights]  # <- odd
@@ -82,7 +82,7 @@ def skips_one_of_several_weights(at: At) -> Any:
 
 @fault("mismatch", field="lineage", says="all_gather")
 def skips_a_step_of_a_loop(at: At) -> Any:
-    """A rank skips the collective in one turn of a loop"""
+    """A rank skips the collective in one iteration of a loop"""
     x = at.put(SQUARE, at.d.Shard(0))
     total = 0.0
     for turn in range(5):
@@ -106,7 +106,7 @@ def reduces_twice(at: At) -> Any:
 
 @fault("mismatch", 3, field="operation", says=("all_to_all", "all_reduce"))
 def follows_its_own_data(at: At) -> Any:
-    """A rank takes a branch by a value of its own part"""
+    """A rank takes a branch that depends on its own part"""
     x = at.put(SQUARE, at.d.Shard(0))
     threshold = 1000 if at.odd() else -1
     if x.to_local()[0, 0].item() > threshold:
@@ -116,7 +116,7 @@ def follows_its_own_data(at: At) -> Any:
 
 @fault("mismatch", 1, field="lineage", says="all_gather")
 def drops_a_layer(at: At) -> Any:
-    """Layers are dropped at random, and one rank draws other numbers"""
+    """Layers are dropped at random, and one rank draws different numbers"""
     kept = (1, 3) if at.odd() else (1, 2)
     layers = {n: at.put(torch.eye(8) * n, at.d.Shard(0)) for n in (1, 2, 3)}
     x = at.put(SQUARE / 64, at.d.Shard(0))
@@ -219,7 +219,7 @@ def gathers_another_shape(at: At) -> Any:
 
 @fault("mismatch", 0, field="shape", says="all_reduce")
 def has_another_width(at: At) -> Any:
-    """A rank read another configuration: its model is wider"""
+    """A rank read a different configuration: its model is wider"""
     width = 16 if at.odd() else 8
     x, w = at.put(torch.ones(8, width), at.d.Shard(1)), at.put(torch.ones(width, width), at.d.Shard(0))
     return (x @ w).full_tensor().sum().item()  # <- odd # <- rest
@@ -227,7 +227,7 @@ def has_another_width(at: At) -> Any:
 
 @fault("mismatch", field="source", says="broadcast")
 def broadcasts_from_itself(at: At) -> Any:
-    """A rank takes itself for the source of a broadcast"""
+    """A rank passes itself as the source of a broadcast"""
     x = torch.full((4,), float(at.rank))
     at.group().broadcast(x, src=at.rank if at.odd() else 0)  # <- odd # <- rest
     return x.tolist()
@@ -287,7 +287,7 @@ def exchanges_objects_alone(at: At) -> Any:
 
 @fault("mismatch", (2, 3), blamed=(), field="operation", says=("all_gather", "all_to_all"))
 def two_against_two(at: At) -> Any:
-    """Two ranks redistribute elsewhere than the other two"""
+    """Two ranks redistribute to another layout than the other two"""
     x = at.put(SQUARE, at.d.Shard(0))
     if at.odd():
         x = x.redistribute(at.mesh, [at.d.Shard(1)])  # <- odd

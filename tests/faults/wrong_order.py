@@ -15,7 +15,7 @@ from tests.faults.wrong_calls import SQUARE, SQUARE_MESH
 
 @fault("mismatch", field="operation", says=("all_gather", "all_to_all"))
 def swaps_two_collectives(at: At) -> Any:
-    """A rank calls two collectives in the other order"""
+    """A rank calls two collectives in a different order"""
     x = at.put(SQUARE, at.d.Shard(0))
     if at.odd():
         part = x.redistribute(at.mesh, [at.d.Shard(1)])  # <- odd
@@ -28,7 +28,7 @@ def swaps_two_collectives(at: At) -> Any:
 
 @fault("mismatch", field="lineage", says="all_gather")
 def swaps_two_gathers(at: At) -> Any:
-    """A rank gathers two tensors of one shape in the other order"""
+    """A rank gathers two tensors of the same shape in a different order"""
     x = at.put(SQUARE, at.d.Shard(0))
     a, b = x * 2, x + 1
     if at.odd():
@@ -39,7 +39,7 @@ def swaps_two_gathers(at: At) -> Any:
 
 @fault("mismatch", 1, field="lineage", says="all_reduce")
 def swaps_two_reductions(at: At) -> Any:
-    """A rank reduces two pending values in the other order"""
+    """A rank reduces two pending values in a different order"""
     x = at.put(SQUARE, at.d.Shard(0))
     loss, norm = x.sum(), (x * x).sum()
     if at.odd():
@@ -49,7 +49,7 @@ def swaps_two_reductions(at: At) -> Any:
 
 @fault("mismatch", 3, field="lineage", says="all_gather")
 def iterates_in_its_own_order(at: At) -> Any:
-    """A rank goes through the parameters in another order, as sets and directories do"""
+    """A rank iterates over the parameters in a different order, as with a set or a directory"""
     weights = {name: at.put(SQUARE + n, at.d.Shard(0)) for n, name in enumerate("abc")}
     names = ["b", "a", "c"] if at.odd() else ["a", "b", "c"]
     return {name: weights[name].full_tensor()[0, 0].item() for name in names}  # <- odd # <- rest
@@ -57,7 +57,7 @@ def iterates_in_its_own_order(at: At) -> Any:
 
 @fault("mismatch", 0, field="shape", says="all_reduce")
 def starts_in_another_order(at: At) -> Any:
-    """A rank starts two asynchronous collectives in the other order"""
+    """A rank starts two asynchronous collectives in a different order"""
     small, large = torch.ones(2), torch.ones(64)
     order = [large, small] if at.odd() else [small, large]
     works = [at.group().all_reduce(x, async_op=True) for x in order]  # <- odd # <- rest
@@ -71,7 +71,7 @@ def starts_in_another_order(at: At) -> Any:
 
 @fault("deadlock", mesh=SQUARE_MESH, says="all_reduce")
 def reduces_over_another_axis(at: At) -> Any:
-    """A rank reduces over tp where others reduce over dp, and then all meet"""
+    """A rank reduces over tp where others reduce over dp, then all ranks reduce"""
     x = torch.ones(4)
     at.group("tp" if at.odd() else "dp").all_reduce(x)  # <- odd # <- rest
     at.group().all_reduce(x)  # <- rest
@@ -80,7 +80,7 @@ def reduces_over_another_axis(at: At) -> Any:
 
 @fault("mismatch", blamed=(), mesh=SQUARE_MESH, field=("layout", "lineage"), says="all_reduce")
 def takes_axes_in_another_order(at: At) -> Any:
-    """A rank reduces over dp, then tp, the others the other way round"""
+    """A rank reduces over dp, then tp; the others over tp, then dp"""
     x = at.d.DTensor.from_local(SQUARE * at.rank, at.mesh, [at.d.Partial(), at.d.Partial()])
     between = [at.d.Replicate(), at.d.Partial()] if at.odd() else [at.d.Partial(), at.d.Replicate()]
     x = x.redistribute(at.mesh, between)  # <- odd # <- rest
@@ -89,7 +89,7 @@ def takes_axes_in_another_order(at: At) -> Any:
 
 @fault("deadlock", (0, 3), blamed=(), mesh=SQUARE_MESH, says="all_gather")
 def each_waits_for_the_next(at: At) -> Any:
-    """Ranks wait for each other in a circle: half go over dp first, half over tp"""
+    """Ranks wait for each other in a cycle: half gather over dp first, half over tp"""
     x = at.put(SQUARE, at.d.Shard(0), at.d.Shard(1))
     rows = [at.d.Replicate(), at.d.Shard(1)]
     columns = [at.d.Shard(0), at.d.Replicate()]
@@ -100,7 +100,7 @@ def each_waits_for_the_next(at: At) -> Any:
 
 @fault("deadlock", 3, mesh=SQUARE_MESH, says=("barrier", "all_reduce"))
 def meets_all_too_early(at: At) -> Any:
-    """A rank goes to the barrier of all ranks before its group's all_reduce"""
+    """A rank calls the barrier of all ranks before its group's all_reduce"""
     x = torch.ones(4)
     if at.odd():
         at.group().barrier()  # <- odd
@@ -124,7 +124,7 @@ def differs_in_a_group_of_two(at: At) -> Any:
 
 @fault("mismatch", blamed=(), mesh=SQUARE_MESH, field=("operation", "layout", "shape"), says="all_gather")
 def gathers_over_another_axis(at: At) -> Any:
-    """A rank gathers over tp instead of dp in a redistribute of all"""
+    """A rank gathers over tp instead of dp in a redistribute of all ranks"""
     x = at.put(SQUARE, at.d.Shard(0), at.d.Shard(1))
     there = [at.d.Shard(0), at.d.Replicate()] if at.odd() else [at.d.Replicate(), at.d.Shard(1)]
     y = x.redistribute(at.mesh, there)  # <- odd # <- rest

@@ -196,7 +196,7 @@ NORMED_RECORDS = [
 
 
 def record(x: Tensor, how: AsRecord) -> Tensor:
-    """The definition: what is sent where x is quantised by a launch of its own."""
+    """The definition: what is sent where x is quantized by a launch of its own."""
     return compile_quantize(x.shape, [full_box(x.shape)], how.transport, block=how.block)(x)
 
 

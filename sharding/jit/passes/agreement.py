@@ -42,7 +42,7 @@ Schedule = list[Line]
 
 
 def number_collectives(graph: fx.Graph) -> None:
-    """Note on each collective of a recorded graph which of its group it is; passes keep this."""
+    """Number the collectives of a recorded graph within each group; passes keep the numbers."""
     counts: dict[Any, int] = {}
     for node in graph.nodes:
         if node.target in OPERATORS:

@@ -24,13 +24,13 @@ Pass = Callable[[fx.Graph], int]
 
 
 def run(found: Program | str, options: PassOptions, world: World | None, meshes: Iterable[Sequence[int]]) -> Program | str:
-    """Return a program with the passes applied that all ranks apply alike; the given one is left as it is.
+    """Return a program with the passes applied that all ranks apply alike; the given one is not changed.
 
     A pass whose schedules do not fit each other on all ranks is left out, on all of them.
 
     Args:
-        found: what was recorded, or why there is no program: then the other ranks get none either.
-        world: the ranks to agree with; None for a graph that is only looked at.
+        found: the recording, or why there is no program: then the other ranks get none either.
+        world: the ranks to agree with; None for a graph that is only inspected.
         meshes: ranks of each mesh that the function uses. Without a mesh of all its groups only `overlap` runs.
 
     Returns: the program, or why this or another rank has none.
