@@ -146,22 +146,26 @@ def latencies(rows: Sequence[FaultRow]) -> tuple[Sequence[str], list[list[str]]]
 
 HEAD = """# Outcomes of faulty programs
 
-Programs of four processes in which one rank (or two) diverges from the others, run in three ways: by torch.distributed
-with its default settings (DTensor and its collectives over gloo, with the timeout of 30 minutes reduced to 5 s), by the same with
-`TORCH_DISTRIBUTED_DEBUG=DETAIL`, and by shardmesh with its default settings, with the monitor on. The programs are in
-[tests/faults](../tests/faults), where each of them is a test.
+This page lists programs of four processes in which one or two ranks diverge from the others, and what happens then. Each program runs in
+three ways: with torch.distributed in its default settings (DTensor and collectives over gloo, the timeout reduced from 30 minutes to 5 s);
+the same with `TORCH_DISTRIBUTED_DEBUG=DETAIL`; and with shardmesh in its default settings. The programs are the tests of
+[tests/faults](../tests/faults).
 
-How to read the tables: torch's columns list every outcome on any rank. *Wrong result*: a rank finishes without an
-error and returns something else than without the fault. *Nothing*: all ranks finish and return the same as without
-the fault. A *hang* ends with torch's timeout (by default after 30 minutes). *Connection closed* is an error about the socket to a
-rank that has ended, mostly on ranks that did nothing wrong. *Abort*: gloo ends the process with a signal. *Names the rank*: a
-message lists the outlier as missing, or shows its call next to that of another rank without saying which is wrong. For
-shardmesh: the error that every surviving rank raises, the rank that it names, and the difference; its text also has
-the operation and the line in the program, on the outlier and on the other ranks. *Equal votes*: the ranks form two parties
-of equal size; both are shown and no rank is named.
+In the columns of torch, all outcomes on any rank are listed:
 
-Milliseconds are from the moment when the outlier diverges to the error, over all other ranks and all runs. Stalls
-were set to {stall:.0f} s (the default is 5 minutes).
+* *Nothing*: all ranks finish with the same results as without the fault.
+* *Wrong result*: a rank finishes without an error, with a different result.
+* *Hang*: the job waits until torch's timeout.
+* *Connection closed*: an error about the socket to a rank that has ended, usually on ranks that did nothing wrong.
+* *Abort*: gloo ends the process with a signal.
+* *Names the rank*: a message lists the outlier as missing, or shows its call and that of another rank without saying which is wrong.
+
+The column of shardmesh shows the error that every surviving rank raises, the rank that it names, and the difference. Its text also has the
+operation and the line in the program, for the outlier and for the other ranks. *Equal votes*: ranks disagree in two groups of equal size;
+both are shown and no rank is named.
+
+Milliseconds are measured from the moment when the outlier diverges to the error, over all other ranks and all runs. The timeout for stalls
+was {stall:.0f} s (the default is 5 minutes).
 """
 
 

@@ -396,13 +396,13 @@ def bucket_summing(size: int, device: torch.device | str) -> Work:
     return Work(flat.numel(), (flat,), lambda flat: combine_many(adds, flat), {"sum(0) of each": Peer(sums)})
 
 
-# -- quantised ---------------------------------------------------------------------------------------------------------
+# -- quantized ---------------------------------------------------------------------------------------------------------
 
 CODES = {"int8": (126.0, torch.int8), "fp8": (416.0, torch.float8_e4m3fn)}  # the largest code, and the dtype of codes
 
 
 def quantizing(split: Split, transport: str, size: int, device: torch.device | str) -> Work:
-    """Return the work of quantising to one byte per element, with a scale per block."""
+    """Return the work of quantizing to one byte per element, with a scale per block."""
     x = random(split.shape(size // BF16.itemsize), BF16, device)
     quantize = compile_quantize(x.shape, chunks(x.shape, split.dim), transport)
     peer = Peer(partial(quantized, dim=split.dim, transport=transport), compiled=True, least=1.0)
@@ -410,7 +410,7 @@ def quantizing(split: Split, transport: str, size: int, device: torch.device | s
 
 
 def quantized(x: Tensor, dim: int, transport: str) -> Tensor:
-    """Quantise in torch: return the records of all ranks, for even chunks of whole blocks."""
+    """Quantize in torch: return the records of all ranks, for even chunks of whole blocks."""
     largest, dtype = CODES[transport]
     blocks = x.unflatten(dim, (RANKS, -1)).movedim(dim, 0).reshape(RANKS, -1, BLOCK).float()
     scale = (blocks.abs().amax(-1, keepdim=True) * (1 / largest)).clamp_min(2.0**-126)
@@ -420,7 +420,7 @@ def quantized(x: Tensor, dim: int, transport: str) -> Tensor:
 
 
 def dequantizing(transport: str, size: int, device: torch.device | str) -> Work:
-    """Return the work of summing eight quantised contributions: the local part of an all_to_all_reduce."""
+    """Return the work of summing eight quantized contributions: the local part of an all_to_all_reduce."""
     length = max(1, size // BF16.itemsize // RANKS // (4 * BLOCK)) * 4 * BLOCK
     flat = quantized(random((RANKS, length), BF16, device), 0, transport)
     add = compile_dequantize((length,), {((0, length),): [r * record_bytes(length) for r in range(RANKS)]}, transport)

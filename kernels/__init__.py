@@ -1,10 +1,10 @@
-"""Copies, reductions, quantisation and random numbers on one device: the lowest layer, which knows nothing of meshes and layouts.
+"""Copies, reductions, quantization and random numbers on one device: the lowest layer, without meshes and layouts.
 
 Its inputs are tensors, boxes (a half-open interval per dim) and integers.
 
 | file | question it answers | its kernels |
 |---|---|---|
-| `box.py` | what is a box, what do two boxes share | |
+| `box.py` | what is a box, where do two boxes intersect | |
 | `backend.py` | does an operation run as a Triton kernel or as torch operations | |
 | `copy.py`, `box_runs.py` | how do boxes of a tensor become one flat buffer, and back | `strided_triton.py` |
 | `reduce.py` | how are contributions in a flat buffer combined | `strided_triton.py` |

@@ -58,7 +58,7 @@ def _has_triton() -> bool:
         import triton  # noqa: F401
     except ImportError:
         warnings.warn(
-            "triton is not installed, so boxes are packed, reduced and quantised by torch operations, which read and write "
+            "triton is not installed, so boxes are packed, reduced and quantized by torch operations, which read and write "
             "memory more often; pip install triton",
             stacklevel=2,
         )

@@ -79,7 +79,7 @@ def to_e4m3(x):
 
 @triton.jit
 def from_e4m3(code):
-    """The codes of float8_e4m3fn, as int8 -> float32."""
+    """Convert the codes of float8_e4m3fn, as int8, to float32."""
     if converts_natively():
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:

@@ -1,4 +1,4 @@
-"""Quantise boxes of a tensor to records of one-byte codes, about half the bytes of 16-bit floats, and back.
+"""Quantize boxes of a tensor to records of one-byte codes, about half the bytes of 16-bit floats, and back.
 
     quantize:    x ---> [ record of box 0 | record of box 1 | ... ]        a quarter to a half of x's bytes
     dequantize:  x <--- the sum, in float32, of the records of each box, in order
@@ -19,9 +19,9 @@ block, in float32 with IEEE rounding of every operation:
 
 and amax * 2**-22 more for the rounding of scale, reciprocal and products, and the rounding of the result to its dtype
 (`error_bound` adds up all of it). Zero, infinities and NaN are preserved, and no finite value becomes infinite: the largest
-element keeps its value but for its last bits, even next to float32's largest number, as no product overflows. The lower bound of
-the scale, float32's smallest normal number, keeps its reciprocal finite. Values that were dequantised to the dtype that they were
-quantised from get the same codes again, except subnormal 16-bit values in fp8.
+element keeps its value except for its last bits, even next to float32's largest number, as no product overflows. The lower bound of
+the scale, float32's smallest normal number, keeps its reciprocal finite. Values that were dequantized to the dtype that they were
+quantized from get the same codes again, except subnormal 16-bit values in fp8.
 
 torch operations take a dozen passes over memory; on a GPU one launch handles all boxes of all tensors (`quantize_triton.py`).
 """
@@ -66,7 +66,7 @@ class Quantize:
         return quantize_many([self], [x], x.new_empty(self.size, dtype=torch.uint8) if out is None else out)
 
     def in_torch(self, x: Tensor, out: Tensor) -> None:
-        """The definition, in torch operations."""
+        """Compute the result in torch operations, which define it."""
         for box, start in self.records:
             codes, scales = _encoded(_blocks(x[slices(box)], self.block), self.transport)
             used = codes.numel() + 4 * scales.numel()
@@ -103,7 +103,7 @@ class Dequantize:
         return dequantize_many([self], flat, [out])[0]
 
     def in_torch(self, flat: Tensor, out: Tensor) -> None:
-        """The definition, in torch operations."""
+        """Compute the result in torch operations, which define it."""
         for box, starts in self.stacks.items():
             total = self._decoded(flat, box, starts[0])
             for start in starts[1:]:
@@ -128,11 +128,11 @@ class Dequantize:
 def compile_quantize(
     shape: Sequence[int], boxes: Sequence[Box], transport: str, offsets: Sequence[int] | None = None, block: int = BLOCK
 ) -> Quantize:
-    """`compile_quantize(shape, boxes, transport) -> Callable[[Tensor, out=None], flat]`: compile how to quantise.
+    """`compile_quantize(shape, boxes, transport) -> Callable[[Tensor, out=None], flat]`: compile how to quantize.
 
     Args:
         shape: of the tensors: float16, bfloat16 or float32, with any strides.
-        boxes: what to quantise; they may be empty, overlap or repeat.
+        boxes: what to quantize; they may be empty, overlap or repeat.
         transport: "int8" or "fp8".
         offsets: where each box's record starts in the flat buffer: in bytes, multiples of 16; consecutive by
             default.
@@ -163,7 +163,7 @@ def compile_quantize(
 def compile_dequantize(
     shape: Sequence[int], stacks: Stacks, transport: str, kind: str = "sum", block: int = BLOCK
 ) -> Dequantize:
-    """`compile_dequantize(shape, {box: starts}, transport) -> Callable[[flat, out], out]`: compile how to dequantise.
+    """`compile_dequantize(shape, {box: starts}, transport) -> Callable[[flat, out], out]`: compile how to dequantize.
 
     Args:
         shape: of the results: float16, bfloat16 or float32, contiguous.
@@ -171,7 +171,7 @@ def compile_dequantize(
             multiples of 16. The sum is computed in float32, in this order, and rounded once.
         transport: "int8" or "fp8".
         kind: "sum"; any kind if every box has one record.
-        block: elements that share a scale, as they were quantised.
+        block: elements that share a scale, as they were quantized.
 
     Raises:
         ValueError: a box is not inside `shape` or has no record, an unknown transport, block or kind, or starts that
@@ -180,7 +180,7 @@ def compile_dequantize(
     check_boxes(shape, list(stacks))
     _check_format(transport, block)
     if kind != "sum" and any(len(starts) > 1 for starts in stacks.values()):
-        raise ValueError(f"quantised records can only be summed, not combined by {kind!r}: send the values without quantising")
+        raise ValueError(f"quantized records can only be summed, not combined by {kind!r}: send the values without quantizing")
     for box, starts in stacks.items():
         if not starts:
             raise ValueError(f"box {box} has no record: omit it, then its elements are not written")
@@ -244,7 +244,7 @@ def _alike(compiled: Sequence[Quantize] | Sequence[Dequantize], tensors: Sequenc
 
 
 def error_bound(x_block_amax: float | Tensor, x: Tensor, transport: str) -> Tensor:
-    """`error_bound(amax, x, transport) -> Tensor`: float64, the largest distance of a quantised and dequantised element from x.
+    """`error_bound(amax, x, transport) -> Tensor`: float64, the largest distance of a quantized and dequantized element from x.
 
     For a sum of n records the bounds of the elements add up, plus n - 1 roundings to float32.
 
@@ -324,7 +324,7 @@ def _check_tensor(compiled: Quantize | Dequantize, x: Tensor) -> None:
     if x.shape != compiled.shape:
         raise ValueError(f"{compiled!r} was given a tensor of shape {tuple(x.shape)}, not {compiled.shape}")
     if x.dtype not in DTYPES:
-        raise TypeError(f"{compiled!r} takes float16, bfloat16 or float32, not {x.dtype}: send such a tensor without quantising")
+        raise TypeError(f"{compiled!r} takes float16, bfloat16 or float32, not {x.dtype}: send such a tensor without quantizing")
 
 
 def _check_flat(compiled: Quantize | Dequantize, flat: Tensor) -> None:

@@ -7,13 +7,13 @@ Every element is read once and every code written once; a scale is 4 bytes for e
 multiples of 8 elements of 16 bits (4 of 32), a lane reads 16 bytes and writes 8 (4) bytes of codes, else one element at a
 time, but codes as before; likewise the other way. All records of a box are under way before the first is added up (of up
 to 8). A block's maximum is found in registers, by lanes of one warp. Against torch, whose definition passes over memory a
-dozen times, and against quantising what was packed before, which reads and writes the tensor once more.
+dozen times, and against quantizing a packed buffer, which reads and writes the tensor once more.
 
 A program works on consecutive blocks of one box. Which element of the tensor a unit of a block is takes one multiplication
 for each dim of the box, of the fewest that describe it, but the outermost.
 
 Arithmetic is what could hold these kernels back: per element of 16 bits an H200 has time for about 20 instructions, half of
-them logic and comparisons, while its memory moves 3 bytes. Compiled for sm_90 (not run: no GPU was at hand), quantising
+them logic and comparisons, while its memory moves 3 bytes. Compiled for sm_90 (not run: no GPU was at hand), quantizing
 takes 21 (int8) and 16 (fp8), and 33 where elements are moved one by one; a code read takes 9 to 12. At 62 to 72 registers.
 """
 
@@ -172,7 +172,7 @@ def dequantize_boxes(
     tl.store(out + at, tl.reshape(result, [BLOCKS, BLOCK // UNIT, UNIT]), mask=inside)
 
 
-# -- what a launch works on --------------------------------------------------------------------------------------------
+# -- arguments of a launch ---------------------------------------------------------------------------------------------
 
 MIN_BLOCKS = 4  # of a program: whole multiples of 16 bytes of scales
 PROGRAM_ELEMENTS = 1 << 12  # that one program writes, 32 per thread of 128; half if it sums many records
@@ -208,7 +208,7 @@ class BoxTable:
     Attributes:
         rows: as `HEAD` describes, after their first programs; padded to a power of two.
         grid: number of programs.
-        constants: what the kernel is compiled for.
+        constants: compile-time constants of the kernel.
     """
 
     rows: Tensor
@@ -275,14 +275,14 @@ def _columns(row: BoxRow, blocks: int, dims: int) -> list[int]:
 
 
 def launch_quantize(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """`launch_quantize(quantizes, tensors, flat)`: quantise tensors of one dtype, in one format."""
+    """`launch_quantize(quantizes, tensors, flat)`: quantize tensors of one dtype, in one format."""
     strides, aligned = tuple([x.stride() for x in tensors]), alignment(tensors)
     for table in _quantize_tables(tuple(quantizes), strides, tensors[0].itemsize, aligned):
         _launch(quantize_boxes, table, (tensors[0], _codes(flat)), tensors, quantizes[0].transport, aligned)
 
 
 def launch_dequantize(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Sequence[Tensor]) -> None:
-    """`launch_dequantize(dequantizes, flat, outs)`: dequantise to contiguous tensors of one dtype, from one format."""
+    """`launch_dequantize(dequantizes, flat, outs)`: dequantize to contiguous tensors of one dtype, from one format."""
     aligned = alignment(outs)
     for table in _dequantize_tables(tuple(dequantizes), outs[0].itemsize, aligned):
         _launch(dequantize_boxes, table, (_codes(flat), outs[0]), outs, dequantizes[0].transport, aligned)

@@ -33,7 +33,7 @@ class AbstractMesh:
         axis_sizes: the same as a plain tuple.
         ndim: number of axes.
         ranks: the ranks in the shape of the mesh, int64, read-only.
-        cache: what the package that builds on meshes keeps with this one, for as long as it lives; None until that sets it.
+        cache: data that the package that builds on meshes keeps with this one; None until that package sets it.
 
     Raises: MeshError when a size is not a positive integer, names are missing or appear twice.
 
@@ -81,7 +81,7 @@ class AbstractMesh:
 
     @property
     def devices(self) -> np.ndarray:
-        """The ranks in the shape of the mesh. JAX has device objects here; a rank has one device, so its number stands for it."""
+        """The ranks in the shape of the mesh. JAX has device objects here; a rank has one device, so the rank number identifies it."""
         return self.ranks
 
     device_ids = devices
@@ -108,7 +108,7 @@ class AbstractMesh:
         it before sharding, and to the same value on all ranks: each rank makes its own plans, and ranks with different plans
         deadlock.
 
-        Raises: TypeError for what is not a topology; MeshError when a crossing axis is not an axis of the mesh.
+        Raises: TypeError if it is not a topology; MeshError when a crossing axis is not an axis of the mesh.
         Communication: none (`calibrate` measures).
 
         >>> mesh = AbstractMesh((4, 8), ("dp", "tp"))

@@ -108,7 +108,7 @@ def _largest(mesh: DeviceMesh, values: Sequence[float]) -> list[float]:
 
 
 def _probes(mesh: DeviceMesh, topology: Topology) -> Iterator[_Probe]:
-    """Yield the probes, the same on all ranks but for sizes."""
+    """Yield the probes, the same on all ranks except for sizes."""
     largest = _LARGEST.get(mesh.device.type, _LARGEST["cpu"])
     for link, group in zip(("local", "network"), _link_groups(mesh, topology), strict=True):
         for op in OPS:

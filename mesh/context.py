@@ -22,7 +22,7 @@ class set_mesh:
     """set_mesh(mesh): use this mesh where none is given, from now on; as `with set_mesh(mesh):`, until the block ends.
 
     As in JAX it takes effect when it is called. It applies to this thread (this rank of `simulate`); ranks of a `simulate`
-    called from here have a world of their own, and set their own mesh. `with mesh:` does the same for a block.
+    called from here have their own world, and set their own mesh. `with mesh:` does the same for a block.
 
     Args:
         mesh: a `DeviceMesh` of the world that runs here, or torch's own; None for no mesh.

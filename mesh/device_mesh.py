@@ -310,7 +310,7 @@ class DeviceMesh(AbstractMesh):
 
 
 class _TorchDeviceMesh(DeviceMesh, TorchMesh):  # type: ignore[misc]
-    """The `__class__` of a DeviceMesh, whose `type` is DeviceMesh, so that it has no attributes of torch's class."""
+    """The `__class__` of a DeviceMesh, whose `type` is DeviceMesh: it has no attributes of torch's class."""
 
 
 class _GroupNames(Sequence[str]):

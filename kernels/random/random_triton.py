@@ -33,7 +33,7 @@ from . import elementary
 from .philox import MULTIPLIERS, WEYL, Distribution, Rows, halves
 
 LANES = 256  # blocks of a program; with more, rows of several dims take too many registers
-MAX_LANES = 1 << 31  # that can be told apart by 32-bit divisions
+MAX_LANES = 1 << 31  # that 32-bit divisions can distinguish
 
 M0, M1 = tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
 W0, W1 = tl.constexpr(WEYL[0]), tl.constexpr(WEYL[1])
@@ -49,14 +49,14 @@ FRACTION_BITS = tl.constexpr(elementary.FRACTION_BITS)
 
 @triton.jit
 def product(word, multiplier: tl.constexpr):
-    """The high and the low word of a product; as 64 bits it is one instruction, which `umulhi` and `*` are not."""
+    """Return the high and the low word of a product; as 64 bits it is one instruction, unlike `umulhi` and `*`."""
     both = word.to(tl.uint64) * multiplier
     return (both >> 32).to(tl.uint32), both.to(tl.uint32)
 
 
 @triton.jit
 def philox(seed_low, seed_high, stream_low, stream_high, block):
-    """The four words of each block number."""
+    """Return the four words of each block number."""
     c0, c1 = block.to(tl.uint32), (block >> 32).to(tl.uint32)
     c2, c3 = stream_low.to(tl.uint32), stream_high.to(tl.uint32)
     k0, k1 = seed_low.to(tl.uint32), seed_high.to(tl.uint32)
@@ -70,7 +70,7 @@ def philox(seed_low, seed_high, stream_low, stream_high, block):
 
 @triton.jit
 def number(low, high):
-    """Two words as one 64-bit number."""
+    """Combine two words into one 64-bit number."""
     return (high.to(tl.uint64) << 32) | low.to(tl.uint64)
 
 
@@ -163,7 +163,7 @@ def uniform_of(m, width, low, smallest, largest):
 
 @triton.jit
 def fraction(m, plus):
-    """(m + plus) / 2**bits, in float64, of a number's 32 bits or of the top 53 of 64."""
+    """Return (m + plus) / 2**bits, in float64, from a number's 32 bits or the top 53 of 64."""
     if m.dtype == tl.uint64:
         return ((m >> 11) + plus).to(tl.float64) * 2.0**-53
     else:
@@ -201,14 +201,14 @@ def integers(m, n, count, low, c, d):
 
 @triton.jit
 def integer(m, count, low):
-    """low + (m * count >> 64), where a count of 0 stands for 2**64."""
+    """Return low + (m * count >> 64), where a count of 0 stands for 2**64."""
     count = count.to(tl.uint64)
     return tl.where(count == 0, m, tl.umulhi(m, count + m * 0)).to(tl.int64) + low
 
 
 @triton.jit
 def inside(m):
-    """A number in (0, 1)."""
+    """Return a number in (0, 1)."""
     return ((m >> 11) | 1).to(tl.float64) * 2.0**-53
 
 
@@ -268,7 +268,7 @@ _DISTRIBUTIONS = {
 
 @triton.jit
 def over(n, entry):
-    """n // size and n % size; a multiplication where n has 32 bits."""
+    """Return n // size and n % size; a multiplication where n has 32 bits."""
     size = tl.load(entry).to(n.dtype)
     if n.dtype == tl.uint32:
         found = quotient(n, tl.load(entry + 1), tl.load(entry + 2))
@@ -287,7 +287,7 @@ def draw(
     DISTRIBUTION: tl.constexpr, PER_BLOCK: tl.constexpr, DIMS: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """A lane makes one block of a row; `dims` is `_table`. FLAT: the elements of all lanes are consecutive, after those skipped."""
+    """Draw one block of a row per lane; `dims` is `_table`. FLAT: the elements of all lanes are consecutive, after those skipped."""
     first = tl.program_id(0).to(tl.int64) * LANES
     place = first + tl.arange(0, LANES)
     if not WIDE:

@@ -7,7 +7,7 @@
 Bytes that cross a link, for each of W ranks with N bytes: one shot (W - 1) N, two shots 2 (W - 1) / W N, as a ring; a pull moves
 each byte once. Local passes over memory: all_reduce reads x and writes out (and its copy in the shared memory) in one
 launch, including the epilogue, where a collective of NCCL is followed by a kernel for the residual sum and the norm, and one that
-quantises; a pull reads each packed element once and writes it to its place, where NCCL needs a second buffer and an unpacking
+quantizes; a pull reads each packed element once and writes it to its place, where NCCL needs a second buffer and an unpacking
 pass.
 Against NCCL: one shot should win where latency dominates (below some 256 KB inside a node), two shots up to some MB, pulls where
 an unpacking pass is saved. That follows from counting bytes and barriers; none of it has run on a GPU yet. `sm.topology.calibrate` measures

@@ -70,7 +70,7 @@ def _check_all_reduce(x: Tensor, out: Tensor, epilogue: Epilogue | None) -> None
 def _check_record(x: Tensor, out: Tensor, record: AsRecord, columns: int) -> None:
     size = record_bytes(x.numel(), record.block)
     if x.dtype not in DTYPES:
-        raise ValueError(f"{record} of {x.dtype}: float16, bfloat16 and float32 are quantised; reduce others without it")
+        raise ValueError(f"{record} of {x.dtype}: float16, bfloat16 and float32 are quantized; reduce others without it")
     if out.dtype != torch.uint8 or out.shape != (size,) or not out.is_contiguous() or alignment([out]) < UNIT:
         raise ValueError(
             f"out is {out.dtype} of shape {tuple(out.shape)} and strides {out.stride()}: {record} of {tuple(x.shape)} needs it "

@@ -1,4 +1,4 @@
-"""Epilogues of an all-reduce: what is computed from the sum in the same launch."""
+"""Epilogues of an all-reduce: functions of the sum, computed in the same launch."""
 
 from __future__ import annotations
 

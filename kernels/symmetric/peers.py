@@ -102,7 +102,7 @@ def check_if_done(peers: Peers) -> None:
 def simulated_peers(size: int, nbytes: int, device: torch.device | str, spins: int = 1 << 20) -> list[Peers]:
     """`simulated_peers(size, nbytes, device) -> one Peers per rank`, all in this process, on one device.
 
-    For tests and measurements on one accelerator: each rank's operations on a stream of its own, or all-reduces of all ranks
+    For tests and measurements on one accelerator: each rank's operations on a separate stream, or all-reduces of all ranks
     in one launch (`symmetric_triton.launch_all_reduce(..., ranks=size)`). All programs of all ranks must fit on it together.
     """
     memory = torch.zeros(size, nbytes + PAD_BYTES, dtype=torch.uint8, device=device)  # kept alive by each rank's buffer

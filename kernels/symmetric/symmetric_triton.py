@@ -153,7 +153,7 @@ def all_reduce(
     AT_ONCE: tl.constexpr, TWO_SHOT: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Program p reduces the pieces p, p + programs, ...: in each round as many as its region has room for.
+    """Reduce the pieces p, p + programs, ... in program p: in each round as many as its region has room for.
 
     The second grid axis is for ranks that one launch simulates; their tensors are consecutive.
     """

@@ -1,1 +1,1 @@
-"""Communication between ranks: worlds, process groups, and a record of what they communicate."""
+"""Communication between ranks: worlds, process groups, and a record of communication."""

@@ -1,7 +1,7 @@
 """Group: the collectives of shardmesh, on flat buffers.
 
 Three worlds implement it: processes (`process.py`), threads of one process (`simulated/simulate.py`), and `null_world`, which only
-counts bytes (`null.py`). This file does what they have in common: check the arguments, notify observers, record the call, and
+counts bytes (`null.py`). This file has the common parts: check the arguments, notify observers, record the call, and
 reduce dtypes that backends lack.
 """
 
@@ -160,7 +160,7 @@ class Group(ABC):
             rank 1   x = [c d]   ->   x = [a+c b+d]
 
         Communication: all_reduce, 2(n-1)/n * x.nbytes in and out of each rank.
-        Raises: CollectiveError when x is not contiguous, or the reduction is none of sum, max, min, product, or unknown for the dtype.
+        Raises: CollectiveError when x is not contiguous, or the reduction is not sum, max, min or product, or is unknown for the dtype.
         """
         if tracing.recorder is not None:
             return tracing.recorder.collective(self, "all_reduce", x, op, async_op, tag=tag)
@@ -251,7 +251,7 @@ class Group(ABC):
 
         Args:
             dst: index in the group of the rank that receives x; None to send nothing.
-            src: index in the group of the rank that sends to this one; None to receive nothing and leave out as it is.
+            src: index in the group of the rank that sends to this one; None to receive nothing and not change out.
                 If both are this rank, x is copied to out.
 
         Communication: point to point, x.nbytes out if there is a dst, out.nbytes in if there is a src.
@@ -388,14 +388,14 @@ class Group(ABC):
     def _all_to_all(
         self, out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, async_op: bool
     ) -> Work | None:
-        """Splits are None on every rank (all parts have the same size) or on none."""
+        """Exchange parts of `x`; splits are None on every rank (all parts have the same size) or on none."""
 
     @abstractmethod
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None: ...
 
     @abstractmethod
     def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
-        """Neither dst nor src is this rank."""
+        """Send `x` to dst and receive `out` from src; neither is this rank."""
 
     @abstractmethod
     def _barrier(self) -> None: ...

@@ -1,4 +1,4 @@
-"""null_world: run one rank of many alone and count what it would communicate, without communicating."""
+"""null_world: run one rank of many alone and count its communication, without communicating."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def peers_of(group: Group, device: torch.device, tag: CommTag | None = None) -> 
     """Return the memory that the group's ranks share on this type of device, or None on every rank if there is none.
 
     Args:
-        tag: what it is needed for.
+        tag: its purpose.
 
     Communication: the first call for a group that may have one exchanges addresses among its ranks.
     """

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class StepRecorder(Protocol):
-    """Runs what is no operator of torch, and records it.
+    """Runs functions that are not torch operators, and records them.
 
     Attributes:
         draws: which random numbers have been drawn; its `relative` says whether their positions follow from that at the start.

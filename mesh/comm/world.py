@@ -20,10 +20,12 @@ class CommContext(threading.local):
 
     Attributes:
         lineage: how the value was computed, see `sharding/ops/lineage.py`; 0 if unknown.
+        place: file:line of the program that the monitor records; None for the line on the stack.
         roots: number of values that have entered the program in this thread, by kind.
     """
 
     lineage: int = 0
+    place: str | None = None
 
     def __init__(self) -> None:
         self.roots: dict[Any, Any] = {}

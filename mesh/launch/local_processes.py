@@ -54,7 +54,7 @@ class LaunchError(RuntimeError):
     Attributes:
         rank: the first rank that failed.
         signal: the signal that killed it, or None.
-        exitcode: its exit status, or None where it raised.
+        exitcode: its exit status, or None if it raised.
         traceback: its traceback as text, or "".
     """
 
@@ -286,7 +286,7 @@ def _start(ranks: list[_LocalRank], rank: int, shared: Mapping[str, str], payloa
 
 
 def _wait(ranks: Sequence[_LocalRank], timeout: float | None) -> None:
-    """Read reports until every rank is done, or shortly after one failed, so that the first failure can be told."""
+    """Read reports until every rank is done, or shortly after one failed, to find the first failure."""
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     end = math.inf  # after a failure
     while late := [r for r in ranks if not r.done]:

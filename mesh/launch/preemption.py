@@ -213,7 +213,7 @@ def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
     if not isinstance(world, ProcessWorld) or world.size == 1:
         return _LocalAgreement()
     watch = monitor_of(world)
-    # Use a connection of its own: the main thread may block in the other one, waiting for ranks that wait for this agreement.
+    # Use a separate connection: the main thread may block in the other one, waiting for ranks that wait for this agreement.
     store: Any = PrefixStore(f"shardmesh/preemption/{world.job}/{world.epoch}", distributed_c10d._get_default_store())
     made = _StoreAgreement(store.clone(), world.rank, world.size, _has_notice, partial(_check_job, watch))
     weakref.finalize(world, made.stop)

@@ -1,7 +1,7 @@
 """Run the Python debugger on one rank while the others wait.
 
-    rank 0   ... (Pdb) p x  n  n  c ........... gather   goes on
-    rank 1   ..................... waits ...... gather   goes on       or: PeerError: rank 0 quit the debugger
+    rank 0   ... (Pdb) p x  n  n  c ........... gather   continues
+    rank 1   ..................... waits ...... gather   continues     or: PeerError: rank 0 quit the debugger
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Debugger(pdb.Pdb):
     """Pdb that stops at a given frame at once. While it prompts, stall detection is suspended on all ranks.
 
     Attributes:
-        files: what it reads from, closed when the debugger is no longer used.
+        files: its inputs, closed when the debugger is no longer used.
     """
 
     def __init__(self, world: World, place: str, stdin: TextIO, stdout: TextIO) -> None:

@@ -68,7 +68,7 @@ class Monitor:
         abandoned: whether a collective may have been left under way, which torch's threads would wait for at exit.
         notified: whether this rank's program has raised or printed the verdict.
         failed_at: when this rank learned of the verdict; 0 before.
-        relay: the connection to other hosts; None where there is none.
+        relay: the connection to other hosts; None if there is none.
     """
 
     def __init__(self, world: World, directory: JobDirectory, agreement: Agreement | None = None) -> None:
@@ -121,7 +121,7 @@ class Monitor:
         return verdict.error()
 
     def depart(self) -> None:
-        """Stop monitoring: the program goes on without this job, or in another one, and its process is no longer ended."""
+        """Stop monitoring: the program continues without this job, or in another one, and its process is no longer ended."""
         self.close()
         self.abandoned = False
         self.watchdog.stop()
@@ -135,7 +135,7 @@ class Monitor:
     # -- a job that cannot be monitored --------------------------------------------------------------------------------
 
     def checked(self) -> Monitor | None:
-        """Return this monitor, or None where the ranks go on without one. Raises: WatchError for the verdict on the job."""
+        """Return this monitor, or None if the ranks go on without one. Raises: WatchError for the verdict on the job."""
         if self.alarm[0] == Alarm.UNWATCHED:
             self._retire()
             return None
@@ -148,7 +148,7 @@ class Monitor:
             warn(reason) if self._agreement is None else self._agreement.decline(reason)
 
     def _retire(self) -> None:
-        """Only record this rank's collectives from now on; torch's own timeouts apply."""
+        """Stop comparing; only record this rank's collectives from now on. torch's own timeouts apply."""
         if not self._is_on:
             return
         self._is_on = False
@@ -179,7 +179,7 @@ class Monitor:
         return self._error(self.fail(verdict))
 
     def raised(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank's program raised."""
+        """Notify the other ranks that this rank's program raised."""
         self.notified = True
         if os.getpid() != self.pid or isinstance(error, WatchError) or self.buffer.words[Header.STATE] != RankState.RUNNING:
             return
@@ -244,7 +244,7 @@ class Monitor:
         self.wait_until(recorder, sequence, lambda: done(members(self, recorder, sequence)))
 
     def wait_until(self, recorder: Recorder, sequence: int, is_done: Callable[[], bool], limit_ns: float = math.inf) -> bool:
-        """Wait until `is_done()` or the time limit; return whether it is done. Raises: WatchError for what is diagnosed."""
+        """Wait until `is_done()` or the time limit; return whether it is done. Raises: the diagnosed WatchError."""
         since = monotonic_ns()
         for _ in range(_SPINS):
             if is_done():
@@ -288,7 +288,7 @@ class Monitor:
         """Wait for torch's work, checking the other ranks after 10 ms, 20 ms and 30 ms, then every 25 ms.
 
         Reading all trace buffers takes 0.2 ms. A rank that differs from others detects that before it waits, and the watchdog thread
-        checks as well, so a long wait mostly means that a rank is gone. Raises: WatchError for what is diagnosed.
+        checks as well, so a long wait usually means that a rank is gone. Raises: the diagnosed WatchError.
         """
         if not self._is_done_soon(recorder, sequence, work, _SLICE):
             self._wait_long(recorder, sequence, work)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def start_monitor(world: World, job: str, agreement: Agreement | None = None) -> Monitor | None:
-    """Start the monitor of this process; None where this rank's files cannot be made, which all ranks learn."""
+    """Start the monitor of this process; None if this rank's files cannot be made, which all ranks are notified of."""
     try:
         parent = None if agreement is None else agreement.folder(ranks_here(world.size) * BUFFER_BYTES + ALARM_BYTES)
         directory = JobDirectory(job, world.rank, world.size, parent)

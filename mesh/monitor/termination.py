@@ -6,7 +6,7 @@
     at exit            torch's groups are kept: destroying one waits for its threads, which wait for ranks that never answer
 
 Programs that host others are left alone: nothing is ended while a test runner, a notebook or a debugger runs the program, or after
-it has destroyed the default group and goes on with something else.
+it has destroyed the default group and continues with something else.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _be_no_rank() -> None:
 
 
 def notify_peers(error: BaseException) -> None:
-    """Tell the other ranks of this process's jobs that its program ends with an error."""
+    """Notify the other ranks of this process's jobs that its program ends with an error."""
     for monitor in list(monitors):
         with contextlib.suppress(Exception):  # nothing may hide the error itself
             monitor.raised(error)
@@ -138,7 +138,7 @@ def is_hosted() -> bool:
 
 
 def may_end(monitor: Monitor) -> bool:
-    """Return whether the process exists only for the failed job, so that it may be ended."""
+    """Return whether the process exists only for the failed job, and may be ended."""
     if monitor.pid != os.getpid() or not settings().exit_s or monitor.buffer.words[Header.PAUSED]:
         return False
     if not threading.main_thread().is_alive():  # the program is over, but another thread of it is not
@@ -248,7 +248,7 @@ def _is_stuck(buffer: TraceBuffer) -> bool:
 class _LastWord:
     """End the process when the interpreter clears its modules: all exit functions have run by then, and output is flushed.
 
-    Next would come the destructors of torch's objects, which wait for what is under way.
+    The destructors of torch's objects would run next, and wait for collectives under way.
     """
 
     def __del__(self, end: Callable[[int], Any] = os._exit) -> None:

@@ -25,6 +25,6 @@ def install(buffers: Callable[[], Iterable[TraceBuffer]]) -> None:
 
 
 def raised_in_thread(buffer: TraceBuffer) -> str:
-    """Return which thread of a rank last raised what, for messages; "" where none has."""
+    """Return which thread of a rank last raised what, for messages; "" if none has."""
     at = buffer.words[Header.THREAD_ERROR]
     return f"; {buffer.read_text(at)}" if at else ""

@@ -1,4 +1,4 @@
-"""The verdict on a job that cannot go on: the kind of fault, the outliers, the field that differs, and what each rank did."""
+"""The verdict on a job that cannot continue: the kind of fault, the outliers, the field that differs, and what each rank did."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Observation:
     Attributes:
         rank: global rank.
         call: its collective, as text: `all_reduce(sum, f32, 4 elements) over dp`; or what else it does.
-        place: file:line in the user's program; "" where it is not known.
+        place: file:line in the user's program; "" if it is not known.
     """
 
     rank: int
@@ -51,15 +51,15 @@ class Verdict:
     """Why the ranks of a job cannot go on.
 
     Attributes:
-        kind: "mismatch" (ranks called different collectives), "deadlock" (they wait for each other), "stall" (one does not come),
+        kind: "mismatch" (ranks called different collectives), "deadlock" (they wait for each other), "stall" (one does not arrive),
             "mesh" (they made different meshes), "lost" (one died or cannot be reached), "left" (one ended its program), "raised" (one
             raised).
         ranks: global ranks at fault; empty if votes are equal, so that no rank is named by a guess.
         field: what differs in a mismatch: "operation", "reduction", "dtype", "shape", "layout", "purpose",
             "lineage", "source", "route", "splits"; of
-            meshes "shape", "axis names", "rank order" or "device type"; "" where nothing does.
+            meshes "shape", "axis names", "rank order" or "device type"; "" if nothing does.
         seen: what each rank did, the blamed ones first.
-        text: all of it, for people; what the error says: see `composed`.
+        text: the complete text of the error, see `composed`.
     """
 
     kind: str

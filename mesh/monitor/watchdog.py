@@ -93,7 +93,7 @@ class Watchdog:
             termination.end(monitor, f"rank {monitor.directory.rank} is ended {why}{verdict.text}")
 
     def _has_left(self) -> bool:
-        """Return whether the program has destroyed the job's groups and goes on. One that is about to exit destroys them, too."""
+        """Return whether the program has destroyed the job's groups and continues. One that is about to exit destroys them, too."""
         if self._monitor.is_of_this_job() or not threading.main_thread().is_alive():
             self._left_at = 0
         elif not self._left_at:

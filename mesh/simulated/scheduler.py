@@ -4,7 +4,7 @@
     running  1                 until it blocks in a collective: then it waits, and 2 runs
     waiting  {0: rendezvous}   until the last rank of its group arrives: then all of them are ready
 
-On each switch the scheduler also exchanges the state that a process has once and each rank must have of its own: the state of
+On each switch the scheduler also exchanges the state that a process has once and each rank must have separately: the state of
 torch's CPU generator, and `sys.stdout`.
 """
 
@@ -54,7 +54,7 @@ class Scheduler:
         self.order = RankOrder(outputs)
 
     def resume(self, rank: int) -> None:
-        """Install this rank's generator state and output, in its thread, when its turn has come."""
+        """Install this rank's generator state and output, in its thread, at the start of its turn."""
         self.running = rank
         if not self.abandoned:
             torch.default_generator.set_state(self.generators[rank])

@@ -114,7 +114,7 @@ def simulate(n: int, prints: str = "all") -> Callable[[Callable[..., Any]], Call
         prints: which output of the ranks is printed: "all" prints every rank's lines, prefixed with `[rank 3] `; "first" only
             those of rank 0, without a prefix; "plain" everything, without a prefix. A single rank has no prefix.
 
-    Raises: MeshError when n < 1 or prints is none of these. An error of one rank ends all ranks and is raised here, with a note
+    Raises: MeshError when n < 1 or prints is not one of these. An error of one rank ends all ranks and is raised here, with a note
         naming the rank. CollectiveMismatchError when ranks of a group call different collectives; DeadlockError when
         ranks wait for others that finished or wait elsewhere; both show the line of each rank.
     Communication: none; memory is copied between the ranks' tensors.

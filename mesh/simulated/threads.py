@@ -59,7 +59,7 @@ class Worker(threading.Thread):
 
 
 def _do_nothing() -> None:
-    """The job of an idle worker."""
+    """Do nothing, as the task of an idle worker."""
 
 
 _idle: list[Worker] = []

@@ -3,7 +3,7 @@
     - from torch.distributed.tensor import DTensor, Shard, distribute_tensor
     + from shardmesh.compat import DTensor, Shard, distribute_tensor
 
-docs/from_dtensor.md says what differs.
+docs/from_dtensor.md lists the differences.
 """
 
 from shardmesh.mesh import DeviceMesh, init_device_mesh

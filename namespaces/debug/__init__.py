@@ -1,4 +1,4 @@
-"""Find out what is where, what communicates and what went wrong."""
+"""Inspect layouts, communication and errors."""
 
 from shardmesh.mesh.comm.null import null_world
 from shardmesh.mesh.comm.report import CommReport, comm_budget, comm_report

@@ -110,7 +110,7 @@ def load_full_state_dict(module: nn.Module, state: Any, rank: int = 0, *, optimi
 
 
 def _describe(state: Any) -> tuple[Stored, dict[str, Any]]:
-    """Return what all ranks need to know of the state: shapes and dtypes by name, and values."""
+    """Return the description of the state that all ranks need: shapes and dtypes by name, and values."""
     found = {name_of(path): leaf for path, leaf in leaves(state)}
     tensors = {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
     sharded = [name for name, leaf in tensors.items() if isinstance(leaf, ShardedTensor)]

@@ -211,7 +211,7 @@ def _values(stored: Stored, wants: Mapping[str, Any], node: Sequence[int]) -> di
 
 
 def _sharing(world: World) -> range:
-    """Return the ranks that share what they read: those of a node, if data is sent over devices or between threads.
+    """Return the ranks that share the pieces they read: those of a node, if data is sent over devices or between threads.
 
     Over sockets (gloo) only this rank: reading from the page cache of the host is faster.
     """

@@ -144,7 +144,7 @@ class AsyncSave:
             raise self._write_error
 
     def _stop(self) -> None:
-        """Tell the thread not to wait for other ranks, and join it."""
+        """Make the thread stop waiting for other ranks, and join it."""
         self._job.stopped.set()
         self._thread.join()
 

@@ -180,7 +180,7 @@ def part_of(leaf: Tensor, box: Box) -> Tensor:
 
 
 def on_host(x: Tensor, copy: bool = False) -> Tensor:
-    """Return a contiguous tensor in host memory with a storage of its own: `torch.save` writes whole storages."""
+    """Return a contiguous tensor in host memory with its own storage: `torch.save` writes whole storages."""
     x = x.resolve_conj().resolve_neg().to("cpu", copy=copy).contiguous()
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 

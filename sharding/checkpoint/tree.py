@@ -26,7 +26,7 @@ class Leaf:
 
 @dataclasses.dataclass
 class PerRank(Leaf):
-    """PerRank(value): a leaf that every rank saves for itself, such as the state of torch's random generator.
+    """PerRank(value): a leaf that each rank saves separately, such as the state of torch's random generator.
 
     It is stored by rank number. In a larger world, ranks beyond the saved ones keep the value of their `like`.
 

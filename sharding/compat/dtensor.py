@@ -35,7 +35,7 @@ class CommCounts(Counter[str]):
 class CommDebugMode:
     """with CommDebugMode() as mode: count the collectives of this rank inside the block; entering it resets the counts.
 
-    `comm_budget` counts bytes as well, and reports the lines they come from.
+    `comm_budget` counts bytes as well, and reports them by line.
 
     Example:
         >>> with CommDebugMode() as mode:

@@ -52,7 +52,7 @@ def local_map(
 
     Raises:
         ValueError: another number of placements than arguments or results, an argument with another layout than `in_placements`,
-            placements for what is not a tensor, or none for a tensor.
+            placements for a value that is not a tensor, or none for a tensor.
         TypeError: `func` returned a `ShardedTensor`; a result of another shape than in the previous call with such arguments.
         RuntimeError: this rank is outside the mesh and has no parts.
 
@@ -135,7 +135,7 @@ def _one_each(name: str, placements: Placed, flat: Sequence[Any]) -> Sequence[Sp
 def _check_places(
     flat: Sequence[Any], placed: Sequence[SpecLike], placed_grads: Sequence[SpecLike], examine: bool, redistribute: bool
 ) -> None:
-    """Raise a ValueError for placements of what is not a tensor, and for arguments with another layout than required."""
+    """Raise a ValueError for placements of values that are not tensors, and for arguments with another layout than required."""
     for i, (x, place, grad_place) in enumerate(zip(flat, placed, placed_grads, strict=True)):
         if not isinstance(x, Tensor) and (place, grad_place) != (None, None):
             raise ValueError(f"local_map: argument {i} is {x!r}, not a tensor, and has placements {place or grad_place}; write None")
@@ -157,7 +157,7 @@ def _check_place(i: int, x: ShardedTensor, place: SpecLike, redistribute: bool) 
 
 
 def _is_one_each(placements: tuple[Any, ...]) -> bool:
-    """Whether this is one entry for each result, and not one placement for each axis."""
+    """Return True if this is one entry for each result, not one placement for each axis."""
     return all(p is None or isinstance(p, P | list | tuple) for p in placements)
 
 

@@ -180,7 +180,7 @@ class _Inside:
     Attributes:
         mesh: the mesh inside.
         abstract: the same mesh outside.
-        copies: id of what was given -> its copy, as `copy.deepcopy` keeps them.
+        copies: id of each argument -> its copy, as `copy.deepcopy` keeps them.
     """
 
     def __init__(self, root: AbstractMesh) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one step does and what it costs; bytes are those of the busiest rank or node.
+    """One step and its cost; bytes are those of the busiest rank or node.
 
     Attributes:
         op: the collective or local operation, see `Step`.
@@ -35,7 +35,7 @@ class StepCost:
         ranks: the size of the group.
         result: the spec after the step.
         launches: number of collectives.
-        variant: ` as int8` or the like if values are quantised, ` in shared memory` if ranks read each other's memory, else empty.
+        variant: ` as int8` or the like if values are quantized, ` in shared memory` if ranks read each other's memory, else empty.
         bytes_sent, bytes_received: per rank, to and from others.
         bytes_into_node: from other nodes, for all ranks of the node.
         buffer_bytes: memory in addition to input and result.

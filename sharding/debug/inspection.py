@@ -49,7 +49,7 @@ class LocalPart:
 
     Attributes:
         rank: this rank.
-        part: what it holds; None outside the mesh.
+        part: this rank's part; None outside the mesh.
         device: the device of the local tensor.
         strides: of the local tensor, in elements.
         is_contiguous: whether the local tensor is contiguous.

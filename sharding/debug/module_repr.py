@@ -190,7 +190,7 @@ class LayoutRepr:
     """The attribute `extra_repr` of one module instance, which `nn.Module.__repr__` calls.
 
     The reference to the module is weak, so that a model's memory is freed with its last strong reference. A deep copy or a pickled
-    module gets an instance of its own; it is not in the `state_dict`.
+    module gets its own instance; it is not in the `state_dict`.
     """
 
     def __init__(self, module: nn.Module) -> None:

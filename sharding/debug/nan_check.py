@@ -67,7 +67,7 @@ class debug_nans(TorchFunctionMode):
     Args:
         infs: whether infinities count; NaNs always do.
 
-    Raises: BadValueError inside the block, or in a backward of what was computed in it; names operator, line, rank, index and value,
+    Raises: BadValueError inside the block, or in a backward of its results; names operator, line, rank, index and value,
         and says whether an argument was bad before.
     Communication: none. Each result is read once more; on a GPU the host waits for each operator. For debugging: a step of
         `examples/train_lm.py` takes 1.2 times as long on a CPU core, at its smallest size 2.1 times (torch's `detect_anomaly`: 1.7, 3.2).
@@ -183,7 +183,7 @@ def _check_result(call: _OperatorCall, x: Tensor, args: Sequence[Any], kwargs: d
 
 
 def _is_view(x: Any, leaf: Any) -> bool:
-    """Return whether a result shares memory with an argument, so that it has no new values."""
+    """Return whether a result shares memory with an argument, and so has no new values."""
     if leaf is x or not isinstance(leaf, Tensor):
         return False
     one, other = _local(x), _local(leaf)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from .explain import Explanation, StepCost
 
-MAX_RANKS = 64  # with more, boxes cannot be told apart
+MAX_RANKS = 64  # with more, boxes cannot be distinguished
 PANELS_IN_A_ROW = 4
 PANEL, GAP, EDGE, TOP, BOTTOM = 2.4, 1.6, 0.5, 0.9, 0.7  # inches
 _INCHES_PER_BOX = 0.16  # so that labels of many boxes can be read
@@ -55,7 +55,7 @@ class Panel:
     """A layout seen in two dims (one, or none, if the tensor has no more).
 
     Attributes:
-        layout: what is drawn.
+        layout: the layout to draw.
         dims: the dims that are drawn.
         index: for each dim the index at which the tensor is shown, if the dim is not drawn; 0 by default.
     """

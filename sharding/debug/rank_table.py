@@ -51,9 +51,9 @@ class RankTable:
     """A layout as a table.
 
     Attributes:
-        layout: what is shown.
+        layout: the layout shown.
         pages: for each page its rows, the first of which has the labels of columns.
-        left_out: what is not shown; empty if everything is.
+        left_out: the parts that are not shown; empty if all are.
     """
 
     layout: Layout
@@ -104,7 +104,7 @@ def _page(
 ) -> tuple[tuple[Cell, ...], ...]:
     row_dim, col_dim = [None, None, *[dim for dim in range(len(layout.shape)) if page[dim] is None]][-2:]
     fixed = [part for part in page if part is not None]
-    # Numbered, since an interval may be None, which `elided` uses for what it leaves out.
+    # Numbered, since an interval may be None, which `elided` uses for omitted ones.
     rows, cols = elided(list(enumerate(row_parts)), MAX_ROWS), elided(list(enumerate(col_parts)), MAX_COLUMNS)
     lines = [(Cell(name), *[GAP if col is None else _label(layout, col_dim, col[1]) for col in cols])]
     for row in rows:

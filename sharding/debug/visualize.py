@@ -49,7 +49,7 @@ def visualize(
     Ranks that hold the same part share a cell. For pending values, `+` follows ranks that hold contributions to
     a sum; ` max` and so on for the other kinds. Of a tensor with more than two dims the last two that are split are rows
     and columns, and further split dims make pages. Of long tables the first and last rows, columns and pages are shown,
-    and the last line says what is left out.
+    and the last line counts the rest.
 
     Args:
         x: a tensor or a layout (on an `AbstractMesh`, too) of any number of dims, or a module.

@@ -1,4 +1,4 @@
-"""Random keys, as in JAX: a value determines the random numbers, so that it is known which ranks draw the same.
+"""Random keys, as in JAX: a value determines the random numbers, and its type says which ranks draw the same.
 
     key = sm.random.key(0)                                       the same on every rank
     with sm.random.seeded(key): mask = dropout(x)                        the same mask on every rank
@@ -88,7 +88,7 @@ def seeded(key: Key) -> Iterator[None]:
 
 @contextmanager
 def _random_type(type_: Type) -> Iterator[None]:
-    """Inside, the results of random operators have this type."""
+    """Give the results of random operators in the block this type."""
     env = current_axis_env()
     if env is None or env.checker is None:
         yield

@@ -78,7 +78,7 @@ class Axes:
 
 
 class GroupedAxes(Axes):
-    """This rank's group of the ranks along some axes, as one axis of a mesh of its own. `names` are those of the grouped axes.
+    """This rank's group of the ranks along some axes, as one axis of a separate mesh. `names` are those of the grouped axes.
 
     Attributes:
         sizes: the sizes of all groups.
@@ -92,7 +92,7 @@ class GroupedAxes(Axes):
 
 
 class AxisEnv:
-    """The manual axes of a mapped function, and what collectives and gradients inside need to know (JAX: axis environment).
+    """The manual axes of a mapped function, and the state that collectives and gradients inside need (JAX: axis environment).
 
     Attributes:
         root: the mesh of all manual axes; that of the outermost mapped function if it contains the inner one's.
@@ -177,7 +177,7 @@ class AxisEnv:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, this environment is the current one."""
+        """Make this environment the current one in the block."""
         before, _thread.env = _thread.env, self
         try:
             yield

@@ -68,7 +68,7 @@ def with_lineage(lineage: int, out: Any) -> Any:
 
 
 def _identities(parts: Sequence[Any]) -> frozenset[int]:
-    """Return the ids of the tensors that went in: a result that is one of them must be a new object, with a gradient of its own."""
+    """Return the ids of the tensors that went in: a result that is one of them must be a new object, with a separate gradient."""
     return frozenset([id(p._local if type(p) is ShardedTensor else p) for p in parts])
 
 
@@ -205,7 +205,7 @@ DESCRIBERS[infer_outputs.__code__] = _name
 
 
 def _describe_result(x: Any, compare: bool) -> Any:
-    """Return what other ranks need to know of a result: dtype, shape, and a digest of its values if they are to be compared."""
+    """Return the facts about a result that other ranks need: dtype, shape, and a digest of its values if they are to be compared."""
     return (dtype_name(x.dtype), *x.shape, (sampled_digest(x), x.requires_grad) if compare else None) if isinstance(x, Tensor) else None
 
 

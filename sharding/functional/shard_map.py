@@ -345,7 +345,7 @@ class Mapped:
             error = error or found
         if cached.outputs is None or not self._checks_once:
             compare = checker is not None and self.check != "values"  # "values" compares below, and reports more
-            plain = captures.plain_tensors()  # first, so that an error names these and not what was computed from them
+            plain = captures.plain_tensors()  # first, so that an error names these and not values computed from them
             every = [*[x for _, x in plain], *leaves]
             paths, specs = [*[path for path, _ in plain], *paths], [*[P(*[None] * x.ndim) for _, x in plain], *specs]
             cached.outputs = infer_outputs(paths, specs, every, error, cached.mesh, cached.manual_mesh, compare)[len(plain) :]

@@ -34,7 +34,7 @@ class LocalType:
 
     @property
     def varying(self) -> frozenset[str]:
-        """The manual axes along which ranks have data of their own, JAX's `vma`. Raises: RuntimeError if types are not tracked."""
+        """The manual axes along which ranks have different data, JAX's `vma`. Raises: RuntimeError if types are not tracked."""
         return self._known().varying
 
     vma = varying

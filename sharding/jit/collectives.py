@@ -4,11 +4,13 @@
     whole   = shardmesh.wait(started)                      the result, which may be read
 
 No result shares memory with an operand. All run through `Group`, so the monitor, `comm_report` and budgets see them. A *site* is the number
-of a `Site`: what the collective was for when the graph was made.
+of a `Site`: the purpose of the collective when the graph was made. In a compiled segment it counts from 0 in the segment's order, so that
+equal segments of different layers, and of different processes, are equal code; the segment sets `running.calls` before it runs.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -84,56 +86,64 @@ class Started(NamedTuple):
         return self.result
 
 
-def _launch(method: Any, group: Group, site: int, result: Tensor, *args: Any, **kwargs: Any) -> Started:
+class _Running(threading.local):
+    """The collectives of the segment that runs in this thread: group and site of each."""
+
+    calls: Sequence[tuple[Group, Site]] = ()
+
+
+running = _Running()
+
+
+def _launch(method: Any, group: Group, site: Site, result: Tensor, *args: Any, **kwargs: Any) -> Started:
     context = group.world.comm_context
-    before, (tag, context.lineage, *_) = context.lineage, _sites[site]
+    before = context.lineage, context.place
+    tag, context.lineage, _, context.place = site
     try:
         return Started(result, method(group, *args, **kwargs, tag=tag))
     finally:
-        context.lineage = before
+        context.lineage, context.place = before
 
 
-DESCRIBERS[_launch.__code__] = lambda frame: _sites[frame["site"]].name
+DESCRIBERS[_launch.__code__] = lambda frame: frame["site"].name
 
 
-def all_gather(x: Tensor, group: str, site: int, now: bool = False) -> Started:
+def all_gather(x: Tensor, group: Group, site: Site, now: bool = False) -> Started:
     """Launch an all_gather of x. With `now` it has completed when this returns, as in all functions here."""
-    found = group_of(group)
-    out = x.new_empty(found.size * x.numel())
-    return _launch(Group.all_gather, found, site, out, out, x, async_op=not now)
+    out = x.new_empty(group.size * x.numel())
+    return _launch(Group.all_gather, group, site, out, out, x, async_op=not now)
 
 
-def reduce_scatter(x: Tensor, op: str, group: str, site: int, now: bool = False) -> Started:
+def reduce_scatter(x: Tensor, op: str, group: Group, site: Site, now: bool = False) -> Started:
     """Launch a reduce_scatter of x."""
-    found = group_of(group)
-    out = x.new_empty(x.numel() // found.size)
-    return _launch(Group.reduce_scatter, found, site, out, out, x, op, async_op=not now)
+    out = x.new_empty(x.numel() // group.size)
+    return _launch(Group.reduce_scatter, group, site, out, out, x, op, async_op=not now)
 
 
-def all_reduce(x: Tensor, op: str, group: str, site: int, now: bool = False, donate: bool = False) -> Started:
+def all_reduce(x: Tensor, op: str, group: Group, site: Site, now: bool = False, donate: bool = False) -> Started:
     """Launch an all_reduce of a copy of x, or of x itself if that may be overwritten."""
     out = x if donate and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    return _launch(Group.all_reduce, group_of(group), site, out, out, op, async_op=not now)
+    return _launch(Group.all_reduce, group, site, out, out, op, async_op=not now)
 
 
 def all_to_all(
-    x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, group: str, site: int, now: bool = False
+    x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, group: Group, site: Site, now: bool = False
 ) -> Started:
     """Launch an all_to_all of x."""
     out = x.new_empty(x.numel() if out_splits is None else sum(out_splits))
-    return _launch(Group.all_to_all, group_of(group), site, out, out, x, out_splits, in_splits, async_op=not now)
+    return _launch(Group.all_to_all, group, site, out, out, x, out_splits, in_splits, async_op=not now)
 
 
-def broadcast(x: Tensor, src: int, group: str, site: int, now: bool = False, donate: bool = False) -> Started:
+def broadcast(x: Tensor, src: int, group: Group, site: Site, now: bool = False, donate: bool = False) -> Started:
     """Launch a broadcast into a copy of x, or into x itself if that may be overwritten."""
     out = x if donate and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    return _launch(Group.broadcast, group_of(group), site, out, out, src, async_op=not now)
+    return _launch(Group.broadcast, group, site, out, out, src, async_op=not now)
 
 
-def permute(x: Tensor, size: int, dst: int | None, src: int | None, group: str, site: int, now: bool = False) -> Started:
+def permute(x: Tensor, size: int, dst: int | None, src: int | None, group: Group, site: Site, now: bool = False) -> Started:
     """Launch a permute of x; the result has `size` elements, none if nothing is received."""
     out = x.new_empty(size)
-    return _launch(Group.permute, group_of(group), site, out, out, x, dst=dst, src=src, async_op=not now)
+    return _launch(Group.permute, group, site, out, out, x, dst=dst, src=src, async_op=not now)
 
 
 # -- operators of torch --------------------------------------------------------------------------------------------------
@@ -175,7 +185,7 @@ def _size_of(name: str) -> Any:
 
 
 def _completed(start: Any) -> Any:
-    return lambda *args: start(*args, now=True).result
+    return lambda *args: start(*args[:-2], group_of(args[-2]), site_of(args[-1]), now=True).result
 
 
 for _name, _schema in _SCHEMAS.items():
@@ -190,12 +200,22 @@ _library.impl("wait", lambda started: started.clone(), "CompositeExplicitAutogra
 torch.library.register_fake("shardmesh::wait", torch.empty_like, lib=_library)
 
 
-def _ordered(run: Any) -> Any:
-    return lambda x, token, *args: (run(x.contiguous(), *args), token.new_empty(0))
+def _ordered(start: Any) -> Any:
+    """Return a collective of a segment. (Its result and operands have memory of their own, in row-major order.)"""
+
+    def run(x: Tensor, token: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        group, site = running.calls[args[-1]]
+        return start(x.contiguous(), *args[:-2], group, site, True).result, token.new_empty(0)
+
+    return run
+
+
+def _ordered_size(size_of: Any) -> Any:
+    return lambda x, token, *args: (size_of(x, *args), token.new_empty(0))
 
 
 for _name in _SCHEMAS:
-    _library.impl(f"ordered_{_name}", _ordered(_completed(STARTS[_name])), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardmesh::ordered_{_name}", _ordered(_size_of(_name)), lib=_library)
+    _library.impl(f"ordered_{_name}", _ordered(STARTS[_name]), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardmesh::ordered_{_name}", _ordered_size(_size_of(_name)), lib=_library)
 OPERATORS = {getattr(torch.ops.shardmesh, name).default: name for name in _SCHEMAS}
 WAIT = torch.ops.shardmesh.wait.default

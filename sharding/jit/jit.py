@@ -25,13 +25,14 @@ from ..tensor.autograd import engine_hooks
 from ..tensor.autograd.leaf_grads import is_accumulating
 from ..tensor.device_put import device_put
 from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
-from .backends import Backend, find_backend
+from .backends.find import Backend, find_backend
 from .draws import advance
 from .errors import JitError
 from .lowered import Lowered, lower
+from .passes.alias import written_inputs
 from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
-from .program import Runner, written_inputs
+from .program import Runner
 from .recording import Recording, record, seal
 from .state.slots import empty_slots, signature
 from .state.snapshot import _PLAIN, Guard, Snapshot
@@ -50,7 +51,7 @@ class Static(NamedTuple):
 
 
 class Entry:
-    """A recorded call of one signature, and what must not have changed since.
+    """A recorded call of one signature, and the state that must not have changed since.
 
     Attributes:
         recording: the program and its inputs and outputs.
@@ -168,7 +169,7 @@ class JitFunction:
         return result
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Record the function on "meta", as rank 0, and return the graph to look at. Nothing runs, and no argument changes.
+        """Record the function on "meta", as rank 0, and return the graph for inspection. Nothing runs, and no argument changes.
 
         Args:
             args, kwargs: as those of a call, or a `Layout`, also on an `AbstractMesh`, in place of a tensor.
@@ -186,7 +187,7 @@ class JitFunction:
 
     @property
     def __wrapped_function__(self) -> Callable[..., Any]:
-        """What a snapshot looks at."""
+        """The objects that a snapshot covers."""
         return self._f
 
     @property
@@ -225,6 +226,7 @@ class JitFunction:
                 )
             return result
         self._attempts.pop((world.rank, key), None)
+        found.program.name = getattr(self._f, "__qualname__", "a function").rpartition("<locals>.")[2]
         entries.append(Entry(found, guard, leaves, before))
         del entries[:-_KEPT]
         self._note(why, world)
@@ -263,7 +265,7 @@ def jit(
         static_argnums, static_argnames: arguments that are constants; another value is another signature. They must be hashable.
         donate_argnums: arguments whose `ShardedTensor`s the caller gives away: using them afterwards raises.
         in_shardings, out_shardings: a `NamedSharding`, or a tree of them and None that is a prefix of the arguments or of the result;
-            what is laid out otherwise is redistributed.
+            arguments with other layouts are redistributed.
         backend: "inductor", "eager" (generated Python), or any backend of `torch.compile`. By default Inductor if there is a C++
             compiler, else "eager", with a warning.
         compiler_options: which passes change the graph's collectives: a dict of the attributes of `PassOptions`, such as

@@ -22,7 +22,8 @@ from ...mesh.comm.world import World
 from ..debug.eval_shape import _Inside, _root_mesh
 from .collectives import OPERATORS, site_of
 from .errors import JitError
-from .program import Program, owner_of, root_of
+from .passes.alias import owner_of, root_of
+from .program import Program
 from .recording import record
 from .state.snapshot import Snapshot
 
@@ -66,7 +67,7 @@ class Memory:
 
 
 class Lowered:
-    """A recorded graph to look at. `print` shows it as text."""
+    """A recorded graph, for inspection. `print` shows it as text."""
 
     def __init__(self, program: Program, world: World, function: Any, layouts: dict[str, str]) -> None:
         self._program, self._function, self._layouts = program, function, layouts
@@ -137,7 +138,7 @@ class Lowered:
         return Cost(sum(map(_flops, nodes)), received, launches, len(nodes) - len(launches))
 
     def memory_analysis(self) -> Memory:
-        """Return what the graph's tensors take if each is freed after its last use."""
+        """Return the memory of the graph's tensors if each is freed after its last use."""
         nodes = list(self.graph.nodes)
         owner = {node: owner_of(node) for node in nodes}
         last: dict[fx.Node, int] = {}
@@ -161,7 +162,7 @@ def lower(function: Any, f: Callable[..., Any], args: Sequence[Any], kwargs: dic
     cells = _cells(f)
     root = _root_mesh(None, (args, kwargs, list(cells.values())))
     with null_world(math.prod(root.shape), 0) as world:
-        world.observers.clear()  # what is only looked at is not counted
+        world.observers.clear()  # lowering is not counted
         inside = _Inside(root)
         with inside.mesh:
             given, named, held = inside.enter((tuple(args), kwargs, cells))
@@ -179,7 +180,7 @@ def lower(function: Any, f: Callable[..., Any], args: Sequence[Any], kwargs: dic
 
 
 def _cells(f: Any) -> dict[str, Any]:
-    """Return what a function closes over, and the object of a method."""
+    """Return the objects that a function closes over, and the object of a method."""
     inner = f.__func__ if isinstance(f, types.MethodType) else f
     found = {"": f.__self__} if isinstance(f, types.MethodType) else {}
     if isinstance(inner, types.FunctionType):

@@ -1,4 +1,4 @@
-"""A recorded graph, made ready to run: where its inputs come from, what it writes back, and its code.
+"""A recorded graph, made ready to run: the sources of its inputs, its writes, and its code.
 
     inputs    arguments | slots such as `.grad` | state by reference | constants | numbers
     graph     operators in the order of the recording
@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .collectives import OPERATORS, STARTS, WAIT
+from .collectives import OPERATORS, STARTS, WAIT, Site, group_of, site_of
 from .draws import Draw, Position
 
-aten = torch.ops.aten
 _FILE = f"{__file__.rpartition('/')[0]}/<graph>"  # in this folder, so that the line of a collective is that which called the function
 Runner = Callable[..., Sequence[Any]]
 
@@ -30,10 +29,11 @@ class Program:
     Attributes:
         graph: placeholders, operators and an output: a tuple of the new values of slots and the results.
         sources: for each placeholder, a function of the leaves of the arguments that returns the input.
-        names: what each input is, for people.
+        names: a readable name of each input.
         draws: where the call leaves the stream of random numbers.
         rank: the global rank that recorded it.
         passes: names of the passes that ran, and how many nodes each changed.
+        name: of the function, for people.
     """
 
     graph: fx.Graph
@@ -42,6 +42,7 @@ class Program:
     draws: Position
     rank: int
     passes: tuple[tuple[str, int], ...] = ()
+    name: str = "a function"
 
     def rank_in(self, ranks: Sequence[int]) -> int:
         """Return the index of this rank in a group."""
@@ -49,7 +50,7 @@ class Program:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Return whether a node may be left out if nobody uses it."""
+    """Return whether a node may be removed if it is not used."""
     if node.op != "call_function" or node.target in OPERATORS or node.target is WAIT or isinstance(node.target, Draw):
         return False
     if isinstance(node.target, torch._ops.OpOverload):
@@ -62,69 +63,6 @@ def changes_metadata(graph: fx.Graph) -> bool:
     return any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes) or any(
         str(node.target).startswith(("aten.set_", "aten.resize_")) for node in graph.nodes
     )
-
-
-def clean(graph: fx.Graph) -> None:
-    """Remove aliases, which mean nothing below autograd, and nodes that nobody uses."""
-    output = next(node for node in graph.nodes if node.op == "output")
-    if not changes_metadata(graph):
-        for node in list(graph.nodes):
-            if node.op == "call_function" and _is_alias(node) and output not in node.users:
-                node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-                graph.erase_node(node)
-    for node in reversed(list(graph.nodes)):
-        if not node.users and is_pure(node):
-            graph.erase_node(node)
-
-
-def _is_alias(node: fx.Node) -> bool:
-    """Return whether a node returns its operand as it is."""
-    if node.target in (aten.detach.default, aten.alias.default):
-        return True
-    if node.target not in (aten.view.default, aten._unsafe_view.default) or not isinstance(node.args[0], fx.Node):
-        return False
-    mine, given = node.meta.get("val"), node.args[0].meta.get("val")
-    return mine is not None and given is not None and mine[:2] == given[:2]
-
-
-def owner_of(node: fx.Node) -> fx.Node | None:
-    """Return the operand whose memory a node's result shares; None if it has its own."""
-    if node.op == "placeholder":
-        return node
-    if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
-        return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    if "owner" in node.meta:  # seen when it was recorded
-        return node.all_input_nodes[node.meta["owner"]]
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None and any(r.alias_info is not None for r in schema.returns):
-        return node.all_input_nodes[0]
-    return node.args[0] if node.target is WAIT else None  # type: ignore[return-value]
-
-
-def root_of(node: fx.Node) -> fx.Node:
-    """Return the node that allocated the memory of a node's result."""
-    while (above := owner_of(node)) is not None and above is not node:
-        node = above
-    return node
-
-
-def writes(node: fx.Node) -> list[fx.Node]:
-    """Return the operands that a node writes to."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return []
-    arguments = node.target._schema.arguments
-    given = [*zip(arguments, node.args, strict=False), *((a, node.kwargs[a.name]) for a in arguments if a.name in node.kwargs)]
-    found: list[fx.Node] = []
-    for argument, value in given:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, fx.Node)]
-    return found
-
-
-def written_inputs(graph: fx.Graph) -> list[int]:
-    """Return the numbers of the inputs that a graph writes to."""
-    roots = {root_of(x) for node in graph.nodes for x in writes(node)}
-    return [i for i, node in enumerate(node for node in graph.nodes if node.op == "placeholder") if node in roots]
 
 
 # -- code ----------------------------------------------------------------------------------------------------------------
@@ -160,7 +98,7 @@ class _Code:
         return self.known["run"]
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
-        """Return for each node what is used there for the last time, or never."""
+        """Return for each node the values that it uses for the last time, or that are never used."""
         last = {x: node for node in self.nodes for x in node.all_input_nodes}
         found: dict[fx.Node, list[fx.Node]] = {}
         for x in self.nodes:
@@ -171,7 +109,10 @@ class _Code:
     def _call(self, node: fx.Node, i: int) -> str:
         if node.target is WAIT:
             return f"{self._value(node.args[0])}.wait()"
-        args = [self._value(x) for x in node.args]
+        given = node.args
+        if node.target in OPERATORS:  # a group and a site, which are looked up once
+            given = (*given[:-2], group_of(given[-2]), site_of(given[-1]))  # type: ignore[arg-type]
+        args = [self._value(x) for x in given]
         kwargs = [f"{name}={self._value(x)}" for name, x in node.kwargs.items()]
         if node.target in OPERATORS:
             name = OPERATORS[node.target]  # type: ignore[index]
@@ -191,7 +132,7 @@ class _Code:
     def _value(self, x: Any) -> str:
         if isinstance(x, fx.Node):
             return self.names[x]
-        if isinstance(x, (list, tuple)):
+        if isinstance(x, (list, tuple)) and not isinstance(x, Site):
             inside = "".join(f"{self._value(part)}, " for part in x)
             return f"[{inside}]" if isinstance(x, list) else f"({inside})"
         if x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x)):

@@ -71,7 +71,7 @@ class GraphRecorder(TorchDispatchMode):
         abstract: whether the program's tensors are on "meta", as are those that stand for sharded ones.
         graph: the operators so far.
         captured: the tensors that it takes from outside.
-        numbers: placeholders of numbers, by the key that `number` was given; `number_sources` has where they come from.
+        numbers: placeholders of numbers, by the key that `number` was given; `number_sources` has their sources.
         passed_as_double: values of traced numbers that an operator is about to get as C++ doubles, and their nodes.
         draws: the random numbers drawn.
         arguments: placeholders of arguments.
@@ -135,7 +135,7 @@ class GraphRecorder(TorchDispatchMode):
     def _node_of_alias(self, x: Tensor) -> fx.Node | None:
         """Return a view of a known tensor with the same memory: torch makes some aliases without an operator.
 
-        A tensor that the program can reach is an input of its own, so that its writes are counted.
+        A tensor that the program can reach is a separate input, so that its writes are counted.
         """
         if id(x) in self.reachable:
             return None
@@ -155,7 +155,7 @@ class GraphRecorder(TorchDispatchMode):
         return None
 
     def know(self, x: Tensor, node: fx.Node) -> None:
-        """Note that this tensor is the result of this node."""
+        """Record that this tensor is the result of this node."""
         self._nodes[x] = node, _storage(x)
         self._aliases.setdefault(_storage(x), []).append(TensorWeakRef(x))
         node.meta.setdefault("val", (tuple(x.shape), tuple(x.stride()), x.dtype, x.device))
@@ -228,7 +228,7 @@ class GraphRecorder(TorchDispatchMode):
         return (device is not None and torch.device(device).type == "meta") or any(x.is_meta for x in tensors)
 
     def _arguments(self, func: Any, flat: list[Any], doubles: dict[float, fx.Node]) -> tuple[list[Any], list[Any]]:
-        """Return the arguments to run with and those to record; takes from `doubles` what it finds."""
+        """Return the arguments to run with and those to record; removes those it finds from `doubles`."""
         given, recorded, constants = [], [], func in _CONSTANTS
         for x in flat:
             if isinstance(x, torch.SymFloat):
@@ -243,14 +243,14 @@ class GraphRecorder(TorchDispatchMode):
         return given, recorded
 
     def _constant(self, made: Tensor) -> None:
-        """Record a tensor that the program has made from Python numbers: a copy of what it is now."""
+        """Record a tensor that the program has made from Python numbers: a copy of its current values."""
         source = self.placeholder(f"constant_{len(self.constants)}")
         with _disable_current_modes():
             self.constants.append((source, made.detach().clone()))
         self.know(made, self.call(aten.clone.default, (source,)))
 
     def _results(self, func: Any, result: Any, node: fx.Node, operands: Sequence[Any]) -> None:
-        """Record what an operator has returned, and which operand's memory it shares: schemas of unsafe views do not tell."""
+        """Record the result of an operator, and which operand's memory it shares, which the schemas of unsafe views do not say."""
         made = {_storage(x) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)}
         known = [self._nodes[x][0] for x in operands if isinstance(x, Tensor) and _storage(x) in made and x.numel()]
         if known:
@@ -423,7 +423,7 @@ _OPERATOR = {name: operator for operator, name in OPERATORS.items()}
 
 
 def _begin() -> None:
-    """The node that separates inputs from operators."""
+    """Separate inputs from operators, as the target of a node."""
 
 
 def _geometry(x: Tensor) -> Any:

@@ -1,10 +1,10 @@
-"""Run a function once and make a `Program` of what it did.
+"""Run a function once and record it as a `Program`.
 
-What the function did besides running operators decides whether the program can stand for it:
+What the function did besides running operators decides whether the program can replace it:
 
     gradients set or cleared              written back by the program (`state/slots.py`)
     state that it changed in Python       the recording is dropped; the next call records again, the third time it is an error
-    tensors that nobody else holds        made by something that the recorder cannot see: an error
+    tensors without another reference     made by something that the recorder cannot see: an error
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from ...mesh.simulated.simulate import SimulatedWorld
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .errors import JitError
-from .program import Program, clean
+from .passes.clean import clean
+from .program import Program
 from .recorder import Captured, GraphRecorder
 from .scalars import TracedFloat
 from .state.iterators import counting_resumptions
@@ -51,7 +52,7 @@ class Effect(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A leaf of the result: an output, sharded if it has a layout; a leaf of the arguments; or any other object, as it is.
+    """A leaf of the result: an output, sharded if it has a layout; a leaf of the arguments; or any other object, unchanged.
 
     Attributes:
         sealed: whether it had a gradient history.
@@ -92,7 +93,7 @@ def record(
     Args:
         first: whether no recording of this signature was dropped yet. Then one in which ranks exchange Python objects is dropped, since
             most such exchanges are made once.
-        abstract: whether tensors are on "meta" and the program is only looked at.
+        abstract: whether tensors are on "meta" and the program is only inspected.
 
     Returns: its result; the recording, or why there is none; the signatures of the slots before.
     Raises: JitError for what a graph cannot do; what `f` raises.
@@ -179,7 +180,7 @@ def _entry(values: dict[Any, Any], key: Any, leaves: Leaves) -> float:
 
 @contextmanager
 def _numbers(recorder: GraphRecorder, snapshot: Snapshot) -> Iterator[None]:
-    """Inside, the learning rates of optimizers are inputs of the graph.
+    """Make the learning rates of optimizers inputs of the graph in the block.
 
     Raises: JitError at the end if one was set.
     """
@@ -232,13 +233,13 @@ def _layout_of(x: Tensor) -> tuple[Layout | None, int]:
 
 
 def _note_memory(node: fx.Node, x: Tensor | None) -> None:
-    """Note where an input's memory is, so that passes know which inputs share it."""
+    """Record where an input's memory is, so that passes know which inputs share it."""
     if x is not None and not x.is_meta:
         node.meta["memory"] = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
 
 
 class _Finish:
-    """Make a recording of what a recorder has seen."""
+    """Make a recording from a recorder's records."""
 
     def __init__(self, recorder: GraphRecorder, leaves: Leaves, snapshot: Snapshot, slots: list[GradSlot], before: list[Any]) -> None:
         self.recorder, self.leaves, self.snapshot, self.slots, self.before = recorder, leaves, snapshot, slots, before

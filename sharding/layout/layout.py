@@ -145,7 +145,7 @@ class Layout:
     def dual(self) -> Layout:
         """The layout of this tensor's gradient in autograd: pending(sum) <-> replicated, sharded <-> itself.
 
-        Along an axis that is pending with another kind than sum, the value of every rank has a gradient of its own.
+        Along an axis that is pending with another kind than sum, the value of every rank has a separate gradient.
         """
         pending = {a: EACH for a, kind in self.spec.unreduced if kind != "sum"}
         pending.update(dict.fromkeys(self.replicated_axes, "sum"))

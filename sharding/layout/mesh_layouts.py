@@ -15,7 +15,7 @@ _lock = threading.Lock()
 
 
 class MeshLayouts:
-    """The layouts of one mesh, and what is computed once for all of them.
+    """The layouts of one mesh, and data computed once for all of them.
 
     Attributes:
         recent: the last few thousand, by the spelling in which they were asked for and by their normal one.

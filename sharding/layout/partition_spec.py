@@ -9,7 +9,7 @@ from operator import index
 from typing import Any, ClassVar, NamedTuple, Self
 
 KINDS = ("sum", "avg", "max", "min", "product")
-EACH = "each"  # in gradients only: every rank holds a value of its own, which is never combined with the others
+EACH = "each"  # in gradients only: every rank holds a separate value, which is never combined with the others
 
 
 class _Unconstrained(tuple):
@@ -178,7 +178,7 @@ class P:
         return self.partitions.count(entry)
 
     def __add__(self, other: Any) -> P:
-        """Concatenate the entries; two specs also add up what is pending and their sizes."""
+        """Concatenate the entries; two specs also combine their pending axes and sizes."""
         if isinstance(other, P):
             return P(*self.dims, *other.dims, unreduced=dict(self.unreduced + other.unreduced), sizes=dict(self.sizes + other.sizes))
         if isinstance(other, (tuple, list)):

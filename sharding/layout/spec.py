@@ -134,7 +134,7 @@ def as_spec(where: Any, axis_names: Sequence[str], ndim: int) -> P:
         ndim: number of dims of the tensor.
 
     Raises:
-        TypeError: `where` is none of these.
+        TypeError: `where` is not one of these.
         ValueError: unknown axis, axis used twice, wrong number of placements, dim out of range.
 
     Communication: none.

@@ -50,7 +50,7 @@ def take_over(x: ShardedTensor, node: Any, number: int) -> None:
 
 
 def _saves(node: Any, number: int) -> bool:
-    """Whether a custom function has saved this one of its results."""
+    """Return True if a custom function has saved this one of its results."""
     return any(_is_result(x, node) and x.output_nr == number for x in node.saved_tensors)
 
 

@@ -7,7 +7,7 @@
 
 A lineage is four hashes in one integer, which differ in how they identify a tensor that enters the program:
 
-    line      by the line that made it, and how many tensors came from that line before
+    line      by the line that created it, and how many tensors that line created before
     order     by how many tensors of its layout entered before
     since     by how many tensors of its layout entered since this rank's last collective
     layout    by its layout alone
@@ -34,7 +34,7 @@ from ..layout.layout import Layout
 _FACTOR = 0x01000193  # of the FNV hash; odd, so that nothing is lost, and small enough not to reach the next hash
 _CALLERS = 3
 _HASHES, _ONE = 4, (1 << 32) - 1
-_KEPT = (1 << 16) - 1  # of each hash, what is recorded with a collective
+_KEPT = (1 << 16) - 1  # of each hash, the bits recorded with a collective
 _settings = settings()
 
 
@@ -45,12 +45,12 @@ def _joined(*hashes: int) -> int:
     return found
 
 
-_PIECE = _joined(*[0x9E3779B1] * _HASHES)  # odd, and large, so that it shows in the upper bits
+_PIECE = _joined(*[0x9E3779B1] * _HASHES)  # odd, and large enough to change the upper bits
 _ALL = _joined(*[_ONE] * _HASHES)
 
 
 def seed_of(name: str) -> int:
-    """Return what an operator of this name adds to lineages."""
+    """Return the hash that an operator of this name adds to lineages."""
     return _joined(*[zlib.crc32(name.encode())] * _HASHES)
 
 
@@ -131,7 +131,7 @@ def _count_since(counts: dict[Any, Any], key: Any, when: int) -> int:
 
 
 def packed(lineage: int) -> int:
-    """Return the lineage as it is published with a collective: the upper 16 bits of each hash."""
+    """Return the lineage that is published with a collective: the upper 16 bits of each hash."""
     return lineage >> 208 << 48 | (lineage >> 144 & _KEPT) << 32 | (lineage >> 80 & _KEPT) << 16 | (lineage >> 16 & _KEPT)
 
 

@@ -177,7 +177,7 @@ def is_plain_operand(x: Any) -> bool:
 
 
 def is_one_element(x: Tensor) -> bool:
-    """Return whether a plain tensor has one element and no gradient, so that it is used as a number."""
+    """Return whether a plain tensor has one element and no gradient, and is used as a number."""
     return x.numel() == 1 and not (x.requires_grad and torch.is_grad_enabled()) and not is_dtensor(x)
 
 

@@ -63,7 +63,7 @@ class SlicedFrom:
         with torch.set_grad_enabled(copy.requires_grad):
             is_current = self._read is not None and self._read == _version(base)
             current = copy if is_current else base[self._index].redistribute(copy.spec)
-            copy._local = current._local.clone()  # without the mark of a copy, so that it can be written
+            copy._local = current._local.clone()  # without the mark of a copy, so it can be written to
         try:
             result = operator(copy, other)
             if result is copy:

@@ -38,12 +38,12 @@ class OpStrategy:
         func: what to call on the local tensors.
         targets: the layout each operand must have, in the order of the operands among the arguments.
         moves: whether any operand has to be redistributed.
-        outputs: layout of the result, or of each result; None where the operator returns no tensor; or `FOUND`.
+        outputs: layout of the result, or of each result; None if the operator returns no tensor; or `FOUND`.
         container: the type that several results are returned in.
         in_place: the result is the first operand.
         detached_view: the result would be a view, but of a redistributed copy.
-        example: for `FOUND`, the results on meta tensors, or None where their shapes depend on values.
-        seed: what the operator and its static arguments add to lineages.
+        example: for `FOUND`, the results on meta tensors, or None if their shapes depend on values.
+        seed: the hash that the operator and its static arguments add to lineages.
         decomposition: what to call instead, with the operator's own arguments; everything above is unused then.
         direct: whether all there is to do is to call `func` on the locals and wrap its one result.
         run: how to execute the strategy if it is not direct.
@@ -76,7 +76,7 @@ def choose_strategy(
 
     Raises:
         ValueError: operands on different meshes.
-        CannotKeep: an in-place operator that would change the layout of what it writes.
+        CannotKeep: an in-place operator that would change the layout of the tensor that it writes.
         NotImplementedError: an in-place operator without a rule.
         whatever torch raises for these arguments, on the global shapes.
 
@@ -189,7 +189,7 @@ def decomposition_for(func: Callable[..., Any], args: Sequence[Any], kwargs: dic
 def rule_for(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], metas: Sequence[Tensor]
 ) -> Rule | None:
-    """Return the rule for this call; None where there is none for these arguments."""
+    """Return the rule for this call; None if there is none for these arguments."""
     maker = RULES.get(func)
     if maker is None:
         return None
@@ -215,7 +215,7 @@ def _fits_signature(maker: Callable[..., Any], args: Sequence[Any], kwargs: dict
 
 
 def meta_result(func: Callable[..., Any], made: Rule | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the operator's result on meta tensors; None where its shape depends on values."""
+    """Return the operator's result on meta tensors; None if its shape depends on values."""
     if made is not None and made.result is not None:
         return made.result
     try:
@@ -229,7 +229,7 @@ def meta_result(func: Callable[..., Any], made: Rule | None, args: Sequence[Any]
         return found
 
 
-_dtypes: dict[Any, torch.dtype] = {}  # pointwise call, but for shapes -> dtype of its result
+_dtypes: dict[Any, torch.dtype] = {}  # pointwise call, without shapes -> dtype of its result
 
 
 def _pointwise_result(
@@ -256,7 +256,7 @@ def _pointwise_result(
 
 
 def _broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size | None:
-    """Return the common shape; None where they do not broadcast, for which torch has the best error."""
+    """Return the common shape; None if they do not broadcast, for which torch has the best error."""
     if all(shape == shapes[0] for shape in shapes):
         return shapes[0]
     try:

@@ -1,7 +1,7 @@
 """Keep `torch.compile` out of the library's own code.
 
 Dynamo runs the library's code as Python, with a graph break: collectives, hooks and dispatch depend on state that Dynamo does not guard
-(what is gathered, what is in flight). Code that the library calls, such as a module's forward, is compiled.
+(gathered parameters, collectives in flight). Code that the library calls, such as a module's forward, is compiled.
 
 Importing Dynamo takes seconds, so it is not imported here: its rules are set when it is, before or after this library.
 """

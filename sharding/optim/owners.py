@@ -152,7 +152,7 @@ def _transfers_from_owner(owner: int, pieces: Pieces) -> list[Transfer]:
 
 
 def _share(moves: Sequence[Transfer], have: Box, want: Box, group: Group) -> TensorShare:
-    """Return what this rank sends, receives and keeps of one unit."""
+    """Return the parts of one unit that this rank sends, receives and keeps."""
     sends, recvs = ([[] for _ in group.ranks] for _ in range(2))
     for sender, receiver, box in moves:
         if sender == group.rank:

@@ -52,7 +52,7 @@ def _no_length(ranks: Sequence[int], lengths: Sequence[Any]) -> str:
 
 
 def _uneven(ranks: Sequence[int], lengths: Sequence[int]) -> str:
-    """Return the error text; ranks in the minority come first."""
+    """Return the error text; ranks in the minority are first."""
     having: dict[int, list[int]] = {}
     for rank, length in zip(ranks, lengths, strict=True):
         having.setdefault(length, []).append(rank)

@@ -309,7 +309,7 @@ def _raise(exchange: _StepExchange, mine: _Turn, step: int) -> None:
 
 
 def _seen(exchange: _StepExchange, error: Exception) -> tuple[Observation, str]:
-    """Return what other ranks report of an error: rank, call and line, and the traceback."""
+    """Return the description of an error for other ranks: rank, call and line, and the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     call = f"next(loader) raised {traceback.format_exception_only(error)[-1].strip()}"

@@ -39,7 +39,7 @@ class TensorShare:
 
 
 def sent_to_self(share: TensorShare, me: int) -> TensorShare:
-    """Return the share with what the rank keeps sent to itself."""
+    """Return the share with the boxes that the rank keeps sent to itself."""
     kept = [share.kept] if share.kept is not None else []
     sends = [kept if p == me else boxes for p, boxes in enumerate(share.sends)]
     recvs = [kept if p == me else boxes for p, boxes in enumerate(share.recvs)]
@@ -124,7 +124,7 @@ class AllToAllV(Collective):
 
 
 def _through_buffers(me: int, share: TensorShare) -> TensorShare | None:
-    """Return the share with what the rank keeps sent to itself, if that saves a copy."""
+    """Return the share with the boxes that the rank keeps sent to itself, if that saves a copy."""
     through = sent_to_self(share, me)
     (pack,), (unpack,) = _packs([through])[0], _unpacks([through])[0]
     covers = sum(map(_numel, through.recvs)) == box_size(share.want)
@@ -227,7 +227,7 @@ class CollectiveSequence(Collective):
 
 
 def keep_local(share: TensorShare) -> FillResult:
-    """Return a function that copies what the rank has already into the result."""
+    """Return a function that copies the elements that the rank already holds into the result."""
     if share.kept is None:
         return lambda x, out, tag: None
     before, after = slices(share.kept, box_origin(share.have)), slices(share.kept, box_origin(share.want))

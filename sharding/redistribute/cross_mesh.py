@@ -53,7 +53,7 @@ def redistribute_cross_mesh(
         ValueError: as `plan_cross_mesh`, on every rank, before any communication.
         TypeError: a mesh is abstract.
 
-    Communication: what is pending in `src` is reduced over its axes, then one all_to_all over the ranks of both meshes, in
+    Communication: pending axes of `src` are reduced, then one all_to_all over the ranks of both meshes, in
         which each rank receives each element that it lacks once; none if nothing has to move.
 
     Example:
@@ -116,7 +116,7 @@ class CrossMeshExchange:
 
 
 def _share(plan: CrossMeshPlan, rank: int) -> TensorShare:
-    """Return what this rank sends, receives and keeps."""
+    """Return the boxes that this rank sends, receives and keeps."""
     sends, recvs = ([[] for _ in plan.ranks] for _ in range(2))
     for sender, receiver, box in plan.transfers:
         if plan.ranks[sender] == rank:

@@ -53,7 +53,7 @@ class _Stage:
     """Local steps, then one collective for each tensor.
 
     Attributes:
-        before: for each tensor the local steps that come first.
+        before: for each tensor the local steps before.
         makes_new: for each tensor, whether these give a new tensor, which may be overwritten.
         buckets: each tensor is in one at most.
     """
@@ -156,7 +156,7 @@ class Executor:
     def start(
         self, tensors: list[Tensor], *, donate: bool = False, outs: Sequence[Tensor] | None = None, tag: CommTag | None = None
     ) -> Callable[[], list[Tensor]]:
-        """Launch everything but what comes after the last collectives. Return a function that waits for them and returns the parts.
+        """Launch all steps up to the last collectives. Return a function that waits for them and returns the parts.
 
         Collectives are launched in the plans' order, so that ranks may wait in different orders.
 

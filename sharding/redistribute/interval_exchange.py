@@ -4,7 +4,7 @@
     wanted           (7, 8), (0, 2) on rank 0; (2, 5) on rank 1; (5, 7) on rank 2       here: x rolled by one
     result           [7 0 1 | 2 3 4 | 5 6]
 
-One all_to_all with uneven splits, or no communication if every rank holds what it wants. An element may be wanted by several
+One all_to_all with uneven splits, or no communication if every rank holds the intervals that it wants. An element may be wanted by several
 ranks, or twice by one. Backward sends the gradient of every element back to the rank that holds it, and adds up there.
 """
 
@@ -119,7 +119,7 @@ class IntervalExchange:
 
     @cached_property
     def _sources(self) -> list[list[SourceInterval]]:
-        """For each rank of the group what it wants, in order."""
+        """For each rank of the group the intervals that it wants, in order."""
         return [self._sources_of(number) for number in range(len(self._peers))]
 
     def _sources_of(self, number: int) -> list[SourceInterval]:
@@ -191,7 +191,7 @@ class IntervalExchange:
         return unpack(self._all_to_all(pack(local), out_splits, in_splits))
 
     def transpose(self, grad: Tensor) -> Tensor:
-        """The transpose of `forward`: send everything back to the rank that holds it, and add up there."""
+        """Apply the transpose of `forward`: send every element back to the rank that holds it, and sum there."""
         sends, in_splits, _, out_splits, _ = self._boxes_and_splits
         flat = self._all_to_all(self._copies[2](grad), in_splits, out_splits)
         total = grad.new_zeros(self.src.local_shape, dtype=torch.promote_types(grad.dtype, torch.float32))

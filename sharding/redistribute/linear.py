@@ -77,7 +77,7 @@ def start_linear(
 def redistribute_grad(
     grad: Tensor, src: Layout, dst: Layout, src_grad: Layout | None = None, dst_grad: Layout | None = None
 ) -> Tensor:
-    """Redistribute a gradient, starting from what it was made from if that is known (see `grad_origin`).
+    """Redistribute a gradient, starting from its origin if that is known (see `grad_origin`).
 
     Args:
         src_grad, dst_grad: the layouts of the gradients of `grad` and of the result; by default the duals of theirs.
@@ -146,7 +146,7 @@ def apply_node(
 class _Redistribute(torch.autograd.Function):
     """Linear redistributions of one or more tensors; backward redistributes between the duals, in buckets.
 
-    An end that is a plain tensor has its gradient in a layout of its own: what is plain and replicated is one value, and so is its
+    A plain tensor at either end has its gradient in a different layout: a plain, replicated tensor is one value, and so is its
     gradient. The gradient of that is laid out as the value again, so derivatives of every order alternate between the two.
     """
 

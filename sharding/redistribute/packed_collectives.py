@@ -3,7 +3,7 @@
 Each class is a step of a plan compiled for one rank: groups, boxes and packing are looked up once, and `start` only
 handles data. It takes one tensor, or a bucket: several tensors of one dtype whose parts are sent in one collective.
 
-    pack        boxes of the tensors -> one flat buffer, what goes to the same rank next to each other
+    pack        boxes of the tensors -> one flat buffer, those for the same rank next to each other
     collective
     unpack      flat buffer -> the results; nothing is copied if the results are views of the buffer
 

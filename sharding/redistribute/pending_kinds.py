@@ -29,7 +29,7 @@ def redistribute_nonlinear(
     transport: str | None = None,
     max_bytes: int | None = None,
 ) -> Tensor:
-    """Reduce what is pending with other kinds than sum, redistribute linearly, then make the result pending if wanted.
+    """Reduce axes that are pending with kinds other than sum, redistribute linearly, then make the result pending if wanted.
 
     Communication: the plans' of these parts; `max_bytes` is ignored.
     """

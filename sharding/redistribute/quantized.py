@@ -1,10 +1,10 @@
 """Collectives in which values are sent as 8-bit codes with a scale for each block.
 
-    quantise    boxes of the tensors -> one buffer of bytes, a record for each box
+    quantize    boxes of the tensors -> one buffer of bytes, a record for each box
     collective  of bytes
     combine     records -> the results: read as floats, contributions added up in fp32 in group order, rounded once
 
-What a rank sends to itself is quantised as well, so that all replicas of an element hold the same value.
+What a rank sends to itself is quantized as well, so that all replicas of an element hold the same value.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .packed_collectives import AsyncResults, Collective, TensorParts, results
 
 
 class Quantized(Collective):
-    """A collective that quantises, sends bytes and combines; subclasses differ in how they send."""
+    """A collective that quantizes, sends bytes and combines; subclasses differ in how they send."""
 
     group: Group
     quantizes: Sequence[Quantize]
@@ -71,7 +71,7 @@ class Quantized(Collective):
 
 
 class QuantizedAllGather(Quantized):
-    """`AllGather` of quantised parts."""
+    """`AllGather` of quantized parts."""
 
     def __init__(self, group: Group, dtype: torch.dtype, transport: str, tensors: Sequence[TensorParts]) -> None:
         self.group, self.dtype = group, dtype
@@ -92,7 +92,7 @@ class QuantizedAllGather(Quantized):
 
 
 class QuantizedAllToAll(Quantized):
-    """`AllToAllV` and `AllToAllReduce` of quantised boxes; several records for one box are added up.
+    """`AllToAllV` and `AllToAllReduce` of quantized boxes; several records for one box are added up.
 
     A rank's own boxes are among `sends` and `recvs` at its own index, see `sent_to_self`.
     """

@@ -183,7 +183,7 @@ def _symmetric(steps: Sequence[Step], link: Link) -> Collective:
 
 
 def _staged(step: Step, group: Group) -> StagedTensor:
-    """Return what every rank of the group stages, and what this one reads."""
+    """Return the boxes that every rank of the group stages, and those that this one reads."""
     have, want, peers = step.src.box, step.dst.box, _peers(step)
     if step.op == "all_gather":
         parts = [[step.src.box_at(c)] for c in peers]
@@ -212,7 +212,7 @@ def _peers(step: Step) -> list[Coordinate]:
 
 
 def _shares(step: Step, coordinate: Coordinate | None = None) -> list[TensorShare]:
-    """Return what a rank of the group (by default this one) sends, receives and keeps in each all_to_all of the step."""
+    """Return the boxes that a rank of the group (by default this one) sends, receives and keeps in each all_to_all of the step."""
     mesh, group = device_mesh(step.src), _group(step)
     me = _coordinate(mesh) if coordinate is None else coordinate
     have, want = step.src.box_at(me), step.dst.box_at(me)
@@ -280,7 +280,7 @@ def _pieces(boxes: Sequence[Box], index: int, rounds: int) -> list[Box]:
 
 
 def _inside_node(step: Step, group: Group, share: TensorShare) -> tuple[Group, TensorShare]:
-    """Return the ranks of the group in this rank's node, and what is exchanged with them."""
+    """Return the ranks of the group in this rank's node, and the transfers between them."""
     mesh = device_mesh(step.src)
     nodes = (step.topology or mesh.topology).node_ids(mesh)
     here = [i for i, c in enumerate(_peers(step)) if nodes[c] == nodes[_coordinate(mesh)]]

@@ -71,7 +71,7 @@ class SymmetricPull(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
-        """Run on the current stream: what is launched on it afterwards finds the results."""
+        """Run on the current stream; later work on that stream sees the results."""
         if outs is None:
             outs = [x.new_empty(shape, dtype=self.dtype) for x, shape in zip(tensors, self.shapes, strict=True)]
         self.group.direct(self.op, self.sent, self.received, self.dtype, lambda: self._move(tensors, outs, tag), tag=tag)

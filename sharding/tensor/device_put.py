@@ -33,7 +33,7 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
         src_data_rank: as in `distribute_tensor`.
 
     Raises:
-        TypeError: something in `x` is none of these, or no mesh is given or set.
+        TypeError: a leaf of `x` is not one of these, or no mesh is given or set.
         ValueError: shardings that do not fit the tree or a tensor; before anything moves.
         RuntimeError: as `distribute_tensor`.
 
@@ -68,7 +68,7 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
 
 
 def _is_tree(x: Any) -> bool:
-    """Whether this is a container, other than placements and what torch's pytree has as a leaf."""
+    """Return True if this is a container, other than placements and the leaves of torch's pytree."""
     return not (is_placement(x) or pytree.tree_structure(x).is_leaf())
 
 

@@ -13,7 +13,7 @@ from .sharded_tensor import ShardedTensor
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether `x` is a DTensor of torch's; does not import its module."""
+    """Return True if `x` is a DTensor of torch's; does not import its module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 

@@ -1,6 +1,6 @@
 """The global shape of a tensor from the local shapes of all ranks.
 
-Ranks exchange the shapes of their parts, and skip the exchange while nothing changes. A rank sees changes of its own part only, so it can
+Ranks exchange the shapes of their parts, and skip the exchange while nothing changes. A rank only sees changes of its own part, so it can
 skip only if parts were equal: if all parts were equal the previous time on this line, and mine is unchanged, then either no part has
 changed, or some rank exchanges shapes now, alone, and its collective does not match those of the others. That is an error
 (docs/debugging.md), not a wrong shape. Uneven parts are exchanged at every call, since some may change while others do not.
@@ -128,7 +128,7 @@ def _stated(spec: P, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def describes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> bool:
-    """Whether the boxes at these coordinates have these shapes."""
+    """Return True if the boxes at these coordinates have these shapes."""
     return all(box_shape(layout.box_at(coordinate)) == shape for coordinate, shape in shapes.items())
 
 

@@ -50,7 +50,7 @@ def addressable_data(x: ShardedTensor, index: int) -> Tensor:
 
 
 def _value(x: ShardedTensor) -> Tensor:
-    """Return the whole tensor, without gradient; what is pending is reduced first."""
+    """Return the whole tensor, without gradient; pending values are reduced first."""
     world = x.mesh.world
     if x.mesh.coordinate is None:
         raise RuntimeError(f"rank {world.rank} is outside {x.mesh} and holds no part of this tensor")

@@ -112,7 +112,7 @@ def set_rng_state(state: Tensor) -> None:
 
 
 def _reseeded() -> None:
-    """Tell a recorder that positions no longer follow from that at the start of the recording."""
+    """Notify a recorder that positions no longer follow from that at the start of the recording."""
     if tracing.recorder is not None:
         tracing.recorder.draws.relative = False
 
@@ -154,7 +154,7 @@ def check_rng_state(mesh: Any) -> None:
 
 
 def replay_random() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Have `torch.utils.checkpoint` draw the same random numbers of `ShardedTensor`s when it recomputes.
+    """Make `torch.utils.checkpoint` draw the same random numbers of `ShardedTensor`s when it recomputes.
 
     Communication: none.
 

@@ -152,15 +152,15 @@ class ShardedTensor(Tensor):
         return self._local.is_meta
 
     def size(self, dim: int | None = None) -> Any:
-        """The global shape, or the global size of one dim."""
+        """Return the global shape, or the global size of one dim."""
         return self._layout.shape if dim is None else self._layout.shape[dim]
 
     def dim(self) -> int:
-        """Number of dims."""
+        """Return the number of dims."""
         return len(self._layout.shape)
 
     def numel(self) -> int:
-        """Number of elements of the global tensor."""
+        """Return the number of elements of the global tensor."""
         return math.prod(self._layout.shape)
 
     def __len__(self) -> int:
@@ -362,6 +362,6 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool)
 torch.serialization.add_safe_globals([_rebuild, make_layout, make_spec, unpickle_mesh])
 
 def _called_by(func: Any) -> bool:
-    """Whether the method that calls this was called by `func`, or by a comprehension in it."""
+    """Return True if the method that calls this was called by `func`, or by a comprehension in it."""
     frame = sys._getframe(2)
     return any(f is not None and f.f_code is func.__code__ for f in (frame, frame.f_back))

@@ -130,7 +130,7 @@ def check_same_randomness() -> None:
 
 
 def is_foreign() -> bool:
-    """Whether this runs inside a transform of torch.func that this library has not opened."""
+    """Return True inside a transform of torch.func that this library has not started."""
     return transforms_active() and transform_depth() > _levels.count
 
 

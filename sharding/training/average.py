@@ -1,4 +1,4 @@
-"""`EMA`: a moving average of a model's parameters, laid out as they are."""
+"""`EMA`: a moving average of a model's parameters, in the same layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 
 
 class EMA:
-    """EMA(model, decay): exponential moving average of the trained parameters, by path, sharded as they are.
+    """EMA(model, decay): exponential moving average of the trained parameters, by path, in the same layouts.
 
         average = decay * average + (1 - decay) * parameter        at each `update()`, on local parts
 

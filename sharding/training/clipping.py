@@ -36,7 +36,7 @@ def get_total_norm(
         RuntimeError: on every rank that knows the norm, as `error_if_nonfinite` says.
 
     Communication: one all_reduce of 8 bytes over the axes that split one of them (over the ranks of all meshes, where there are
-        several; 16 bytes for the infinity norm); none where nothing is split.
+        several; 16 bytes for the infinity norm); none if nothing is split.
 
     Example:
         >>> sm.training.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])

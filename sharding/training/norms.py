@@ -36,7 +36,7 @@ def tensor_norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dic
             an `ord` that is not positive.
 
     Communication: one all_reduce of 8 bytes a tensor over the axes that split one of them (over the ranks of all meshes, where there
-        are several; 16 bytes for infinity norms); none where nothing is split.
+        are several; 16 bytes for infinity norms); none if nothing is split.
 
     Example:
         >>> for path, norm in sm.training.tensor_norms(model, of="grad").items():

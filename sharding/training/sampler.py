@@ -40,7 +40,7 @@ class DistributedSampler(Sampler[int]):
 
     Raises:
         ValueError: on every rank, a rank that is not among `num_replicas`; both replicas and a mesh.
-        MeshError: on every rank, unknown axes, or none where the mesh has several; on a rank outside the mesh.
+        MeshError: on every rank, unknown axes, or none if the mesh has several; on a rank outside the mesh.
 
     Communication: none.
 

@@ -29,7 +29,7 @@ class GradScaler(torch.amp.GradScaler):
         ValueError: on every rank, in `unscale_` and `step`: gradients that are still pending, as inside `accumulate_grads()`.
 
     Communication: in `unscale_`, or in `step` if that was not called, one all_reduce of 4 bytes over the axes that split a parameter
-        (over the ranks of all meshes, where there are several); none where nothing is split.
+        (over the ranks of all meshes, where there are several); none if nothing is split.
 
     Example:
         >>> scaler = sm.training.GradScaler("cuda")

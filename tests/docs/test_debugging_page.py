@@ -400,7 +400,7 @@ def test_variables() -> None:
 
 
 def test_fields_of_a_mismatch() -> None:
-    rows = [name for row in table("| the ... differs | mostly |") for name in row[0].split(", ")]
+    rows = [name for row in table("| the ... differs | usual cause |") for name in row[0].split(", ")]
     assert set(rows) == set(verdict_text._NAMED.values())
 
 

@@ -67,7 +67,7 @@ def aborts(ctx: RankContext) -> Any:
 
 @fault("lost", ends=-signal.SIGKILL, says="all_reduce")
 def dies_during_a_transfer(ctx: RankContext) -> Any:
-    """A rank is killed during a transfer of 64 MB"""
+    """A rank is killed while 64 MB are being sent"""
     x = torch.ones(16 * 1024 * 1024)
     ctx.group().all_reduce(torch.ones(1))
     if ctx.is_outlier():
@@ -90,7 +90,7 @@ def dies_before_group_creation(ctx: RankContext) -> Any:
 
 @fault("lost", 3, ends=-signal.SIGKILL, mesh=SQUARE_MESH, says="all_reduce")
 def dies_in_another_group(ctx: RankContext) -> Any:
-    """A rank dies; a rank in none of its groups waits for one that waits for it"""
+    """A rank dies; a rank that shares no group with it waits for one that waits for it"""
     x = torch.ones(4)
     for axis in ("tp", "dp"):
         ctx.group(axis).all_reduce(x)  # <- outlier
@@ -172,7 +172,7 @@ def gathers_after_others_ended(ctx: RankContext) -> Any:
 
 @fault("left", says="all_reduce", ends=0)
 def destroys_its_groups(ctx: RankContext) -> Any:
-    """A rank calls destroy_process_group() and continues without communication"""
+    """A rank calls destroy_process_group() and continues with something else"""
     x = torch.ones(4)
     ctx.group().all_reduce(x)  # <- outlier
     if ctx.is_outlier():

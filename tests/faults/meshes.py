@@ -41,7 +41,7 @@ def orders_ranks_differently(ctx: RankContext) -> Any:
 
 @fault("mesh", mesh=NO_MESH, says="pp")
 def creates_an_extra_mesh(ctx: RankContext) -> Any:
-    """A rank creates an additional mesh"""
+    """A rank creates one more mesh than the others"""
     if ctx.is_outlier():
         ctx.d.init_device_mesh("cpu", (4, 1), mesh_dim_names=("pp", "x"))  # <- outlier
     ctx.mesh = ctx.d.init_device_mesh("cpu", (4,), mesh_dim_names=("x",))  # <- others

@@ -41,7 +41,7 @@ def sleeps(ctx: RankContext) -> Any:
 
 @fault("stall", 3, ends="busy", says=("all_reduce", "busy"))
 def loops_forever(ctx: RankContext) -> Any:
-    """A rank is in an infinite loop"""
+    """A rank is in an endless loop"""
     x = torch.ones(4)
     ctx.group().all_reduce(x)
     stuck = ctx.is_outlier()
@@ -88,7 +88,7 @@ def reads_a_pipe(ctx: RankContext) -> Any:
 
 @fault("stall", 1, ends="busy", says=("all_reduce", "busy"))
 def waits_for_a_lock(ctx: RankContext) -> Any:
-    """A rank waits for a lock that it holds"""
+    """A rank waits for a lock that it holds itself"""
     lock, x = threading.Lock(), torch.ones(4)
     ctx.group().all_reduce(x)
     if ctx.is_outlier():
@@ -100,7 +100,7 @@ def waits_for_a_lock(ctx: RankContext) -> Any:
 
 @fault("stall", 3, ends="busy", mesh=SQUARE_MESH, says=("all_reduce", "busy"))
 def stalls_in_another_group(ctx: RankContext) -> Any:
-    """A rank sleeps; a rank in none of its groups waits for one that waits for it"""
+    """A rank sleeps; a rank that shares no group with it waits for one that waits for it"""
     x = torch.ones(4)
     for axis in ("tp", "dp"):
         ctx.group(axis).all_reduce(x)

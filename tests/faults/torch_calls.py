@@ -155,7 +155,7 @@ def torch_item_during_a_monitored_barrier(ctx: RankContext) -> Any:
 
 @fault("mismatch", 2, field="operation", says=("all_reduce", "broadcast"))
 def torch_swaps_two_calls(ctx: RankContext) -> Any:
-    """A rank calls dist.all_reduce and dist.broadcast in the other order"""
+    """A rank calls dist.all_reduce and dist.broadcast in a different order"""
     a, b = torch.ones(4), torch.ones(4)
     if ctx.is_outlier():
         dist.broadcast(b, src=0)  # <- outlier
@@ -177,7 +177,7 @@ def torch_iterates_in_another_order(ctx: RankContext) -> Any:
 
 @fault("mismatch", 0, field="shape", says="all_reduce")
 def torch_starts_in_another_order(ctx: RankContext) -> Any:
-    """A rank starts two asynchronous dist.all_reduce in the other order"""
+    """A rank starts two asynchronous dist.all_reduce in a different order"""
     small, large = torch.ones(2), torch.ones(64)
     works = [dist.all_reduce(x, async_op=True) for x in ([large, small] if ctx.is_outlier() else [small, large])]  # <- outlier # <- others
     for work in works:

@@ -55,7 +55,7 @@ def batches(ctx: RankContext) -> list[Any]:
 
 @fault("mismatch", field=("operation", "shape", "layout"), says="all_reduce")
 def has_fewer_batches(ctx: RankContext) -> Any:
-    """A rank has fewer batches and continues with the evaluation"""
+    """A rank has fewer batches, and starts the evaluation"""
     model, optimizer = replicated(ctx)
     for n, x in enumerate(batches(ctx)):
         if n == 2 and ctx.is_outlier():

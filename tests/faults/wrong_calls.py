@@ -59,7 +59,7 @@ def reads_the_loss_alone(ctx: RankContext) -> Any:
 
 @fault("mismatch", 0, field=("shape", "lineage"), says="all_gather")
 def saves_the_weights_alone(ctx: RankContext) -> Any:
-    """Rank 0 gathers the state dict to save it; the others continue"""
+    """Rank 0 gathers the state dict to save it, the others continue"""
     weights = [ctx.put(SQUARE[: 4 * n], ctx.d.Shard(0)) for n in (1, 2)]
     if ctx.is_outlier():
         saved = [w.full_tensor() for w in weights]  # <- outlier
@@ -106,7 +106,7 @@ def reduces_twice(ctx: RankContext) -> Any:
 
 @fault("mismatch", 3, field="operation", says=("all_to_all", "all_reduce"))
 def branches_on_local_data(ctx: RankContext) -> Any:
-    """A rank branches on a value of its local part"""
+    """A rank takes a branch that depends on its own part"""
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     threshold = 1000 if ctx.is_outlier() else -1
     if x.to_local()[0, 0].item() > threshold:
@@ -219,7 +219,7 @@ def gathers_another_shape(ctx: RankContext) -> Any:
 
 @fault("mismatch", 0, field="shape", says="all_reduce")
 def has_another_width(ctx: RankContext) -> Any:
-    """A rank read another configuration: its model is wider"""
+    """A rank read a different configuration: its model is wider"""
     width = 16 if ctx.is_outlier() else 8
     x, w = ctx.put(torch.ones(8, width), ctx.d.Shard(1)), ctx.put(torch.ones(width, width), ctx.d.Shard(0))
     return (x @ w).full_tensor().sum().item()  # <- outlier # <- others

@@ -15,7 +15,7 @@ from tests.faults.wrong_calls import SQUARE, SQUARE_MESH
 
 @fault("mismatch", field="operation", says=("all_gather", "all_to_all"))
 def swaps_two_collectives(ctx: RankContext) -> Any:
-    """A rank calls two collectives in the other order"""
+    """A rank calls two collectives in a different order"""
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     if ctx.is_outlier():
         part = x.redistribute(ctx.mesh, [ctx.d.Shard(1)])  # <- outlier
@@ -28,7 +28,7 @@ def swaps_two_collectives(ctx: RankContext) -> Any:
 
 @fault("mismatch", field="lineage", says="all_gather")
 def swaps_two_gathers(ctx: RankContext) -> Any:
-    """A rank gathers two tensors of one shape in the other order"""
+    """A rank gathers two tensors of the same shape in a different order"""
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     a, b = x * 2, x + 1
     if ctx.is_outlier():
@@ -39,7 +39,7 @@ def swaps_two_gathers(ctx: RankContext) -> Any:
 
 @fault("mismatch", 1, field="lineage", says="all_reduce")
 def swaps_two_reductions(ctx: RankContext) -> Any:
-    """A rank reduces two pending values in the other order"""
+    """A rank reduces two pending values in a different order"""
     x = ctx.put(SQUARE, ctx.d.Shard(0))
     loss, norm = x.sum(), (x * x).sum()
     if ctx.is_outlier():
@@ -49,7 +49,7 @@ def swaps_two_reductions(ctx: RankContext) -> Any:
 
 @fault("mismatch", 3, field="lineage", says="all_gather")
 def iterates_in_another_order(ctx: RankContext) -> Any:
-    """A rank iterates over the parameters in another order, as with sets and directories"""
+    """A rank iterates over the parameters in a different order, as with a set or a directory"""
     weights = {name: ctx.put(SQUARE + n, ctx.d.Shard(0)) for n, name in enumerate("abc")}
     names = ["b", "a", "c"] if ctx.is_outlier() else ["a", "b", "c"]
     return {name: weights[name].full_tensor()[0, 0].item() for name in names}  # <- outlier # <- others
@@ -57,7 +57,7 @@ def iterates_in_another_order(ctx: RankContext) -> Any:
 
 @fault("mismatch", 0, field="shape", says="all_reduce")
 def starts_in_another_order(ctx: RankContext) -> Any:
-    """A rank starts two asynchronous collectives in the other order"""
+    """A rank starts two asynchronous collectives in a different order"""
     small, large = torch.ones(2), torch.ones(64)
     order = [large, small] if ctx.is_outlier() else [small, large]
     works = [ctx.group().all_reduce(x, async_op=True) for x in order]  # <- outlier # <- others
@@ -71,7 +71,7 @@ def starts_in_another_order(ctx: RankContext) -> Any:
 
 @fault("deadlock", mesh=SQUARE_MESH, says="all_reduce")
 def reduces_over_another_axis(ctx: RankContext) -> Any:
-    """A rank reduces over tp where others reduce over dp, before a collective of all"""
+    """A rank reduces over tp where others reduce over dp, then all ranks reduce"""
     x = torch.ones(4)
     ctx.group("tp" if ctx.is_outlier() else "dp").all_reduce(x)  # <- outlier # <- others
     ctx.group().all_reduce(x)  # <- others
@@ -89,7 +89,7 @@ def takes_axes_in_another_order(ctx: RankContext) -> Any:
 
 @fault("deadlock", (0, 3), named=(), mesh=SQUARE_MESH, says="all_gather")
 def each_waits_for_the_next(ctx: RankContext) -> Any:
-    """Ranks wait for each other in a cycle: half communicate over dp first, half over tp"""
+    """Ranks wait for each other in a cycle: half gather over dp first, half over tp"""
     x = ctx.put(SQUARE, ctx.d.Shard(0), ctx.d.Shard(1))
     rows = [ctx.d.Replicate(), ctx.d.Shard(1)]
     columns = [ctx.d.Shard(0), ctx.d.Replicate()]
@@ -124,7 +124,7 @@ def differs_in_a_group_of_two(ctx: RankContext) -> Any:
 
 @fault("mismatch", named=(), mesh=SQUARE_MESH, field=("operation", "layout", "shape"), says="all_gather")
 def gathers_over_another_axis(ctx: RankContext) -> Any:
-    """A rank gathers over tp instead of dp in a redistribute of all"""
+    """A rank gathers over tp instead of dp in a redistribute of all ranks"""
     x = ctx.put(SQUARE, ctx.d.Shard(0), ctx.d.Shard(1))
     there = [ctx.d.Shard(0), ctx.d.Replicate()] if ctx.is_outlier() else [ctx.d.Replicate(), ctx.d.Shard(1)]
     y = x.redistribute(ctx.mesh, there)  # <- outlier # <- others

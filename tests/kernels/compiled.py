@@ -141,11 +141,11 @@ def dequantize(parts: int, transport: str, dtype: torch.dtype, elements: int = 1
 
 
 QUANTIZE: dict[str, Call] = {
-    f"quantise {dtype} to {transport}": partial(quantize, (512, 2048), transport, dtype)
+    f"quantize {dtype} to {transport}": partial(quantize, (512, 2048), transport, dtype)
     for dtype, transport in ((torch.bfloat16, "int8"), (torch.bfloat16, "fp8"))
 }
 DEQUANTIZE: dict[str, Call] = {
-    f"dequantise {parts} of {transport}": partial(dequantize, parts, transport, torch.bfloat16)
+    f"dequantize {parts} of {transport}": partial(dequantize, parts, transport, torch.bfloat16)
     for parts, transport in ((1, "fp8"), (8, "int8"))
 }
 

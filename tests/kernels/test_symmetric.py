@@ -196,7 +196,7 @@ NORMED_RECORDS = [
 
 
 def record(x: Tensor, how: AsRecord) -> Tensor:
-    """Return the specification: the record that a separate launch quantises from x."""
+    """Return the specification: the record that a separate launch quantizes from x."""
     return compile_quantize(x.shape, [full_box(x.shape)], how.transport, block=how.block)(x)
 
 

@@ -1,4 +1,4 @@
-"""Decide from what the ranks of a group show why one of its collectives cannot complete.
+"""Find out from the records of a group's ranks why one of its collectives cannot complete.
 
     mismatch   two ranks call different collectives          the smaller party is at fault; no rank if votes are equal
     left       one has ended its program                     the smaller of those that left and those that wait
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 _LOW32 = (1 << 32) - 1
 _TO_COME_NS = 10_000_000_000  # how long to wait for ranks whose votes may still decide which of those that differ is the outlier
-_TO_END_NS = 500_000_000  # how long to wait, after one has ended its program, for others to end or come
+_TO_END_NS = 500_000_000  # how long to wait, after one has ended its program, for others to end or arrive
 
 
 def diagnose(monitor: Monitor, recorder: Recorder, sequence: int, since: int) -> Verdict | None:
-    """Return the verdict on a collective that this rank has called at the time `since`; None where nothing is known to be wrong."""
+    """Return the verdict on a collective that this rank has called at the time `since`; None if nothing is known to be wrong."""
     found = members(monitor, recorder, sequence)
     waited = monotonic_ns() - since
     if not agree(found):
@@ -62,7 +62,7 @@ def diagnose(monitor: Monitor, recorder: Recorder, sequence: int, since: int) ->
 
 
 def _is_decided(found: Sequence[Member], waited: int) -> bool:
-    """Return True once missing ranks cannot change the majority, will not come, or the grace period has expired."""
+    """Return True once missing ranks cannot change the majority, will not arrive, or the grace period has expired."""
     largest = max(map(len, parties(found)))
     if have_all_come(found) or 2 * largest > len(found) or waited > _TO_COME_NS:
         return True
@@ -79,7 +79,7 @@ def _may_come(m: Member) -> bool:
 def _gone(
     monitor: Monitor, recorder: Recorder, sequence: int, found: Sequence[Member], missing: Sequence[Member], waited: int
 ) -> Verdict | None:
-    """Return the verdict on members that will never come."""
+    """Return the verdict on members that will never arrive."""
     if any(is_lost(m) for m in missing):
         return lost(monitor, recorder, sequence)
     left = [m for m in missing if has_ended(m)]
@@ -97,7 +97,7 @@ def lost(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
 
 
 def wrong_route(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
-    """Return the verdict on messages of this collective that nobody sends or receives, as far as its ranks have come."""
+    """Return the verdict on messages of this collective that have no sender or no receiver, among the ranks that have arrived."""
     found = members(monitor, recorder, sequence)
     messages = [(src, dst, _fits(found, src, dst)) for src, dst in _messages(found)]
     if all(fits for *_, fits in messages):
@@ -106,7 +106,7 @@ def wrong_route(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict 
 
 
 def wrong_splits(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
-    """Return the verdict on ranks of this all_to_all that send what others do not expect, as far as they have come."""
+    """Return the verdict on ranks of this all_to_all that send what others do not expect, among those that have arrived."""
     found = members(monitor, recorder, sequence)
     shown = {
         place: m.buffer.splits(m.number, len(found)) for place, m in enumerate(found) if m.came and m.route and m.buffer is not None
@@ -119,7 +119,7 @@ def wrong_splits(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict
 
 
 def _messages(found: Sequence[Member]) -> set[tuple[int, int]]:
-    """Return (place of the sender, place of the receiver), as either end states, where both have come."""
+    """Return (place of the sender, place of the receiver), as either end states, where both have arrived."""
     said = set()
     for place, m in enumerate(found):
         if m.came and m.route >> 32:

@@ -71,7 +71,7 @@ def _since_all_met(calls: Mapping[int, list[_CachedCall]], ranks: int) -> dict[i
 def _outliers(
     buffers: Mapping[int, TraceBuffer], calls: Mapping[int, Sequence[_CachedCall]], stuck: Mapping[int, int], only_messages: bool = False
 ) -> tuple[int, ...] | None:
-    """Return the ranks that differ first, none where votes are equal; None where no rank differs."""
+    """Return the ranks that differ first, none if votes are equal; None if no rank differs."""
     for step in zip(*(calls[rank] for rank in buffers), strict=False):
         here = dict(zip(buffers, step, strict=True))
         parties = parties_by(here, lambda rank: here[rank][1])  # noqa: B023

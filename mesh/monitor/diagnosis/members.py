@@ -1,4 +1,4 @@
-"""What each rank of a group shows of one collective: whether it has reached it, with which fingerprint, and what it is blocked on."""
+"""The state of each rank of a group in one collective: whether it has reached it, with which fingerprint, and what it is blocked on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Member(NamedTuple):
         rank: global rank.
         buffer: its trace buffer; None when nothing is known of the rank.
         came: whether it has called the collective; None when that is unknown, because it has called many more since.
-        word: its fingerprint, where it came; `lineage`, `number` (of the record) and `route` likewise.
+        word: its fingerprint, if it has called; `lineage`, `number` (of the record) and `route` likewise.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class Member(NamedTuple):
 
 
 def member(directory: JobDirectory, group_key: int, rank: int, sequence: int) -> Member:
-    """Return what a rank shows of the collective `sequence` of a group."""
+    """Return the state of one rank in the collective `sequence` of a group."""
     buffer = directory.buffer_of(rank)
     group = None if buffer is None else buffer.find_group(group_key)
     if buffer is None or group is None:
@@ -55,7 +55,7 @@ def member(directory: JobDirectory, group_key: int, rank: int, sequence: int) ->
 
 
 def members(monitor: Monitor, recorder: Recorder, sequence: int) -> list[Member]:
-    """Return what each rank of the group shows of the collective `sequence`, in the group's order."""
+    """Return the state of each rank of the group in the collective `sequence`, in the group's order."""
     return [member(monitor.directory, recorder.key, rank, sequence) for rank in recorder.group.ranks]
 
 
@@ -64,12 +64,12 @@ def have_all_come(found: Iterable[Member]) -> bool:
 
 
 def parties(found: Iterable[Member]) -> list[list[Member]]:
-    """Return the members that came, grouped by what they call."""
+    """Return the members that have arrived, grouped by their calls."""
     return connected([m for m in found if m.came], lambda one, other: one.word == other.word and not unlike(one.lineage, other.lineage))
 
 
 def agree(found: Iterable[Member]) -> bool:
-    """Return whether all members that came call the same."""
+    """Return whether all members that have arrived call the same."""
     return not is_divided(parties(found), _differ)
 
 
@@ -78,7 +78,7 @@ def _differ(one: Member, other: Member) -> bool:
 
 
 def outliers(found: Iterable[Member]) -> tuple[int, ...]:
-    """Return the ranks that call something else than the majority; none where votes are equal."""
+    """Return the ranks that call something else than the majority; none if votes are equal."""
     return minority([[m.rank for m in party] for party in parties(found)])
 
 

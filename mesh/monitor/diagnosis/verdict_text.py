@@ -69,7 +69,7 @@ def mismatch(recorder: Recorder, sequence: int, found: Sequence[Member], outlier
 
 
 def numbers_drawn(buffers: Mapping[int, TraceBuffer | None]) -> str:
-    """Return advice on values that differ where the ranks' random numbers differ as well; "" where they do not."""
+    """Return advice on values that differ where the ranks' random numbers differ as well; "" if they do not."""
     ranks: dict[tuple[int, int], list[int]] = {}
     for rank, buffer in buffers.items():
         if buffer is not None:
@@ -220,7 +220,7 @@ def _route_text(recorder: Recorder, m: Member) -> str:
 
 
 def stall(monitor: Monitor, recorder: Recorder, sequence: int, found: Sequence[Member], waited: int) -> Verdict:
-    """Return the verdict on ranks that keep the others waiting: those at the end of the chain, which wait for nobody."""
+    """Return the verdict on ranks that keep the others waiting: those at the end of the chain, which do not wait."""
     missing = tuple(m.rank for m in found if m.came is False)
     blamed = _roots(monitor.directory, missing)
     here = _waiting(found)
@@ -254,7 +254,7 @@ def _roots(directory: JobDirectory, missing: Iterable[int]) -> tuple[int, ...]:
 
 
 def how_it_is(buffer: TraceBuffer | None) -> str:
-    """Return what is known of a process that others wait for."""
+    """Describe a process that others wait for."""
     if buffer is None:
         return "not known yet: it has made no mesh"
     silent = monotonic_ns() - buffer.words[Header.HEARTBEAT]
@@ -296,7 +296,7 @@ def _blamed_first(seen: Sequence[Observation], blamed: Sequence[int]) -> list[Ob
 
 
 def _table(seen: Sequence[Observation], blamed: Sequence[int] = ()) -> list[str]:
-    """Return a line for each set of ranks that did the same; blamed ranks have lines of their own."""
+    """Return a line for each set of ranks that did the same; blamed ranks have separate lines."""
     alike: dict[tuple[bool, str, str], list[int]] = {}
     for s in seen:
         alike.setdefault((s.rank in blamed, s.call, s.place), []).append(s.rank)

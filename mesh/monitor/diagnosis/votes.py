@@ -35,7 +35,7 @@ def parties_by(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]
 
 
 def minority(parties: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return all ranks outside the largest party, in order; none where two parties tie for the largest."""
+    """Return all ranks outside the largest party, in order; none if two parties tie for the largest."""
     ordered = sorted(parties, key=len, reverse=True)
     if len(ordered) < 2 or len(ordered[0]) == len(ordered[1]):
         return ()
@@ -43,7 +43,7 @@ def minority(parties: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def worst_correspondent(ranks: Sequence[int], messages: Sequence[tuple[int, int, bool]]) -> tuple[int, ...]:
-    """Return the rank with the largest share of mismatched messages; of several, the one with most of them; none where ranks tie.
+    """Return the rank with the largest share of mismatched messages; of several, the one with most of them; none if ranks tie.
 
     Args:
         ranks: by place in the group.

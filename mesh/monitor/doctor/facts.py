@@ -47,9 +47,9 @@ class Place:
 
     Attributes:
         launcher: "torchrun", "launch" (or another that keeps the store as torchrun does), "slurm", "mpi", "by hand" (the
-            variables are there, nobody knows from whom), "none".
+            variables are set by an unknown launcher), "none".
         rank, size: in the job.
-        local_rank, local_size: on the host; one host, unless variables say more.
+        local_rank, local_size: on the host; one host by default.
         agent_store: whether the launcher itself listens at MASTER_PORT, so that rank 0 does not.
     """
 
@@ -66,7 +66,7 @@ class Place:
 
     @staticmethod
     def of(env: Mapping[str, str]) -> Place:
-        """Return what the variables say; invalid ones count as unset (`checks.launcher` reports them)."""
+        """Return the values of the variables; invalid ones count as unset (`checks.launcher` reports them)."""
         size = max(1, number(env, "WORLD_SIZE", 1))
         hosts = max(1, number(env, "SLURM_STEP_NUM_NODES", 1))
         local = min(size, max(1, number(env, "LOCAL_WORLD_SIZE", -(-size // hosts))))

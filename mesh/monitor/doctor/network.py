@@ -45,8 +45,8 @@ class Port:
     Attributes:
         number: its number.
         in_use: whether something listens on it on this host.
-        listener: which process, as text; "" where that cannot be known.
-        reachable: whether a connection to it at MASTER_ADDR succeeds; None where that was not tried.
+        listener: which process, as text; "" if that cannot be known.
+        reachable: whether a connection to it at MASTER_ADDR succeeds; None if that was not tried.
     """
 
     number: int
@@ -63,7 +63,7 @@ class Network:
         interfaces: those of this host.
         hostname: its name.
         own: the addresses that the name resolves to.
-        master: the addresses that MASTER_ADDR resolves to; none where it is not set.
+        master: the addresses that MASTER_ADDR resolves to; none if it is not set.
         here: those of both that belong to this host.
         port: where ranks rendezvous.
     """
@@ -77,7 +77,7 @@ class Network:
 
 
 def network(master: str, port: int, is_client: bool) -> Network:
-    """Return what this host's network looks like. Takes at most about a quarter of a minute.
+    """Return the network configuration of this host. Takes at most about a quarter of a minute.
 
     Args:
         master: MASTER_ADDR, or "".
@@ -108,7 +108,7 @@ def within(seconds: float, probe: Callable[[], T], otherwise: T) -> T:
 
 
 def addresses(name: str) -> tuple[str, ...]:
-    """Return the addresses that a name resolves to, in the resolver's order; none where it does not resolve in time."""
+    """Return the addresses that a name resolves to, in the resolver's order; none if it does not resolve in time."""
 
     def look_up() -> tuple[str, ...]:
         return tuple(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
@@ -121,7 +121,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_own(address: str) -> bool:
-    """Return whether a socket can listen at the address, so that it belongs to this host."""
+    """Return whether a socket can listen at the address, which then belongs to this host."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -154,7 +154,7 @@ def is_in_use(port: int) -> bool:
 
 
 def listener(port: int, proc: str = "/proc") -> str:
-    """listener(29500) -> "python3.12 (process 4711)": the process that listens on a port of this host; "" where that is unknown.
+    """listener(29500) -> "python3.12 (process 4711)": the process that listens on a port of this host; "" if that is unknown.
 
     Another user's processes can be named only by root.
     """
@@ -210,7 +210,7 @@ def interfaces() -> Iterator[Interface]:
 
 
 def _ask(probe: socket.socket, name: str, question: int) -> bytes:
-    """Return what the kernel says of an interface, the union of `struct ifreq`; zeros where it does not know it."""
+    """Return the kernel's data on an interface, the union of `struct ifreq`; zeros if the interface is unknown."""
     try:
         import fcntl  # which Windows lacks
 

@@ -1,4 +1,4 @@
-"""Read what this host offers a job: cores, memory, limits, shared memory; and what dead jobs left in it."""
+"""Read the resources of this host: cores, memory, limits, shared memory, and files that dead jobs left in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNLIMITED = 1 << 60  # cgroup 1 writes a number near 2^63 for no limit
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the container (its cgroup); None where there is none.
+    """Limits of the container (its cgroup); None if there is none.
 
     Attributes:
         cores: CPU time, in cores.
@@ -38,7 +38,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A folder in shared memory: its size and free space in bytes; both 0 where it is missing or not writable."""
+    """A folder in shared memory: its size and free space in bytes; both 0 if it is missing or not writable."""
 
     folder: str
     total: int
@@ -55,13 +55,13 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What the checks know of the host.
+    """Facts about the host that the checks use.
 
     Attributes:
         name: the operating system and its version.
         container: whether this is a container.
         cores: the cores that this process may run on.
-        memory, available: bytes of memory in all, and those that are free or can be freed; 0 where not known.
+        memory, available: bytes of memory in all, and those that are free or can be freed; 0 if not known.
         limits: of the container.
         open_files: the soft and the hard limit of file descriptors; None is no limit.
         processes: the limit of the user's processes and threads; None is no limit.
@@ -82,7 +82,7 @@ class System:
 
 
 def system() -> System:
-    """Return what this host offers a job. Takes at most some seconds."""
+    """Return the resources of this host. Takes at most some seconds."""
     import platform
 
     memory = meminfo(read("/proc/meminfo"))
@@ -102,7 +102,7 @@ def system() -> System:
 
 
 def read(path: str) -> str:
-    """Return the text of a file; "" where it cannot be read."""
+    """Return the text of a file; "" if it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -135,10 +135,10 @@ def _shared_memory() -> Space:
 
 
 def limits(read: Callable[[str], str]) -> Limits:
-    """Return what the cgroup of this process and those around it allow: version 2, or 1 where that is mounted.
+    """Return the limits of the cgroup of this process and of those around it: version 2, or 1 if that is mounted.
 
     Args:
-        read: returns the text of a file, "" where there is none.
+        read: returns the text of a file, "" if there is none.
     """
     groups = dict(line.split(":", 2)[1:] for line in read("/proc/self/cgroup").splitlines())
     two = [f"/sys/fs/cgroup{folder}" for folder in _upwards(groups.get("", "/"))]

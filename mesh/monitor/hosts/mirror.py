@@ -1,4 +1,4 @@
-"""Copies of the trace buffers of ranks on other hosts, which the rest of the monitor reads like those of its own host.
+"""Copies of the trace buffers of ranks on other hosts, which the rest of the monitor reads like those of this host.
 
     buffer of rank 2 on host-b                         copy on host-a
     header | table | rows | ring | text     ----->     header | table | rows | ring | text
@@ -38,12 +38,12 @@ _HEADER_WORDS = 32  # words in use
 _PART_BYTES = 4096  # of the ring, and of the text
 _SENT_RECORDS = 256  # the last ones; earlier ones were sent when they were the last
 _PART_RECORDS = _PART_BYTES // (8 * RECORD_WORDS)
-_REASON = TEXT_BYTES - _PART_BYTES  # place in a copy's text that is free for a reason of its own
+_REASON = TEXT_BYTES - _PART_BYTES  # place in a copy's text that is free for this host's own reason
 _OWN = (Header.STACK_WANTED, Header.STACK_GIVEN, Header.PID_SPACE)  # words that belong to this host's copy
 
 
 def parts(buffer: TraceBuffer) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) in bytes of all parts in use, those with references before what they refer to."""
+    """Yield (start, length) in bytes of all parts in use, those with references before their targets."""
     words = buffer.words
     groups = min(words[Header.GROUPS], GROUPS)
     yield 0, _HEADER_WORDS * 8
@@ -97,7 +97,7 @@ class BufferCopy:
         return [start for start, version in versions.items() if self._versions.get(start) != version]
 
     def write(self, found: Mapping[int, bytes], versions: Mapping[int, int]) -> None:
-        """Write parts; what is referred to comes first, the header last."""
+        """Write parts: those that others refer to first, the header last."""
         for start in sorted(found, reverse=True):
             if start:
                 self.buffer.data[start : start + len(found[start])] = found[start]
@@ -117,7 +117,7 @@ class BufferCopy:
         words[Header.BLOCKED_SINCE] = now - blocked_for
 
     def set_reason(self, reason: str) -> None:
-        """Write in the rank's place what it is doing: why it is lost."""
+        """Write the rank's status in its place: why it is lost."""
         encoded = reason.encode()[: _PART_BYTES - 4]
         struct.pack_into("I", self.buffer.data, _TEXT + _REASON, len(encoded))
         self.buffer.data[_TEXT + _REASON + 4 : _TEXT + _REASON + 4 + len(encoded)] = encoded

@@ -3,7 +3,7 @@
     host-a   buffers of ranks 0, 1  --- publish --->   store   --- fetch --->   copies of ranks 0, 1    host-b
              copies of ranks 2, 3   <--- fetch ----           <--- publish ---  buffers of ranks 2, 3
 
-One rank of each host publishes for it, the lowest that is alive, over a connection of its own: a request to an unreachable store is
+One rank of each host publishes for it, the lowest that is alive, over a separate connection: a request to an unreachable store is
 never answered. Copies are read like the buffers of this host, so that everything else works between hosts as it does within one,
 a tenth of a second or two later. A host that is silent, or that cannot reach the store, is marked in the copies; that is an error on
 every rank as soon as a rank waits for one of its ranks.
@@ -84,7 +84,7 @@ def is_needed(env: Mapping[str, str], size: int) -> bool:
 
 
 def start_relay(monitor: Monitor, store: Any) -> Relay | None:
-    """Start the relay of this rank; None where there is one host, or no store that hosts share.
+    """Start the relay of this rank; None if there is one host, or no store that hosts share.
 
     Args:
         store: of the default group.
@@ -253,7 +253,7 @@ class Relay:
         return found
 
     def _take(self, host: Host, said: Any, parts: Mapping[str, bytes]) -> None:
-        """Write what a host has published into the copies."""
+        """Write the published data of a host into the copies."""
         host.beat, host.heard = said["beat"], self._exchanged
         for rank, versions in _versions(said):
             mine = f"page/{rank}/"

@@ -44,9 +44,9 @@ class LedgerEntry(NamedTuple):
         op: name of the `Group` method.
         reduction: "sum", "max" ...; "src=0" of a broadcast; else "".
         dtype: "float32".
-        elements: of the buffer; None where ranks may pass different ones.
-        layout: `f32[8, 4] @ P('dp') -> P()`; "" where the collective is not part of a redistribution.
-        lineage: a hash of how the value was computed; 0 where that is unknown.
+        elements: of the buffer; None if ranks may pass different ones.
+        layout: `f32[8, 4] @ P('dp') -> P()`; "" if the collective is not part of a redistribution.
+        lineage: a hash of how the value was computed; 0 if that is unknown.
         bytes_sent, bytes_received: as in `CollectiveRecord`.
         place: file:line in the user's program.
         start, end: seconds since 1970; `end` is None while it is under way. On CUDA these are times of the host.
@@ -174,7 +174,7 @@ class Ledger:
 
     @cached_property
     def ranks(self) -> dict[int, RankLedger]:
-        """rank -> what it has called, for all ranks whose trace buffers are on this host; read on first access.
+        """rank -> its collectives, for all ranks whose trace buffers are on this host; read on first access.
 
         Those of ranks on other hosts are copies, about 0.1 s old, in which the oldest collectives may be missing. In simulated and
         null worlds there is only the caller's rank.
@@ -209,7 +209,7 @@ class Ledger:
     def save_trace(self, path: str | Path) -> None:
         """Write the collectives of all ranks as a trace for ui.perfetto.dev or chrome://tracing.
 
-        A rank is a process there, a group a thread. Arrows lead from the rank that came last to those that waited for it. Call it on one
+        A rank is a process there, a group a thread. Arrows lead from the rank that arrived last to those that waited for it. Call it on one
         rank, which writes the collectives of all.
         """
         trace_export.save_trace(self, path)
@@ -251,7 +251,7 @@ def ledger() -> Ledger:
 
 
 def mark_step(step: int | None = None) -> None:
-    """mark_step(step): mark the start of a step; what this rank calls from here on belongs to it.
+    """mark_step(step): mark the start of a step; later collectives of this rank belong to it.
 
     The straggler report, the trace and the table of `python -m shardmesh ledger` show it.
 
@@ -282,7 +282,7 @@ def mark_step(step: int | None = None) -> None:
 
 
 def read_buffer(buffer: TraceBuffer) -> RankLedger:
-    """Copy what a trace buffer says."""
+    """Copy the contents of a trace buffer."""
     words = buffer.words
     clock = words[Header.CLOCK] or time.time_ns() - time.monotonic_ns()
     marks = _marks(buffer)

@@ -1,7 +1,7 @@
 """Find stragglers: which rank waited for which, step by step, from the ledger alone.
 
     rank 0   all_reduce |========|                   waits  8 ms
-    rank 1     all_reduce |======|                   waits  6 ms        both wait for rank 2, which came last
+    rank 1     all_reduce |======|                   waits  6 ms        both wait for rank 2, which arrived last
     rank 2             all_reduce |                  0
 """
 
@@ -68,7 +68,7 @@ class Waits:
 
     @property
     def straggler(self) -> int | None:
-        """The rank that others waited for longest; None where nobody waited."""
+        """The rank that others waited for longest; None if no rank waited."""
         found = self.for_rank
         return max(found, key=lambda rank: found[rank]) if self.total else None
 
@@ -146,7 +146,7 @@ class StragglerReport:
 
 
 def _waits(parts: Mapping[int, LedgerEntry]) -> list[Wait]:
-    """Return each rank's wait for the last one to come; a rank that left before that (the source of a broadcast) waited until it left."""
+    """Return each rank's wait for the last one to arrive; a rank that left before that (the source of a broadcast) waited until it left."""
     last = max(parts.values(), key=lambda entry: entry.start)
     return [
         Wait(rank, last.rank, max(0.0, (last.start if e.end is None else min(last.start, e.end)) - e.start), e)
@@ -172,7 +172,7 @@ def _ms(seconds: float) -> str:
 def straggler_report() -> StragglerReport:
     """straggler_report() -> StragglerReport: which rank waited for which in the last collectives, in ms, step by step.
 
-    In each collective the rank that comes last is the one that the others wait for; a rank waits from when it came until then.
+    In each collective the others wait for the rank that arrives last; a rank waits from its own arrival until then.
     Call `mark_step` at the top of the training loop to separate steps; else there is only one. It counts what the ledger
     still has: the last 4096 collectives of each rank, in the last 32 steps.
 

@@ -48,7 +48,7 @@ class _RankTrace:
             self._names[thread] = entry.group if place == 0 else f"{entry.group} ({place + 1})"
 
     def end(self, entry: LedgerEntry) -> float:
-        """Return when it ended, in seconds; what is under way lasts until the rank's last sign of life."""
+        """Return when it ended, in seconds; a collective under way lasts until the rank's last sign of life."""
         return max(entry.start, self._ledger.seen) if entry.end is None else entry.end
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -95,7 +95,7 @@ def _details(entry: LedgerEntry) -> dict[str, Any]:
 
 
 def _arrows(ledger: Ledger, ranks: Mapping[int, _RankTrace]) -> Iterator[dict[str, Any]]:
-    """Yield arrows from the rank that came last to a collective to those that waited there."""
+    """Yield arrows from the last rank to arrive at a collective to those that waited there."""
     ids = count()
     for parts in ledger.collectives():
         last = max(parts.values(), key=lambda entry: entry.start)

@@ -11,9 +11,9 @@ from .files import claim, is_being_deleted, job_folders
 from .job_directory import is_dead, is_local, open_buffer
 from .trace_buffer import Header, RankState
 
-_KEPT = 10  # folders of dead jobs that are kept for a look at what happened
+_KEPT = 10  # folders of dead jobs that are kept, to find out what happened
 _NEW_S = 60.0
-_LONGEST_S = 0.5  # per start; the next start goes on
+_LONGEST_S = 0.5  # per start; the next start continues
 
 
 def sweep(parent: Path) -> None:

@@ -67,7 +67,7 @@ def is_being_deleted(folder: Path) -> bool:
 
 
 def claim(folder: Path) -> Path | None:
-    """Rename a folder to delete it; return None where another process was first."""
+    """Rename a folder to delete it; return None if another process was first."""
     gone = folder.with_name(folder.name + _GONE)
     try:
         folder.rename(gone)

@@ -53,7 +53,7 @@ class JobDirectory:
     """
 
     def __init__(self, job: str, rank: int, size: int, parent: Path | None = None) -> None:
-        """Raises: OSError where no file can be made."""
+        """Create the files of this rank. Raises: OSError if that fails."""
         self.rank, self.size = rank, size
         self.folder = (parent_folder() if parent is None else parent) / f"{folder_prefix()}{job}"
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -174,13 +174,13 @@ class JobDirectory:
 
 
 def ranks_here(size: int) -> int:
-    """Return how many ranks of a job of this size are on this host, as the launcher says; all where none says it."""
+    """Return how many ranks of a job of this size are on this host, according to the launcher; all if it does not say."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(told) if told.isdecimal() else size
 
 
 def open_buffer(path: Path) -> TraceBuffer | None:
-    """Map the trace buffer in this file; None where there is none."""
+    """Map the trace buffer in this file; None if there is none."""
     try:
         buffer = TraceBuffer(map_file(path, BUFFER_BYTES))
     except (OSError, ValueError):

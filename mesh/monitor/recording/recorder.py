@@ -51,7 +51,7 @@ _HASH = (1 << 16) - 1
 class CommTag:
     """What a collective is for, as its caller knows: `f32[1024, 4096] @ P('dp') -> P()`. Compared between ranks.
 
-    Passed to the call of a `Group`. Callers keep one for all calls of a kind, by which the recorder finds what it knows of these.
+    Passed to the call of a `Group`. Callers keep one for all calls of a kind, by which the recorder looks up its data on them.
     """
 
     __slots__ = ("text",)
@@ -73,7 +73,7 @@ class _CachedCall:
     """A collective that was called before, and the line that called it last.
 
     Attributes:
-        text, fingerprint: what it is.
+        text, fingerprint: of the call.
         depth: how far above `enter` the library's outermost frame was, 0 if there was none; `code` is what ran there.
         user, instruction, line: what called that, where, and the text of the line.
     """
@@ -96,7 +96,7 @@ class Recorder:
         caller: the thread that is inside one of them; 0 if none is.
         key: a hash that identifies the group in every rank's trace buffer.
         number: of the group in this rank's trace buffer.
-        row: where the group's row begins in this rank's trace buffer, in words; None where there is no room for it.
+        row: where the group's row begins in this rank's trace buffer, in words; None if there is no room for it.
         settled: how many of its collectives all ranks have called.
         others: (words of the trace buffer, where its row begins) of the neighbours that are known so far.
         needs_rendezvous: whether ranks wait for each other before the first collective, for which torch connects them.
@@ -128,8 +128,8 @@ class Recorder:
 
         Args:
             how: the reduction, or "src=0" of a broadcast.
-            size: elements that must agree between ranks; -1 where they need not.
-            tag: what it is for, None if unknown; must agree between ranks.
+            size: elements that must agree between ranks; -1 if they need not.
+            tag: the purpose of the call, None if unknown; must agree between ranks.
             route: of a message, from and to whom, see `route_of`.
 
         Raises: WatchError when the job has failed, or a neighbour called something else.
@@ -144,8 +144,10 @@ class Recorder:
         sequence = self.called
         self.called = sequence + 1
         # Most calls come from the same line as the last one. (`sys._getframe` is fast, walking up the frames is not.)
-        line = 0
-        if call.depth:
+        context, line = self._comm_context, 0
+        if context.place is not None:
+            line = self.buffer.text(context.place)
+        elif call.depth:
             try:
                 frame = _frame(call.depth)
                 user: Any = frame.f_back
@@ -154,7 +156,7 @@ class Recorder:
             except (ValueError, AttributeError):  # the stack is shallower this time
                 pass
         number = next(self._numbers)
-        lineage = self._comm_context.lineage
+        lineage = context.lineage
         _pack_record(
             self._data, _RING_BYTES + (number & _LAST_RECORD) * _RECORD_BYTES,
             self._number_bits | sequence, call.text, line or self._find_line(call), monotonic_ns(), 0, lineage, sent, received,
@@ -251,7 +253,7 @@ class Recorder:
 
 
 def route_of(dst: int | None, src: int | None) -> int:
-    """Return the places in the group that a message goes to and comes from, as one word."""
+    """Return the group ranks of a message's receiver and sender, as one word."""
     return (0 if dst is None else dst + 1) << 32 | (0 if src is None else src + 1)
 
 
@@ -272,7 +274,7 @@ def unlike(one: int, other: int) -> bool:
 def differ(one: int, buffer: TraceBuffer | None, other: int, other_buffer: TraceBuffer | None) -> bool:
     """Return whether two recorded lineages belong to different values, given the lines on which both ranks have made tensors.
 
-    If each of two ranks has made tensors on lines of its own, and one on more lines than the other, a value computed from two such tensors
+    If two ranks have made tensors on different lines, and one on more lines than the other, a value computed from two such tensors
     may differ in line by the one and in number by the other. Then the operators or layouts must differ as well.
     """
     if not unlike(one, other):

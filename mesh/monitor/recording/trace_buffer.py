@@ -1,4 +1,4 @@
-"""The trace buffer of a rank: what it does, in memory that other ranks of its host can read and that a file keeps when it dies.
+"""The trace buffer of a rank: its activity, in memory that other ranks of its host can read and that a file keeps when it dies.
 
     header     who it is, its heartbeat, what it is blocked on                       8-byte words, see `Header`; from 32 on, marked steps
     stack      its Python stack, when another rank has asked for it
@@ -8,7 +8,7 @@
     text       what records point to: calls, places, groups                         append-only
 
 Only its own rank writes to a trace buffer (except for one word, with which others ask for its stack), so nothing is locked. A reader may
-see a half-written record; what it compares, the fingerprint, is one word that is written last.
+see a half-written record; it compares the fingerprint, one word that is written last.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Header:
     PAUSED, STEP = 17, 18
     PID_SPACE = 19  # process ids are valid only within it; 0 in the copy of another host's buffer
     HOST = 20  # a text
-    EXIT_S = 21  # seconds after a verdict in which the process exits; 0 where nothing may end it
+    EXIT_S = 21  # seconds after a verdict in which the process exits; 0 if nothing may end it
     AWARE = 22  # whether the watchdog thread has read the verdict, and so ends the process by itself
     CHANNELS = 23  # number of channels for messages that the program sends by torch
     UNMATCHED = 24  # whether some of these are numbered differently than by their sender or receiver
@@ -123,7 +123,7 @@ class TraceBuffer:
         return found
 
     def note_line(self, line: int) -> None:
-        """Note that a line, given by its hash, has made a sharded tensor."""
+        """Record that a line, given by its hash, has created a sharded tensor."""
         word, bit = divmod(line % LINE_BITS, 64)
         self.words[Header.LINES + word] |= 1 << bit
 
@@ -158,7 +158,7 @@ class TraceBuffer:
         self.words[Header.RECORDS] = number + 1
 
     def write_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """Write how many elements go to each rank of the group, and come from it, in the all_to_all with this number."""
+        """Write how many elements are sent to each rank of the group, and received from it, in the all_to_all with this number."""
         at = SPLITS + number % SPLIT_ENTRIES * _SPLIT_WORDS
         for i, n in enumerate((*sent, *expected)):
             self.words[at + i] = n

@@ -96,7 +96,7 @@ def _reached(address: Address, rank: int, size: int, progress: Progress) -> Stor
 
 
 def _problem(address: Address) -> str:
-    """Return why no connection can be made there; "" where one can."""
+    """Return why no connection can be made there; "" if one can."""
     try:
         socket.create_connection((address.host, address.port), _PROBE_S).close()
     except OSError as error:
@@ -107,7 +107,7 @@ def _problem(address: Address) -> str:
 def _made(address: Address, serves: bool, limit: float) -> Store:
     """Create torch's store, in a thread, since torch waits without end for an answer from a server that is no store.
 
-    Raises: DistNetworkError; LaunchEnvironmentError when no answer comes.
+    Raises: DistNetworkError; LaunchEnvironmentError when there is no answer.
     """
     box: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
     threading.Thread(target=_make, args=(box, address, serves, limit), name="shardmesh-connect", daemon=True).start()

@@ -11,7 +11,7 @@ SAID_EVERY_S = 10.0
 
 
 class Progress:
-    """How long one rank waits, and when it prints what it waits for.
+    """How long one rank waits, and when it prints which ranks it waits for.
 
     Attributes:
         timeout: seconds.

@@ -56,7 +56,7 @@ class RankInfo:
         machine: equal for processes that can look each other up by pid.
         born: start time of the process, as its system counts.
         start: how many times this process has started a default group before.
-        job: the launcher's name for the job; "" where it has none.
+        job: the launcher's name for the job; "" if it has none.
         alike: what must be the same on every rank, WORLD_SIZE first.
     """
 
@@ -143,10 +143,10 @@ def what_must_agree(size: int, device_type: str, backend: str, env: Mapping[str,
 
 
 def disagreement(infos: Sequence[RankInfo], missing: Sequence[int] = ()) -> str:
-    """Return what is not the same on these ranks, and which are the outliers; "" where they agree.
+    """Return what differs between these ranks, and which are the outliers; "" if they agree.
 
     Args:
-        missing: ranks that have not come yet, and so have no vote.
+        missing: ranks that have not arrived yet, and so have no vote.
     """
     infos = sorted(infos, key=lambda info: info.rank)
     names = dict.fromkeys(name for info in infos for name in info.alike)

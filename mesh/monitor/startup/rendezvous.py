@@ -1,15 +1,15 @@
 """Rendezvous at the job's store and check that all ranks agree, before any process group is made.
 
     rank 2 ---> the store at MASTER_ADDR, MASTER_PORT     opened here, as torch's env:// start-up would
-                  job        name of the job that came first
+                  job        name of the job that arrived first
                   0/rank2    rank info of the process that is rank 2
-                  0/came     2 0 3 1                      ranks that have come; once all have, each of them adds itself to "ready",
+                  0/came     2 0 3 1                      ranks that have arrived; once all have, each of them adds itself to "ready",
                   0/ready    3 1 0 2                      and the last one to do so compares the rank infos
                   0/verdict  "go", or what is wrong       the first one stands, and all ranks take it
                   1/...                                   the next default group of the same job
 
 A rank is "ready" only while its process lives, so that entries which an earlier attempt of a restarted job left in the launcher's store
-never count as ranks that have come. A rank that finds such an entry of its own ends that round with "again".
+never count as arrived. A rank that finds an earlier entry with its own number ends that round with "again".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .job_store import Address
 from .progress import Progress
 from .rank_info import RankInfo, disagreement, own_rank_info
 
-TIMEOUT_S = 600.0  # for the last rank to come
+TIMEOUT_S = 600.0  # for the last rank to arrive
 _TO_TELL_S = 2.0  # how long a rank that cannot start tries to tell the others
 _TO_TELL_LATE_S = 8.0  # the same for one that raises long before the others expect it
 _RANK_PROCESS = "_SHARDMESH_RANK_PROCESS"  # a variable
@@ -55,7 +55,7 @@ def rendezvous(rank: int, size: int, alike: Mapping[str, str], timeout: float = 
 
     Args:
         alike: what must be the same on every rank, by name: see `rank_info.what_must_agree`.
-        timeout: seconds for all ranks to come.
+        timeout: seconds for all ranks to arrive.
 
     Raises: LaunchEnvironmentError for all of that, and with the ranks that are missing when the time is over.
     Communication: a few messages to the store; waits for all ranks. Takes milliseconds once the last one is there.
@@ -76,7 +76,7 @@ def rendezvous(rank: int, size: int, alike: Mapping[str, str], timeout: float = 
 
 
 def notify_of_early_errors() -> None:
-    """Tell the other ranks if this one raises before its first mesh and no launcher ends them: they would wait for it."""
+    """Notify the other ranks if this one raises before its first mesh and no launcher ends them; they would wait for it."""
     env = os.environ
     numbers = [env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
     if not all(map(str.isdecimal, numbers)) or numbers[1] == "1" or not env.get("MASTER_ADDR") or job_store.address_of(env).is_launchers:
@@ -94,7 +94,7 @@ def notify_of_early_errors() -> None:
 
 
 def notify_ranks(error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S) -> errors.LaunchEnvironmentError:
-    """Tell the other ranks that this one cannot start, as far as they can be reached in time; return the error that all ranks raise."""
+    """Notify the ranks that can be reached in time that this one cannot start; return the error that all ranks raise."""
     env = os.environ
     if not all(env.get(name, "").isdecimal() for name in ("RANK", "MASTER_PORT")) or not env.get("MASTER_ADDR"):
         return error
@@ -142,7 +142,7 @@ class StoreRendezvous:
     # -- who is who ----------------------------------------------------------------------------------------------------
 
     def _check_job(self) -> None:
-        """Raise a LaunchEnvironmentError if the store is another job's, which goes on."""
+        """Raise a LaunchEnvironmentError if the store belongs to another job, which continues."""
         first = RankInfo.from_json(self.store.compare_set("job", "", self.info.to_json()))
         if self.info.job and first.job and first.job != self.info.job:
             self.store.append("strays", f"rank {self.info.rank} of job {self.info.job!r} ({self.info.place}) came here by mistake; ")
@@ -155,7 +155,7 @@ class StoreRendezvous:
     def _claim(self, keys: Any) -> bool:
         """Claim this rank for this process; return whether it can take part in this round, or must in the next.
 
-        Raises: LaunchEnvironmentError when another process is the same rank, or this one comes too late.
+        Raises: LaunchEnvironmentError when another process is the same rank, or this one arrives too late.
         """
         holder = RankInfo.from_json(keys.compare_set(f"rank{self.info.rank}", "", self.info.to_json()))
         verdict = _read(keys, "verdict")
@@ -215,7 +215,7 @@ class StoreRendezvous:
         """Wait for the verdict on all ranks, and return it.
 
         Args:
-            differing: the key that tells that all have come, on a rank that differs from the first one.
+            differing: the key that is set once all have arrived, on a rank that differs from the first one.
         """
         pauses, is_ready, since = self._pauses(), False, time.monotonic()
         while not (verdict := _read(keys, "verdict")):
@@ -244,7 +244,7 @@ class StoreRendezvous:
         return keys.add(f"{list_name}/number", 1)
 
     def _compared(self, keys: Any) -> str:
-        """Return what differs between the ranks that have come; "" where nothing does."""
+        """Return what differs between the ranks that have arrived; "" if nothing does."""
         here = [f"rank{rank}" for rank in _on_list(keys, "came")]
         return disagreement([RankInfo.from_json(text) for text in keys.multi_get(here)], self._missing(keys, "came"))
 
@@ -255,7 +255,7 @@ class StoreRendezvous:
             self.progress.report(f"{ranks_text(self._awaited(keys))} of {self.size}", _read(self.store, "strays"))
 
     def _awaited(self, keys: Any) -> list[int]:
-        """Return the ranks that have not come; once all have, those that are not ready."""
+        """Return the ranks that have not arrived; once all have, those that are not ready."""
         return self._missing(keys, "ready" if keys.check([f"all{self.size}"]) else "came")
 
     def _missing(self, keys: Any, list_name: str) -> list[int]:

@@ -2,7 +2,7 @@
 
     rank 0   mesh 0 is (dp=2, tp=2)   first in the store: the reference
     rank 1   mesh 0 is (dp=2, tp=2)   the same
-    rank 2   mesh 0 is (dp=4)         differs: waits a moment for other ranks to come, and finds the outliers by votes
+    rank 2   mesh 0 is (dp=4)         differs: waits a moment for other ranks, and finds the outliers by votes
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def compare(mesh: DeviceMesh) -> None:
 
     Raises: MeshMismatchError, on every rank, when the ranks differ; LaunchEnvironmentError when the group's store is a file that
         another job has left.
-    Communication: two messages to the store of the default group, for each new mesh; waits for nobody unless ranks differ.
+    Communication: two messages to the store of the default group, for each new mesh; does not wait unless ranks differ.
     """
     world = mesh.world
     if world.size == 1 or settings().mode == "off":
@@ -95,7 +95,7 @@ def _fields_of(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def _store_of(world: World) -> Any:
-    """Return a part of the default group's store for one world; None where there is none, or one that keeps nothing (torch's fake one)."""
+    """Return a part of the default group's store for one world; None without a group, or with torch's fake store."""
     accessor = getattr(distributed_c10d, "_get_default_store", None)
     if accessor is None:
         return None
@@ -122,7 +122,7 @@ def _compare(world: World, keys: Any, key: str, made: MeshCall, number: int) -> 
 
 
 def _all_made(world: World, keys: Any) -> list[MeshCall]:
-    """Return what the ranks made that come within a moment."""
+    """Return the meshes of the ranks that arrive within a moment."""
     deadline = time.monotonic() + _TO_COME_S
     while True:
         made = {}

@@ -99,8 +99,8 @@ def install(put: Callable[[Any, str, Callable[[Any], Any]], None], find: Callabl
     """Replace the groups that C++ gets by those that stand in for monitored ones.
 
     Args:
-        put: replaces an attribute by what a function makes of it.
-        find: returns the recorder of a group; None where its calls are not monitored.
+        put: replaces an attribute by a function of it.
+        find: returns the recorder of a group; None if its calls are not monitored.
     """
     from torch.distributed import _functional_collectives as functional  # imported late, as torch itself does
 
@@ -163,7 +163,7 @@ def _unregister(name: str) -> None:
 
 
 def forget() -> None:
-    """Forget the groups. C++ code that still holds one goes on with it, unmonitored."""
+    """Forget the groups. C++ code that still holds one continues to use it, unmonitored."""
     for name in list(_names):
         _unregister(name)
     _inner.clear()

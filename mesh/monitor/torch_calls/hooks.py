@@ -46,7 +46,7 @@ _has_shared = False  # whether `as_ours` has been called
 
 
 def monitor_calls(monitor: Monitor | None) -> None:
-    """Monitor what the program calls on torch's groups from now on, until the monitor ends; no-op if the settings turn it off."""
+    """Monitor the program's calls on torch's groups from now on, until the monitor ends; no-op if the settings turn it off."""
     if monitor is None or not _settings.torch_calls or _settings.mode == "off" or not dist.is_available():
         return
     if _installed is None or _installed.monitor is not monitor:
@@ -77,7 +77,7 @@ class _Installed:
     """What is wrapped, and the recorders.
 
     Attributes:
-        recorders: id of one of torch's groups -> (a weak reference to the group; its recorder, None where it is not monitored).
+        recorders: id of one of torch's groups -> (a weak reference to the group; its recorder, None if it is not monitored).
     """
 
     def __init__(self, monitor: Monitor) -> None:
@@ -138,7 +138,7 @@ def _install(monitor: Monitor) -> None:
 
 
 def _recorder_of(handle: Any) -> TorchRecorder | None:
-    """Return the recorder of a group; None where its calls are not monitored."""
+    """Return the recorder of a group; None if its calls are not monitored."""
     here = _installed
     if here is None or _settings.mode == "off":
         return None
@@ -188,7 +188,7 @@ def _started(recorder: TorchRecorder, sequence: int, number: int, original: Any,
 
 
 def _refused(recorder: TorchRecorder, sequence: int, number: int, error: BaseException) -> None:
-    """Record a call that torch did not start. It counts all the same: on other ranks the refused call may still be to come.
+    """Record a call that torch did not start. It is counted, since other ranks may still make the call that was refused here.
 
     Raises: WatchError where another rank is the reason.
     """
@@ -247,7 +247,7 @@ def _get_future(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wait until all ranks have come, or the time is over, before the barrier itself, which blocks in C++."""
+    """Wait until all ranks have arrived, or the timeout expires, before the barrier itself, which blocks in C++."""
 
     def monitored_barrier(group: Any, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         recorder = _recorder_of(group)

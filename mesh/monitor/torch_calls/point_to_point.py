@@ -1,6 +1,6 @@
 """Record messages between two ranks that the program sends by torch: `dist.send(x, 1)`, `dist.recv(x, 0)`, `batch_isend_irecv`.
 
-Torch delivers the messages of one sender, receiver and tag in order, so each such channel has a count of its own: number 3 of the
+Torch delivers the messages of one sender, receiver and tag in order, so each such channel is counted separately: number 3 of the
 sender is number 3 of the receiver. A receiver that takes messages from any rank breaks that, and so publishes that it does; nothing is
 compared with it.
 """

@@ -62,7 +62,7 @@ class TorchRecorder(Recorder):
     # -- a call --------------------------------------------------------------------------------------------------------
 
     def begin(self, sequence: int) -> None:
-        """Mark a call as under way until `end`, whatever its work says."""
+        """Mark a call as under way until `end`, even if its work is done."""
         self.under_way[sequence & _LAST] = sequence, None, self, 0
 
     def end(self, sequence: int, number: int) -> None:
@@ -88,7 +88,7 @@ class TorchRecorder(Recorder):
         Args:
             plainly: torch's own way to wait.
 
-        Raises: WatchError for what it sees; torch's error where nothing explains it.
+        Raises: WatchError if the monitor explains it; otherwise torch's error.
         """
         monitor = self.monitor
         if monitor is None or not self.on_cpu:
@@ -113,14 +113,14 @@ class TorchRecorder(Recorder):
             self.monitor.explain(self, sequence, error)
 
     def mark(self, error: BaseException, sequence: int) -> None:
-        """Note on an error of torch's that other ranks had not come, as when torch's own time has run out."""
+        """Record on an error of torch's that other ranks had not arrived, as when torch's own timeout has expired."""
         if self.monitor is not None and any(m.came is False for m in members(self.monitor, self, sequence)):
             error.__dict__[_NOT_COME] = self, sequence
 
     # -- the row -------------------------------------------------------------------------------------------------------
 
     def find_neighbours(self, directory: JobDirectory) -> None:
-        """Find the neighbours' rows, and compare: of ranks that came earlier nothing was known when this one called."""
+        """Find the neighbours' rows, and compare: nothing was known of ranks that arrived earlier when this one called."""
         super().find_neighbours(directory)
         monitor = self.monitor
         if monitor is not None and not agree(members(monitor, self, self.called - 1)):
@@ -145,7 +145,7 @@ def out_of_time(monitor: Monitor, error: BaseException | None) -> Verdict | None
 
 
 def _stand_in(ranks: Sequence[int], monitor: Monitor) -> Any:
-    """Return what a recorder needs of a group and its world."""
+    """Return the data of a group and its world that a recorder needs."""
     world = SimpleNamespace(rank=monitor.directory.rank, epoch=0, comm_context=SimpleNamespace(lineage=0))
     return SimpleNamespace(ranks=tuple(ranks), rank=tuple(ranks).index(world.rank), size=len(ranks), world=world)
 

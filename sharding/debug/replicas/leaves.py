@@ -47,7 +47,7 @@ class ReplicaLeaf:
 def replica_leaves(leaves: Sequence[tuple[str, Any]], ranks: tuple[int, ...]) -> list[ReplicaLeaf]:
     """Return named leaves, compared among these global ranks, sorted by name.
 
-    Leaves that are not tensors come first, since a setting that differs makes tensors differ.
+    Leaves that are not tensors are first, since a setting that differs makes tensors differ.
     """
     holders_of = _HoldersOf(frozenset(ranks))
     found = [_replica_leaf(path, leaf, ranks, holders_of) for path, leaf in leaves]

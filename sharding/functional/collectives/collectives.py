@@ -1,6 +1,6 @@
 """Collectives by axis name, for use inside a function that `shard_map` maps; names, arguments and meaning are JAX's.
 
-    S  varies: each rank along the axis has data of its own        gradient: S
+    S  varies: each rank along the axis has different data         gradient: S
     R  replicated: the same on every rank                          gradient: pending, the ranks' shares add up
     U  pending: the value is the sum over the ranks                gradient: R
 

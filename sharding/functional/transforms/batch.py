@@ -59,7 +59,7 @@ def current_batch() -> Batch | None:
 
 @contextmanager
 def use_batch(batch: Batch | None) -> Iterator[None]:
-    """Inside, examples are split as `batch` says."""
+    """Split examples in the block as `batch` says."""
     before, _thread.batch = _thread.batch, batch
     try:
         yield

@@ -351,7 +351,7 @@ class _CustomVJP(torch.autograd.Function):
 
 
 def _replicated_grads(env: AxisEnv) -> ReplicatedGrads | None:
-    """Return what the tracked call of the mapped function has found out; None if nothing was tracked."""
+    """Return the findings of the tracked call of the mapped function; None if nothing was tracked."""
     if engine_hooks.current_backward() >= 0:
         return None
     if env.checker is not None:

@@ -1,7 +1,7 @@
 """`vmap`: run a function of one example on a whole batch at once.
 
     x: [batch, 8, 16] @ P(None, None, "tp")        one example: [8, 16] @ P(None, "tp"), its part batched by torch.func.vmap
-    x: [batch, 8, 16] @ P("dp", None, "tp")        the same on the mesh (tp,): each rank of dp has examples of its own
+    x: [batch, 8, 16] @ P("dp", None, "tp")        the same on the mesh (tp,): each rank of dp has different examples
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class _Batched:
         sharded = [x for x in leaves if isinstance(x, ShardedTensor)]
         return with_lineage(mixed(self._seed, sharded), out) if sharded else out
 
-    # -- what is mapped ------------------------------------------------------------------------------------------------
+    # -- mapped arguments ----------------------------------------------------------------------------------------------
 
     def _axes(self, args: Any, kwargs: Any, leaves: list[Any]) -> list[int | None]:
         """Return the mapped dim of every leaf, counted from the front."""
@@ -282,7 +282,7 @@ class _Run:
 
     @contextmanager
     def _within(self, inside: list[Any], examples: list[Any]) -> Iterator[None]:
-        """The contexts that the function of one example runs in."""
+        """Enter the contexts in which the function of one example runs."""
         if self.batch is None:
             yield
             return

@@ -96,7 +96,7 @@ class CustomFunctionCall:
         ins: the tags of its arguments that require grad, by number.
         outs: the tags of its results, by number.
         joined: the joined tag of all arguments.
-        memory: the tags of its results by memory: saved for backward, they come back as other objects.
+        memory: the tags of its results by memory: saved for backward, they are returned as other objects.
         names: the manual axes.
         is_checked: whether its backward has run.
         must_be_checked: whether later calls need to know the result of the check.

@@ -138,7 +138,7 @@ _SEEDS = ("grad_outputs", "grad_tensors", "gradient")
 
 
 def _check_seed(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Check the default seed of backward, which is 1 on every rank: right for a sum of losses that each rank has of its own.
+    """Check the default seed of backward, which is 1 on every rank: right for the sum of the ranks' losses.
 
     Raises: ShardingTypeError for a replicated loss, whose gradients would be n times too large.
     """

@@ -110,7 +110,7 @@ class TypeChecker(TorchFunctionMode):
 
     @contextmanager
     def bind(self, env: AxisEnv) -> Iterator[None]:
-        """Inside, the axes of `env` are manual too, and custom functions belong to it."""
+        """Make the axes of `env` manual too in the block; custom functions belong to `env`."""
         before, self.names, self.env = (self.names, self.env), self.names | frozenset(env.names), env
         try:
             yield
@@ -176,7 +176,7 @@ class TypeChecker(TorchFunctionMode):
         return self.unknown if found is None else found
 
     def track_grad(self, g: Tensor | None, out: Tag | None) -> Tensor | None:
-        """Return the gradient of a result as a new object with a tag of the dual type; `out` is None for a result that nobody used."""
+        """Return the gradient of a result as a new object with a tag of the dual type; `out` is None for a result that was not used."""
         if g is None or g.layout is not torch.strided:
             return g
         with untracked():

@@ -19,7 +19,7 @@ class Type:
     """The axes over which a value varies or is pending. Types are interned: equal ones are one object.
 
     Attributes:
-        varying: the axes along which ranks have data of their own (S).
+        varying: the axes along which ranks have different data (S).
         pending: the axes along which the value is the sum over the ranks (U).
     """
 
@@ -77,7 +77,7 @@ class TypeOrigin(NamedTuple):
 
 
 class Tag:
-    """The type of a value and how it came about.
+    """The type of a value and its origins.
 
     Attributes:
         type: its type.

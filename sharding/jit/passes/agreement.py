@@ -42,7 +42,7 @@ Schedule = list[Line]
 
 
 def number_collectives(graph: fx.Graph) -> None:
-    """Note on each collective of a recorded graph which of its group it is; passes keep this."""
+    """Number the collectives of a recorded graph within each group; passes keep the numbers."""
     counts: dict[Any, int] = {}
     for node in graph.nodes:
         if node.target in OPERATORS:
@@ -123,6 +123,12 @@ def agree(world: World, meshes: list[Sequence[int]], schedules: list[Schedule] |
         else:
             break
     return fitting
+
+
+def agree_on_names(world: World, meshes: list[Sequence[int]], names: frozenset[Any]) -> frozenset[Any]:
+    """Return those of some collectives, named by their groups and numbers, that all ranks of their groups have named."""
+    known = _gather(world, _rounds(world.rank, meshes), names)
+    return frozenset(name for name in names if all(name in known.get(int(rank), ()) for rank in name[0].split(",")))
 
 
 def _rounds(rank: int, meshes: list[Sequence[int]]) -> list[tuple[int, ...]]:

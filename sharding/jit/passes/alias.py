@@ -1,4 +1,4 @@
-"""What memory the nodes of a graph read and write.
+"""What memory the nodes of a graph share, read and write: the one place that knows.
 
 Memory is numbered: a class is the memory of an input, or of a result that is no view. Inputs that overlap are one class.
 
@@ -100,12 +100,11 @@ class MemoryUse:
 
     def _operator(self, node: fx.Node, operands: frozenset[int]) -> None:
         form = _form(node.target)
-        given = [(name, node.args[i]) for i, name in enumerate(form.names[: len(node.args)])] + list(node.kwargs.items())
-        written = self.union(_nodes(x for name, x in given if name in form.written)) if form.written else _None
+        written = self.union(_given(node, form.written)) if form.written else _None
         if form.is_view and not form.shared:
             self.of[node] = operands
         elif form.is_view:  # results that are new next to such that are not: of both kinds
-            shared = self.union(_nodes(x for name, x in given if name in form.shared))
+            shared = self.union(_given(node, form.shared))
             self.of[node] = shared | self._fresh(node) if form.is_new else shared
         else:
             self.of[node] = self._fresh(node) if form.is_new else _None
@@ -134,6 +133,12 @@ def _form(target: Any) -> _Form:
     is_view = name == "_unsafe_view" or any(r.alias_info is not None for r in schema.returns)
     is_new = any(r.alias_info is None for r in schema.returns)
     return _Form([a.name for a in schema.arguments], shared, written, is_view, is_new, name in _UNDECLARED)
+
+
+def _given(node: fx.Node, names: frozenset[str]) -> Iterator[fx.Node]:
+    """Yield the nodes among the arguments with these names."""
+    given = [*zip(_form(node.target).names, node.args, strict=False), *node.kwargs.items()]
+    return _nodes(x for name, x in given if name in names)
 
 
 def _nodes(values: Any) -> Iterator[fx.Node]:
@@ -174,10 +179,48 @@ def is_view(node: fx.Node) -> bool:
     return schema is not None and not schema.is_mutable and bool(schema.returns) and all(r.alias_info is not None for r in schema.returns)
 
 
+def owner_of(node: fx.Node) -> fx.Node | None:
+    """Return the operand whose memory a node's result shares; None if it has its own. An input is its own owner."""
+    if node.op == "placeholder":
+        return node
+    if node.target is WAIT or node.target is operator.getitem:
+        return node.all_input_nodes[0]
+    if "owner" in node.meta:  # seen when it was recorded
+        return node.all_input_nodes[node.meta["owner"]]
+    if not isinstance(node.target, torch._ops.OpOverload) or not _form(node.target).is_view:
+        return None
+    return next(_given(node, _form(node.target).shared), None) or node.all_input_nodes[0]
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """Return the node that allocated the memory of a node's result."""
+    while (above := owner_of(node)) is not None and above is not node:
+        node = above
+    return node
+
+
+def writes(node: fx.Node) -> list[fx.Node]:
+    """Return the operands that a node declares to write."""
+    return list(_given(node, _form(node.target).written)) if isinstance(node.target, torch._ops.OpOverload) else []
+
+
+def written_inputs(graph: fx.Graph) -> list[int]:
+    """Return the numbers of the inputs that a graph writes to."""
+    roots = {root_of(x) for node in graph.nodes for x in writes(node)}
+    return [i for i, node in enumerate(node for node in graph.nodes if node.op == "placeholder") if node in roots]
+
+
 def nbytes(node: fx.Node) -> int:
     """Return the bytes of a node's result, 0 if it is no tensor."""
     value = node.meta.get("val")
     return 0 if value is None else math.prod(value[0]) * value[2].itemsize
+
+
+def class_bytes(node: fx.Node) -> int:
+    """Return the bytes of the memory that a node makes."""
+    if node.meta.get("donate"):
+        return 0
+    return nbytes(node) or sum(nbytes(x) for x in node.users if x.target is operator.getitem)
 
 
 def live_bytes(graph: fx.Graph, use: MemoryUse) -> list[int]:
@@ -192,8 +235,7 @@ def live_bytes(graph: fx.Graph, use: MemoryUse) -> list[int]:
             last[c] = i
     change = [0] * (len(nodes) + 1)
     for c, i in first.items():
-        node = use.made_by[c]
-        size = 0 if node.meta.get("donate") else nbytes(node) or sum(nbytes(x) for x in node.users if x.target is operator.getitem)
+        size = class_bytes(use.made_by[c])
         change[i] += size
         change[last[c] + 1] -= size
     found, now = [], 0

@@ -84,7 +84,7 @@ def _grow(memory: _PackedMemory, nodes: list[fx.Node], limit: int) -> list[fx.No
 
 
 def _fits(places: Places, starts: list[fx.Node]) -> bool:
-    """Return whether one collective can stand for these: after all operands, before all uses."""
+    """Return whether one collective can replace these: after all operands, before all uses."""
     place, at, use = _place(places, starts), places.at, places.use
     if place >= min(at[next(iter(node.users))] for node in starts):
         return False
@@ -97,7 +97,7 @@ def _fits(places: Places, starts: list[fx.Node]) -> bool:
 
 
 def _place(places: Places, starts: list[fx.Node]) -> int:
-    """Return the place behind which one collective can stand for these."""
+    """Return the place after which one collective can replace these."""
     return max(places.at[starts[0]] - 1, *(places.early(node) for node in starts))
 
 
@@ -112,7 +112,7 @@ class _PackedMemory:
             self._last |= dict.fromkeys(places.use.of[node] | places.use.reads[node] | places.use.writes[node], i)
 
     def fits(self, starts: list[fx.Node]) -> bool:
-        """Return whether the packed buffers, and operands kept until they are packed, leave the peak as it is."""
+        """Return whether the packed buffers, and operands kept until they are packed, do not raise the peak."""
         use, place = self.places.use, _place(self.places, starts)
         into = sum(nbytes(node.args[0]) for node in starts)  # type: ignore[arg-type]
         out = sum(nbytes(node) for node in starts)

@@ -20,8 +20,7 @@ def share_common_collectives(graph: fx.Graph, max_live_bytes: int | None = None)
 
     A value is the same if it was computed by the same operators from the same values, with no write between. Results that are written
     in place are not shared, nor are two that the graph returns. Keeping the first result until the second is needed must not raise the
-    memory that the graph takes above `max_live_bytes`, by default above what it takes without: FSDP gathers parameters twice so as
-    not to keep them.
+    memory of the graph above `max_live_bytes`, by default its memory without this pass: FSDP gathers parameters twice to save memory.
 
     Returns: how many collectives were removed.
     """
@@ -103,7 +102,7 @@ class _Values:
         self._fences = 0
 
     def visit(self, node: fx.Node) -> Any:
-        """Note the next node of the graph; return the key of what it computes."""
+        """Visit the next node of the graph; return the key of the value that it computes."""
         operands = [self._content(x) for x in node.all_input_nodes]
         names = {x: i for i, x in enumerate(node.all_input_nodes)}
         args = map_arg((_drop_site(node), node.kwargs), lambda x: _Operand(names[x]))  # type: ignore[arg-type,return-value]

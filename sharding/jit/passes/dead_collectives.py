@@ -1,4 +1,4 @@
-"""Remove collectives whose results nobody uses, with what only they use."""
+"""Remove collectives whose results are not used, with the nodes that only they use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def remove_dead_collectives(graph: fx.Graph) -> int:
 
 
 def _is_root(node: fx.Node, use: MemoryUse) -> bool:
-    """Return whether a node has an effect of its own."""
+    """Return whether a node has side effects."""
     if node.op != "call_function" or use.writes[node] & use.inputs:
         return True
     if node.target in OPERATORS:

@@ -12,14 +12,17 @@ class PassOptions:
     """The values of `compiler_options`.
 
     Attributes:
-        dead_collectives, common_collectives, reduce_scatter, overlap: whether the pass runs.
+        dead_collectives, common_collectives, fuse_casts, reduce_scatter, regather, overlap: whether the pass runs.
         bucket_bytes: the largest buffer that small collectives are packed into; 0 for none.
         max_live_bytes: how many bytes of results `overlap` and `common_collectives` may keep; None for as many as do not raise the peak.
+            `regather` goes on until the graph takes at most so many; None for as few as it can reach.
     """
 
     dead_collectives: bool = True
     common_collectives: bool = True
+    fuse_casts: bool = True
     reduce_scatter: bool = True
+    regather: bool = False
     bucket_bytes: int = 1 << 20
     overlap: bool = False
     max_live_bytes: int | None = None
@@ -27,7 +30,7 @@ class PassOptions:
     @property
     def any(self) -> bool:
         """Whether any pass runs."""
-        return bool(self.dead_collectives or self.common_collectives or self.reduce_scatter or self.bucket_bytes or self.overlap)
+        return any(getattr(self, option.name) for option in fields(self) if option.name != "max_live_bytes")
 
     @staticmethod
     def of(given: Mapping[str, Any] | bool | None) -> PassOptions:
@@ -38,7 +41,7 @@ class PassOptions:
         if given is None or given is True:
             return PassOptions()
         if given is False:
-            return PassOptions(False, False, False, 0, False)
+            return PassOptions(**{option.name: 0 for option in fields(PassOptions) if option.name != "max_live_bytes"})  # type: ignore[arg-type]
         if not isinstance(given, Mapping):
             raise TypeError(f"sm.jit: compiler_options must be a dict of options or False, got {given!r}")
         names = [option.name for option in fields(PassOptions)]

@@ -11,25 +11,26 @@ from torch import fx
 from ....mesh.comm.world import World
 from ..collectives import OPERATORS
 from ..program import Program, changes_metadata
-from .agreement import agree, number_collectives, schedule_of
+from .agreement import agree, agree_on_names, number_collectives, schedule_of
 from .bucket import bucket_collectives
 from .common_collectives import share_common_collectives
 from .dead_collectives import remove_dead_collectives
 from .options import PassOptions
 from .overlap import overlap
 from .reduce_scatter import scatter_reductions
+from .regather import regather, run_again
 
 Pass = Callable[[fx.Graph], int]
 
 
 def run(found: Program | str, options: PassOptions, world: World | None, meshes: Iterable[Sequence[int]]) -> Program | str:
-    """Return a program with the passes applied that all ranks apply alike; the given one is left as it is.
+    """Return a program with the passes applied that all ranks apply alike; the given one is not changed.
 
     A pass whose schedules do not fit each other on all ranks is left out, on all of them.
 
     Args:
-        found: what was recorded, or why there is no program: then the other ranks get none either.
-        world: the ranks to agree with; None for a graph that is only looked at.
+        found: the recording, or why there is no program: then the other ranks get none either.
+        world: the ranks to agree with; None for a graph that is only inspected.
         meshes: ranks of each mesh that the function uses. Without a mesh of all its groups only `overlap` runs.
 
     Returns: the program, or why this or another rank has none.
@@ -37,23 +38,33 @@ def run(found: Program | str, options: PassOptions, world: World | None, meshes:
     Communication: where a mesh has other ranks, an `all_gather_object` of some hashes; of the whole schedules where those differ. Again
         for each pass that is left out.
     """
+    twice: frozenset[object] | None = None  # the collectives that all ranks let run twice
     while options.any:
-        stages = [] if isinstance(found, str) else _stages(found, options)
+        stages = [] if isinstance(found, str) else _stages(found, options, twice)
         if world is None:
             return stages[-1][0] if stages else found
         chosen = agree(world, list(meshes), found if isinstance(found, str) else [schedule_of(program.graph) for program, _ in stages])
         if isinstance(chosen, str):
             return chosen
         if chosen is None:  # what does not change the order of starts needs no agreement
-            return _stages(found, PassOptions(False, False, False, 0, options.overlap, options.max_live_bytes))[-1][0]  # type: ignore[arg-type]
+            alone = dataclasses.replace(PassOptions.of(False), overlap=options.overlap, max_live_bytes=options.max_live_bytes)
+            return _stages(found, alone)[-1][0]  # type: ignore[arg-type]
         if chosen == len(stages) - 1:
             return stages[chosen][0]
-        options = dataclasses.replace(options, **{stages[chosen + 1][1]: 0})  # type: ignore[arg-type]
+        stage, name = stages[chosen + 1]
+        if name == "regather" and twice is None:  # ranks with parts of other sizes have other peaks
+            twice = agree_on_names(world, list(meshes), run_again(stage.graph))
+        else:
+            options = dataclasses.replace(options, **{name: 0})  # type: ignore[arg-type]
     return found
 
 
-def _stages(program: Program, options: PassOptions) -> list[tuple[Program, str]]:
-    """Return the program as recorded, and after each pass that is on."""
+def _stages(program: Program, options: PassOptions, twice: frozenset[object] | None = None) -> list[tuple[Program, str]]:
+    """Return the program as recorded, and after each pass that is on.
+
+    Args:
+        twice: the collectives that may be gathered again; None for all.
+    """
     number_collectives(program.graph)
     inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
     for node, name in zip(inputs, program.names, strict=True):
@@ -63,6 +74,7 @@ def _stages(program: Program, options: PassOptions) -> list[tuple[Program, str]]
         ("dead_collectives", options.dead_collectives, remove_dead_collectives),
         ("common_collectives", options.common_collectives, lambda graph: share_common_collectives(graph, options.max_live_bytes)),
         ("reduce_scatter", options.reduce_scatter, lambda graph: scatter_reductions(graph, program.rank_in)),
+        ("regather", options.regather, lambda graph: regather(graph, options.max_live_bytes, twice)),
         ("bucket_bytes", options.bucket_bytes, lambda graph: bucket_collectives(graph, options.bucket_bytes, options.max_live_bytes)),
         ("overlap", options.overlap, lambda graph: overlap(graph, options.max_live_bytes)),
     ]

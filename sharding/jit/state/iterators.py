@@ -35,7 +35,7 @@ def _places(x: Any) -> Any:
 
 @contextmanager
 def counting_resumptions(iterators: Sequence[Any]) -> Iterator[None]:
-    """Inside, count how often generators among these are resumed in this thread; a profiler that is running is called as before."""
+    """Count how often these generators are resumed in this thread in the block; a running profiler is called as before."""
     frames = {id(x.gi_frame): id(x) for x in iterators if isinstance(x, types.GeneratorType) and x.gi_frame is not None}
     if not frames:
         yield

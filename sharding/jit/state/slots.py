@@ -33,7 +33,7 @@ class GradSlot(NamedTuple):
 
 
 def slots_of(x: Tensor, owner: Callable[[Sequence[Any]], Any], path: str, fixed: bool) -> list[GradSlot]:
-    """Return the slots of a leaf: `.grad` of the plain tensor, and of a sharded one what is reduced already."""
+    """Return the slots of a leaf: `.grad` of the plain tensor, and of a sharded one the part that is already reduced."""
     mine = x if fixed else None
     if not isinstance(x, ShardedTensor):
         return [GradSlot(owner, "grad", f"{path}.grad", mine)]

@@ -3,10 +3,10 @@
 A graph is right only while everything that the function read in Python is as it was. So before a recording, everything reachable is noted:
 from the arguments, closures, globals that the code names, `self`, modules, optimizers, lists, dicts and instances (of the program's own
 classes, the attributes that its code names). A later call compares. Dicts have versions, so a call looks only at those that were written.
-After the recording the same is compared once more: what the function itself has changed, a graph would not change again.
+After the recording the state is compared once more: a graph would not repeat the changes that the function itself made.
 
 Functions and classes of torch, the standard library and installed packages are taken as constant; so is the inside of this library's own
-objects (meshes, layouts, units), of which the graph records the effects. Instances of classes of installed packages are looked into.
+objects (meshes, layouts, units), of which the graph records the effects. Instances of classes of installed packages are inspected.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SMALL = 1 << 16  # bytes of a numpy array that is compared by value, larger one
 
 
 class Holder:
-    """One dict, list, cell or other object that holds references, and what it held.
+    """One dict, list, cell or other object that holds references, and its contents at the time.
 
     Attributes:
         path: its name, for messages.
@@ -66,7 +66,7 @@ class Holder:
         self.held = read()
 
     def change(self, dynamic: set[tuple[int, Any]]) -> str | None:
-        """Return what has changed as text, None if nothing; entries in `dynamic` may have any number."""
+        """Describe the changes, None if there are none; entries in `dynamic` may have any number."""
         now, held = self.read(), self.held
         if len(now) != len(held):
             return f"{self.path} had {len(held) // 2} entries and has {len(now) // 2}"
@@ -252,7 +252,7 @@ class Guard:
         return self._versions_now() != self.versions
 
     def change(self) -> str | None:
-        """Return what has changed since the snapshot as text, None if nothing has."""
+        """Describe the changes since the snapshot, None if there are none."""
         if any(self._empty):
             return self._snapshot.change(self._dynamic) or "a list was filled and emptied"
         versions = list(map(dict_version, self._sources))

@@ -1,7 +1,7 @@
 """Operators of aten, called as `torch.ops.aten.add.Tensor(x, y)`: each runs as the public function of its name.
 
 So the rules of public functions apply to them. The function and the way its arguments are passed are derived from names and
-the operator's schema; `_TRANSLATED` has the few operators without a public function of their own.
+the operator's schema; `_TRANSLATED` has the few operators without a public function.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from .registry import DECOMPOSITIONS, HANDLERS, RULES, functions
 
-# Operators that have no public function of their own name, and the one that is made of them.
+# Operators without a public function of the same name -> the public function that is made of them.
 _PUBLIC_NAMES = {"_softmax": "softmax", "_log_softmax": "log_softmax", "_unsafe_view": "reshape", "_local_scalar_dense": "item"}
 _PUBLIC_NAMES |= {f"adaptive_max_pool{n}d": f"adaptive_max_pool{n}d_with_indices" for n in (2, 3)}
 _PREFIXES = {"linalg_": torch.linalg, "special_": torch.special, "fft_": torch.fft}
@@ -139,7 +139,7 @@ def _by_name(op: OpOverload, named: dict[str, Any]) -> dict[str, Any]:
     return {"input" if name == "self" else name: named[name] for name in rest if named[name] is not None}
 
 
-# -- operators without a public function of their own ------------------------------------------------------------------
+# -- operators without a public function ------------------------------------------------------------------------------
 
 
 def _slice(self: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:

@@ -56,7 +56,7 @@ def check_rule(func: Callable[..., Any], *sample_args: Any, **sample_kwargs: Any
     split in each dim, and pending as a sum, in every combination (on 2 x 2 ranks a fixed sample of `MAX_COMBINATIONS`); on
     2 and 3 ranks also with each tensor once in parts of uneven sizes.
     Its results and the gradients of all floating inputs must equal those of the single process. An in-place operator
-    may refuse a combination in which it would have to change the layout of what it writes.
+    may refuse a combination in which it would have to change the layout of the tensor that it writes.
 
     Args:
         func: a torch function, method, or any function of tensors made of them.
@@ -98,7 +98,7 @@ def prove(
 
 @dataclass
 class _Sample:
-    """A call, and what the single process makes of it.
+    """A call, and its results on a single process.
 
     Attributes:
         values: the tensors among the arguments, in order.
@@ -274,7 +274,7 @@ def specs_of(x: Tensor, mesh: DeviceMesh, kinds: Sequence[str] = ("sum",)) -> li
 
 
 def _try(sample: _Sample, mesh: DeviceMesh, specs: Sequence[P]) -> bool:
-    """Return whether this combination ran (and gave the right result); False where an in-place operator refused it."""
+    """Return whether this combination ran (and gave the right result); False if an in-place operator refused it."""
     leaves = [place(x, mesh, spec, seed) for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))]
     for x, differentiable in zip(leaves, sample.differentiable, strict=True):
         x.requires_grad_(differentiable)
@@ -366,7 +366,7 @@ def _check_close(what: str, found: Tensor, wanted: Tensor, tolerance: float) -> 
 
 def _check_gradients(results: Sequence[Any], leaves: Sequence[ShardedTensor], sample: _Sample) -> None:
     if set(sample.kinds) != {"sum"}:
-        return  # along an axis pending with another kind, each rank's part has a gradient of its own
+        return  # along an axis pending with another kind, each rank's part has a separate gradient
     sources = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
     if len(sources) != len(sample.weights):
         raise RuleError(f"{len(sources)} results require grad instead of {len(sample.weights)}")

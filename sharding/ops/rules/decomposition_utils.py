@@ -61,7 +61,7 @@ def with_dim(layout: Layout, dim: int, cuts: Sequence[Cut], size: int) -> Layout
 
 
 def unshard(x: ShardedTensor, *dims: int) -> ShardedTensor:
-    """Return the tensor with these dims not split, everything else as it is.
+    """Return the tensor with these dims not split, otherwise unchanged.
 
     Communication: an all_gather over the axes that split them.
     """

@@ -125,7 +125,7 @@ def along_dims(
 
     Args:
         dims: those dims, counted from 0.
-        result: what becomes of each: None where it keeps its size, "1" where it gets another one, "" where it is dropped.
+        result: for each, None if it keeps its size, "1" if its size changes, "" if it is dropped.
         whole: whether the dims must not be split.
         results: number of result tensors.
         options: other fields of `Rule`.

@@ -94,10 +94,10 @@ def assign(rule: Rule, layouts: Sequence[Layout], fixed: int | None = None) -> A
     Args:
         rule: the operator's rule for these operands.
         layouts: the layout of each operand of the rule, all on one mesh.
-        fixed: an operand that must stay as it is and is the result (the one written by an in-place operator).
+        fixed: an operand that must keep its layout and is the result (the one written by an in-place operator).
 
     Raises:
-        CannotKeep: no choice leaves the fixed operand as it is.
+        CannotKeep: every choice changes the layout of the fixed operand.
 
     Communication: none; the result says what has to move.
     """
@@ -112,7 +112,7 @@ def assign(rule: Rule, layouts: Sequence[Layout], fixed: int | None = None) -> A
 
 
 def _shapeless(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Any:
-    """Return the cache key of a choice that moves nothing; None where the choice depends on sizes.
+    """Return the cache key of a choice that moves nothing; None if the choice depends on sizes.
 
     It does not if dims are made of one factor and cut evenly, so it is made once for all shapes.
     """

@@ -72,7 +72,7 @@ def rule(*names: str, also: tuple[Callable[..., Any], ...] = (), view: bool = Fa
     """Register a function that makes rules for every torch function of these names.
 
     It is called with the operator's own arguments, tensors replaced by meta tensors of the global shape, and returns the
-    `Rule` for them, or None where it has none (the operator then runs on gathered inputs).
+    `Rule` for them, or None if it has none (the operator then runs on gathered inputs).
 
     Args:
         names: names under `torch`, `torch.Tensor`, `torch.nn.functional`, `torch.special` or `torch.linalg`.
@@ -122,8 +122,8 @@ def decomposition(
         check: a function of torch that raises for arguments that torch refuses, called with the call's own arguments.
         when: whether the decomposition applies; if not, the call is left to the rule.
         prepare: in place of `when`: what to compute in advance. It is passed to the function as its first argument, ahead of the
-            operator's own. None where the decomposition does not apply.
-        rule: the operator's rule for the calls that are left to it, or None where it has none.
+            operator's own. None if the decomposition does not apply.
+        rule: the operator's rule for the calls that are left to it, or None if it has none.
     """
 
     def register(function: Function) -> Function:
@@ -212,7 +212,7 @@ def handler(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function that is called with the operator's own arguments, `ShardedTensor`s included, on every call.
 
-    For what is not an operator on values, and where values decide what to do; an operator made of others is a
+    For functions that are not operators on values, or that decide by values; an operator made of others is a
     decomposition. A handler may return NotImplemented to leave the call to the operator's decomposition or rule.
     """
 

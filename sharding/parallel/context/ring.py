@@ -41,7 +41,7 @@ class Ring:
         order: by position in the ring, the rank's index in the group; this rank alone if it has all keys.
         place: the position of this rank.
         keys: by position, the length of the block of keys that starts there.
-        blocks: by hop, what this rank's queries attend to of the current block.
+        blocks: by hop, the part of the current block that this rank's queries attend to.
         scale: the factor of scores.
     """
 
@@ -81,7 +81,7 @@ class Ring:
 
         Args:
             block: flat.
-            like: tensors whose shapes, but for the number of keys, the parts of a block have.
+            like: tensors with the shapes of the parts of a block, except for the number of keys.
         """
         pending = block.new_empty(sum(_count(x, self._keys(hop)) for x in like))
         after, before = (self.order[(self.place + step) % self.size] for step in (1, -1))
@@ -94,7 +94,7 @@ class Ring:
         return wait
 
     def unpack(self, block: Tensor, like: Sequence[Tensor], hop: int) -> tuple[Tensor, Tensor]:
-        """The two tensors that were packed into the block that is here after `hop` hops."""
+        """Return the two tensors that were packed into the block that this rank holds after `hop` hops."""
         keys = self._keys(hop)
         parts = block.split([_count(x, keys) for x in like])
         first, second = (part.view(*x.shape[:-2], keys, x.shape[-1]) for part, x in zip(parts, like, strict=True))

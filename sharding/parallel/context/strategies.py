@@ -72,7 +72,7 @@ def _cut(layout: Layout, cuts: Sequence[Sequence[Cut]]) -> Layout:
 
 
 def _key_head_cuts(q: Layout, k: Layout) -> Sequence[Cut]:
-    """Return the cuts of key heads: as they are, if each rank then has those of its query heads; else none."""
+    """Return the cuts of key heads, unchanged if each rank then has those of its query heads; else none."""
     if q.spec.dims[HEADS] != k.spec.dims[HEADS]:
         return ()
     group = _group(q, k)

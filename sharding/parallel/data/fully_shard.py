@@ -49,7 +49,7 @@ def fully_shard(
             axes of the mesh, or over another slice of the mesh that this one is a slice of.
         axes: the axes that split parameters. By default all axes that split no parameter yet, but of two such axes only the second, as
             in torch: they are replicated over the first (HSDP).
-        units: the modules that become units of their own: classes, names of classes such as "LlamaDecoderLayer", patterns of paths such as
+        units: the modules that become units: classes, names of classes such as "LlamaDecoderLayer", patterns of paths such as
             "blocks.*", functions of path and module, or several of these, such as Hugging Face's `model._no_split_modules`.
         reshard_after_forward: True to free whole parameters after forward and gather them again for backward; False to keep them, which
             saves an all_gather; a number to keep them split over an axis of that size. By default True, and False for the outermost unit.
@@ -185,7 +185,7 @@ def _axes_in_use(module: nn.Module) -> set[str]:
 
 
 def _what_to_keep(mesh: DeviceMesh, stage: ZeroStage, reshard: bool | int | None) -> str | None:
-    """Return what a unit keeps after its forward, None for the default."""
+    """Return which parameters a unit keeps after its forward, None for the default."""
     if reshard is None or isinstance(reshard, bool):
         return {None: None, True: "rest", False: "all"}[reshard]
     sizes = {axis: mesh.size(axis) for axis in stage.optimizer}

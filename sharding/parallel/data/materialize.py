@@ -115,7 +115,7 @@ def _steps(module: nn.Module, owners: dict[str, nn.Module], init: Init | None) -
     found: list[tuple[Init, nn.Module]] = []
     for _, inner in _post_order(module, ""):
         if id(inner) in of_model and all(_is_meta(x) for part in inner.modules() for x in _tensors(part)):
-            found.append((of_model[id(inner)], inner))  # also without tensors of its own: it may rescale those of submodules
+            found.append((of_model[id(inner)], inner))  # also without its own tensors: it may rescale those of submodules
         elif id(inner) in owned:
             found.append((of_model.get(id(inner), _reset), inner))
     return found

@@ -22,7 +22,7 @@ class MixedPrecisionPolicy:
         output_dtype: the dtype to which floating outputs of the module are cast; None to not cast. Not applied to nested `units`.
         cast_forward_inputs: whether floating inputs of the module are cast to `param_dtype`.
 
-    Communication: none of its own; gathering moves `param_dtype`, reducing `reduce_dtype`.
+    Communication: none by itself; gathering moves `param_dtype`, reducing `reduce_dtype`.
     """
 
     param_dtype: torch.dtype | None = None

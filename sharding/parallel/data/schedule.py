@@ -94,7 +94,7 @@ class Schedule:
                 unit.schedule = self
 
     def _recover(self) -> None:
-        """Release what a failed backward left."""
+        """Release the state that a failed backward left."""
         leaf_grads.drop_started(self.units[0].options.mesh.world)
         self.bucketer.drop()
         if self._backward != -1:

@@ -53,7 +53,7 @@ class Slot:
     def put(self, value: Any) -> None:
         for owner, name in self.places:
             owner._parameters[name] = value
-            if isinstance(owner, nn.RNNBase):  # it has a list of its own
+            if isinstance(owner, nn.RNNBase):  # it keeps a separate list
                 owner._flat_weights[owner._flat_weights_names.index(name)] = value
 
     def replace(self, value: nn.Parameter) -> None:

@@ -231,7 +231,7 @@ class Unit:
             self._prefetched = op, parts, op.enter(parts)
 
     def drop_prefetched(self) -> None:
-        """Drop what was prefetched: a forward has ended."""
+        """Drop prefetched parameters: a forward has ended."""
         self._unsharded = self._prefetched = None
         if engine_hooks.current_backward() == -1:
             for bucket in self._buckets:
@@ -253,7 +253,7 @@ class Unit:
         return GatherOp(self._gathered_values, self._reduce_grads, self._reduce_differentiably, writer, overlaps=bool(self._buckets))
 
     def _gathered_values(self) -> list[Tensor]:
-        """Return the parameters as views of the gathered buffers; unsharded ones as they are."""
+        """Return the parameters as views of the gathered buffers; unsharded ones unchanged."""
         as_is, used_as = self.options.policy.param_dtype is None, self.options.policy.used_as
         values = {i: x for b in self._buckets for i, x in zip(b.numbers, b.flat.wholes_in(b.storage.whole()), strict=True)}
         parts = [x._local for x in self._sharded_parameters()]
@@ -412,7 +412,7 @@ class Unit:
         return [] if self.options.find_unused else list(range(len(self.slots)))
 
     def fill_unused(self) -> None:
-        """With `find_unused_parameters` and whole parameters, give those without a gradient a gradient of zeros."""
+        """Give parameters without a gradient a gradient of zeros, with `find_unused_parameters` and unsharded parameters."""
         if self.options.find_unused and not self.options.stage.optimizer:
             for x in self._sharded_parameters():
                 if x.requires_grad and x._local.grad is None:

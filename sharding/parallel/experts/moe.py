@@ -246,7 +246,7 @@ def _peers(params: Layout, axes: tuple[str, ...]) -> ExpertGroup:
 
 
 def _check(x: Any, routing: Routing, params: dict[str, Any], axes: tuple[str, ...], capacity: float | None) -> None:
-    """Raises: TypeError, ValueError: see `moe`."""
+    """Check the arguments of `moe`. Raises: TypeError, ValueError."""
     experts, weights = routing
     check_sharded("moe", {"x": x, "routing.experts": experts, "routing.weights": weights})
     _check_params(params, axes)

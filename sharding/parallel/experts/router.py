@@ -52,7 +52,7 @@ def load_balance_loss(logits: Tensor, experts: Tensor) -> Tensor:
     to 6, for any number of choices. Its gradient is through the probabilities only. Shares and means are over the global batch.
 
     Args:
-        logits: of the router [... e], with the last dim whole. Plain logits are a batch of their own.
+        logits: of the router [... e], with the last dim whole. Plain logits are a separate batch.
         experts: the chosen experts [... k], as in `Routing`.
 
     Raises:

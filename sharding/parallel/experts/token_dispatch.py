@@ -107,7 +107,7 @@ class TokenDispatch:
 
 
 def make_dispatch(chosen: Tensor, layout: Layout, peers: ExpertGroup, capacity: int | None) -> TokenDispatch:
-    """Work out the dispatch of this rank's tokens.
+    """Compute the dispatch of this rank's tokens.
 
     Args:
         chosen: this rank's part of the chosen experts [... k].

@@ -111,7 +111,7 @@ def _parts_match(path: str, pattern: str) -> bool:
 def apply_plan(
     module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any], src_data_rank: int | None, matches: Matches, *, rest: bool
 ) -> nn.Module:
-    """Work out the plan and apply it; with `rest`, parameters that no pattern matches become replicated."""
+    """Resolve the plan and apply it; with `rest`, parameters that no pattern matches become replicated."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"device_mesh must be a DeviceMesh, as sm.init_device_mesh makes it, got {mesh!r}")
     named, tensors = dict(module.named_modules()), _tensors(module)
@@ -164,7 +164,7 @@ def _uses_of(
     """Yield the style for each place that its pattern matches.
 
     Raises:
-        ValueError: it is for modules and the pattern matches parameters, or the other way round.
+        ValueError: it is for modules and the pattern matches parameters, or the reverse.
     """
     axis, text = axis_of(style, mesh, pattern), f"{style!r} of plan[{pattern!r}]"
     of_tensors = isinstance(style, shard_params) and not isinstance(style.specs, Mapping)

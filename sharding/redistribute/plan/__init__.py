@@ -3,7 +3,7 @@
 `plan(src, dst)` is a pure function of two layouts and a topology: no process group, no tensor, and the same result on
 every rank. Read the files in this order:
 
-    steps.py                  what a plan is made of
+    steps.py                  the steps of a plan, as data
     intermediate_layouts.py   layouts between two others, and which collective leads from one to the next
     overlap.py                which ranks hold a part of a given box
     routes.py                 which rank sends which box to which in an all_to_all_v

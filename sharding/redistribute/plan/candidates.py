@@ -5,7 +5,7 @@ A plan has four stages, each of which may be empty:
 1. averages become sums, by a local division;
 2. pending axes are reduced; replicated axes are sliced first, so that less is reduced;
 3. boxes move: a local slice, an all_gather where the geometry is exactly that, otherwise an all_to_all_v;
-4. what must be pending is made so, by padding with the neutral element.
+4. axes that must be pending are made so, by padding with the neutral element.
 
 Stages 2 and 3 have a few alternatives each, all in closed form; a candidate is one combination of them.
 """
@@ -60,7 +60,7 @@ def _padded(cur: Layout, goal: Layout) -> Steps:
 
 
 def _reductions(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
-    """Yield ways to reduce what is pending and must not be; some leave parts split that are gathered afterwards."""
+    """Yield ways to reduce values that must not stay pending; some leave parts split that are gathered afterwards."""
     todo = tuple(a for a, kind in cur.spec.unreduced if goal.pending.get(a) != kind)
     if not todo:
         yield ()
@@ -102,7 +102,7 @@ def _slice(cur: Layout, sliced: Layout) -> Steps:
 
 
 def _dims_to_cut(cur: Layout, goal: Layout, axes: Collection[str]) -> set[int]:
-    """Return the dims that a reduction over the axes goes on to split."""
+    """Return the dims that the axes split after a reduction over them."""
     shards = append_axes(cur, goal, axes)
     return {dim for dim, (a, b) in enumerate(zip(cur.spec.cuts, shards.spec.cuts, strict=True)) if a != b}
 
@@ -169,7 +169,7 @@ def _reduced_by_all_to_all(cur: Layout, goal: Layout, todo: tuple[str, ...]) -> 
 
 
 def _moves(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
-    """Yield ways to split dims as the goal does; axes that stay pending are left as they are."""
+    """Yield ways to split dims as the goal does; axes that stay pending are unchanged."""
     target = before_padding(cur, goal)
     sliced = sliced_towards(cur, target)
     first = _slice(cur, sliced)

@@ -2,7 +2,7 @@
 
     seconds = launches x latency + max(bytes / local, network bytes / network) x factor + copied bytes / memory
 
-Bytes are those of the busiest rank, the larger of what it sends and what it receives. Latencies and bandwidths are the topology's.
+Bytes are those of the busiest rank, the larger of the bytes sent and received. Latencies and bandwidths are the topology's.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def takes_two_shots(size: int, ranks: int, link: Link) -> bool:
 def memory_bytes(step: Step, topology: Topology) -> int:
     """Return the bytes that a rank reads and writes in its own memory before and after the collective.
 
-    That is to pack, unpack, cast, quantise and add up: 0 where the collective reads its input and writes its result in place. What
+    That is to pack, unpack, cast, quantize and add up: 0 if the collective reads its input and writes its result in place. What
     the collective itself reads and writes is not counted.
     """
     moved = traffic(step, topology)
@@ -90,7 +90,7 @@ def _copied(step: Step, moved: Traffic) -> int:
 
 
 def _packed(step: Step, moved: Traffic) -> int:
-    """Return the bytes that are packed: 0 where the send buffer is the tensor itself."""
+    """Return the bytes that are packed: 0 if the send buffer is the tensor itself."""
     before = part_bytes(step.src)
     packed = 0 if step.op == "all_gather" else before if step.op == "reduce_scatter" else moved.sent
     return 0 if packed <= before and is_contiguous_gather(step.dst, step.src) else packed

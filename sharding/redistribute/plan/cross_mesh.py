@@ -1,7 +1,7 @@
 """Plans from one mesh to another of the same world: to other ranks, or to the same ranks arranged in another way.
 
     source mesh                              both                             destination mesh
-    src -- reduce what is pending --> source -- all_to_all_v --> target -- make pending --> dst
+    src -- reduce pending values --> source -- all_to_all_v --> target -- make pending --> dst
 
 The all_to_all_v is over the union of the ranks: each rank receives each element that it lacks once, from the nearest
 and least loaded rank that holds it. A reduced sum may end in shards on the source mesh, and one that becomes
@@ -196,7 +196,7 @@ class _Candidate(NamedTuple):
 
 
 def _cheapest(src: Layout, dst: Layout, ranks: Sequence[int], topology: Topology) -> tuple[Plan, Layout]:
-    """Return how to reduce what is pending, and the layout to move to.
+    """Return how to reduce pending values, and the layout to move to.
 
     Together they take the fewest bytes received by all ranks, then the fewest launches.
     """

@@ -33,7 +33,7 @@ def held_bytes(steps: Sequence[Step], src: Layout) -> list[int]:
             held.append(source + between + copied + buffer_bytes(step) + after)
             between = after
         sliced = step.op == "slice"
-    if steps and not between:  # the result of a slice alone is copied, so that it does not share memory with the source
+    if steps and not between:  # the result of a slice alone is copied, to share no memory with the source
         held[-1] += part_bytes(steps[-1].dst)
     return held
 

@@ -40,7 +40,7 @@ def counted_nodes(mesh: AbstractMesh, topology: Topology) -> list[list[Coordinat
 
 
 def _ring(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
-    """What the node does not hold is received once, over the rails of the group's ranks in the node."""
+    """Count for a ring: the node receives each element that it lacks once, over the rails of the group's ranks in the node."""
     groups: dict[Coordinate, int] = {}
     for rank in ranks:
         first = _first_member(step, rank)
@@ -63,7 +63,7 @@ def _first_member(step: Step, rank: Coordinate) -> Coordinate:
 
 
 def _uniform(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
-    """All that a rank receives and sends, less what stays in the node."""
+    """Count the elements that a rank receives and sends, less those that stay in the node."""
     most = total = 0
     for me in ranks:
         here = [r for r in ranks if r != me and _first_member(step, r) == _first_member(step, me)]
@@ -77,7 +77,7 @@ def _uniform(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tup
 
 
 def _hierarchical(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
-    """What the first collective moves; in the second nothing leaves the node."""
+    """Count the elements of the first collective; in the second nothing leaves the node."""
     first = [routes(step, me)[0] for me in ranks]
     received = [sum(box_size(box) for _, box in route.recvs) for route in first]
     sent = [sum(box_size(box) for _, box in route.sends) for route in first]
@@ -85,7 +85,7 @@ def _hierarchical(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -
 
 
 def _transfers(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
-    """Box by box, for each group with ranks in the node; on a large mesh for one group, multiplied by their number."""
+    """Count the elements of each box, for each group with ranks in the node; on a large mesh for one group, multiplied by their number."""
     nodes, mine = topology.node_ids(step.src.mesh), set(ranks)
     firsts = list(dict.fromkeys(_first_member(step, rank) for rank in ranks))
     counted = firsts if step.src.mesh.size() <= EXACT_RANKS else firsts[:1]

@@ -49,7 +49,7 @@ def plan(
             as all_to_all_v in rounds until they fit.
         accumulate_dtype: torch.float32 to add up 16-bit floats in fp32. They are reduced by all_to_all_reduce then, in which they are
             sent in 16 bits; a ring adds up in the dtype that is sent, and rounds at every rank.
-        transport: "int8" or "fp8" to quantise what is sent, see `kernels.quantize`; reductions become all_to_all_reduce.
+        transport: "int8" or "fp8" to quantize the data sent, see `kernels.quantize`; reductions become all_to_all_reduce.
 
     Raises:
         ValueError: the layouts have different meshes, shapes or dtypes; no plan fits into `max_bytes` (the message
@@ -146,24 +146,24 @@ _QUANTIZED_AS = {
 
 
 def check_transport(transport: str, src: Layout, dst: Layout) -> None:
-    """Raise ValueError if values cannot be quantised on the way from `src` to `dst`."""
+    """Raise ValueError if values cannot be quantized on the way from `src` to `dst`."""
     if transport not in FORMATS:
         raise ValueError(f"transport must be {' or '.join(map(repr, FORMATS))} or None, got {transport!r}")
     if src.dtype not in QUANTIZED:
         raise ValueError(
-            f"cannot redistribute {src} with transport={transport!r}: only 16- and 32-bit floats can be quantised; leave transport out, "
+            f"cannot redistribute {src} with transport={transport!r}: only 16- and 32-bit floats can be quantized; leave transport out, "
             "or cast first"
         )
     reduced = {kind for axis, kind in src.spec.unreduced if dst.pending.get(axis) != kind} - {"sum", "avg"}
     if reduced:
         raise ValueError(
-            f"cannot redistribute {src} to {dst.spec} with transport={transport!r}: quantised values can be added up, but not combined "
+            f"cannot redistribute {src} to {dst.spec} with transport={transport!r}: quantized values can be added up, but not combined "
             f"by {sorted(reduced)[0]}; reduce first without transport"
         )
 
 
 def _quantized(steps: Steps, transport: str) -> Steps:
-    """Return the steps with what is sent quantised. A ring would quantise again at every rank, a hierarchical step twice."""
+    """Return the steps with quantized transfers. A ring would quantize again at every rank, a hierarchical step twice."""
     return tuple(s if s.is_local else replace(s, op=_QUANTIZED_AS.get(s.op, s.op), transport=transport) for s in steps)
 
 

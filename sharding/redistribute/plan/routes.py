@@ -45,7 +45,7 @@ class Transfer(NamedTuple):
 
 
 def routes(step: Step, coordinate: Coordinate) -> tuple[Route, ...]:
-    """Return what the rank at `coordinate` sends and receives, for each collective of the step (two if hierarchical, else one)."""
+    """Return the boxes that the rank at `coordinate` sends and receives, for each collective of the step (hierarchical: two)."""
     if step.topology is None:
         # The group holds every part once (every contribution, for a reduction), so all boxes that overlap are exchanged.
         sends = ranks_overlapping(step.dst, step.src.box_at(coordinate), coordinate, step.axes)

@@ -19,7 +19,7 @@ class Step:
     """One local operation, or one collective over one group, with the layouts before and after it.
 
     Attributes:
-        op: what is done:
+        op: the operation:
             "slice", "pad", "scale": local, no communication;
             "all_gather", "reduce_scatter", "all_reduce": the collective of that name;
             "all_to_all_v": an all_to_all with uneven splits; every rank receives each element that it lacks once;
@@ -55,7 +55,7 @@ class Step:
 
     @property
     def variant(self) -> str:
-        """` as int8` for quantised transport, ` in shared memory`, or nothing: appended to the op in texts."""
+        """` as int8` for quantized transport, ` in shared memory`, or nothing: appended to the op in texts."""
         return f" as {self.transport}" if self.transport else " in shared memory" if self.symmetric else ""
 
     @property
@@ -81,7 +81,7 @@ class Step:
     def wire_bytes(self, elements: Any) -> Any:
         """Return the bytes that a number of elements (or an array of numbers) takes in a message.
 
-        Quantised elements are counted in as few blocks as possible. Each box starts a new block, so many small boxes take more.
+        Quantized elements are counted in as few blocks as possible. Each box starts a new block, so many small boxes take more.
         """
         if self.transport is None:
             return elements * self.src.dtype.itemsize
@@ -95,7 +95,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The steps from `src` to `dst`; none if the tensor stays as it is.
+    """The steps from `src` to `dst`; none if the layout does not change.
 
     Attributes:
         topology: the links and nodes that the steps were chosen for.

@@ -92,7 +92,7 @@ def _ring(step: Step, before: Any, after: Any) -> Any:
 
 
 def traffic(step: Step, topology: Topology) -> Traffic:
-    """Return what the step moves, for the busiest rank and node (of a sample, on a mesh of more than `EXACT_RANKS` ranks)."""
+    """Return the traffic of the step, for the busiest rank and node (of a sample, on a mesh of more than `EXACT_RANKS` ranks)."""
     if step.is_local:
         return Traffic(0, 0, 0, 0)
     mesh = step.src.mesh

@@ -40,7 +40,7 @@ def backward(
 
 
 def summable(y: Any) -> Any:
-    """Reduce what is pending with other kinds than sum: only for sums is the gradient of a contribution that of the result."""
+    """Reduce axes that are pending with kinds other than sum: only for sums is the gradient of a contribution that of the result."""
     if not isinstance(y, ShardedTensor) or all(kind == "sum" for _, kind in y.spec.unreduced):
         return y
     return y.redistribute(y.spec.with_unreduced({a: kind for a, kind in y.spec.unreduced if kind == "sum"}))

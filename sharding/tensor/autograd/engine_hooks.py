@@ -61,7 +61,7 @@ def _assume_true(x: torch.Tensor) -> bool:
     return True
 
 
-# Whether the tensor itself requires grad, without `__torch_function__`; assumed True where torch has no such function.
+# Whether the tensor itself requires grad, without `__torch_function__`; assumed True if torch has no such function.
 any_requires_grad: Callable[[torch.Tensor], bool] = getattr(torch._C, "_any_requires_grad", _assume_true)
 
 
@@ -78,7 +78,7 @@ def innermost(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_batched(x: Any) -> bool:
-    """Whether `vmap` has batched this tensor, at any level of the active transforms."""
+    """Return True if `vmap` has batched this tensor, at any level of the active transforms."""
     while isinstance(x, torch.Tensor) and is_transformed(x):
         if torch._C._functorch.is_batchedtensor(x):  # type: ignore[attr-defined]
             return True
@@ -101,12 +101,12 @@ _forward_threads: list[int] = []  # threads in `forward_mode`, once for each blo
 
 
 def in_forward_mode() -> bool:
-    """Whether tangents are computed in this thread (`sm.jvp`, `torch.func.jvp`, `torch.autograd.forward_ad`)."""
+    """Return True if tangents are computed in this thread (`sm.jvp`, `torch.func.jvp`, `torch.autograd.forward_ad`)."""
     return forward_ad._current_level >= 0 and (_forward_mode.depth > 0 or not _forward_threads)
 
 
 def in_foreign_forward_mode() -> bool:
-    """Whether torch's own forward mode is active, of which there is one per process, not per thread."""
+    """Return True if torch's own forward mode is active, of which there is one per process, not per thread."""
     return forward_ad._current_level >= 0 and not _forward_threads
 
 
@@ -116,7 +116,7 @@ def with_tangents() -> AbstractContextManager[None]:
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func or forward mode is active in this thread."""
+    """Return True if a transform of torch.func or forward mode is active in this thread."""
     return transforms_active() or (forward_ad._current_level >= 0 and in_forward_mode())
 
 
@@ -154,7 +154,7 @@ def sequence_number() -> int:
 
 
 def made_before(node: Any, number: int) -> bool:
-    """Whether a node of this thread is older than this sequence number; False if this torch has no API for it."""
+    """Return True if a node of this thread is older than this sequence number; False if this torch has no API for it."""
     return hasattr(node, "_sequence_nr") and node._sequence_nr() < number
 
 

@@ -6,7 +6,7 @@ value that all ranks have, a plain tensor that all ranks use alike has one gradi
     R -- keep on one rank --> U -- all_reduce --> R         step by step
     R ----------------------------------------------> R     from the origin: nothing moves
 
-A conversion that makes a gradient pending records on its result what it was made from; the next redistribution of that tensor starts
+A conversion that makes a gradient pending records the original on its result; the next redistribution of that tensor starts
 there. Both hold the same value, so the result is the same, and no step is needed that would sum it.
 
 Autograd passes a gradient on as the same object as long as only one use contributes to it. A sum of several is another tensor, or this one

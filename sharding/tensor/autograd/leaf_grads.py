@@ -141,7 +141,7 @@ def accumulate_grads() -> Iterator[None]:
 
 
 def is_accumulating(world: World) -> bool:
-    """Whether this is inside `accumulate_grads()`."""
+    """Return True inside `accumulate_grads()`."""
     return _reducer(world).accumulating > 0
 
 
@@ -183,7 +183,7 @@ def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], tag: CommTag
 
 
 def may_start(leaf: ShardedTensor, node: Any) -> bool:
-    """Whether `start` may reduce this leaf's gradient in the running backward; `node` is its gradient accumulator."""
+    """Return True if `start` may reduce this leaf's gradient in the running backward; `node` is its gradient accumulator."""
     return not (_needs_no_reduction(leaf) or is_accumulating(leaf.mesh.world)) and engine_hooks.accumulates(node)
 
 
@@ -202,7 +202,7 @@ def register_leaf(leaf: ShardedTensor) -> None:
 
 
 def _needs_no_reduction(leaf: ShardedTensor) -> bool:
-    """Whether autograd itself accumulates the gradient in the leaf's own layout: no rank holds a copy of its part."""
+    """Return True if autograd itself accumulates the gradient in the leaf's own layout: no rank holds a copy of its part."""
     return _without_copies(leaf) and leaf.mesh.coordinate is not None
 
 
@@ -356,7 +356,7 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
 
 
 def get_grad(x: ShardedTensor) -> ShardedTensor | None:
-    """Return the gradient of `x`, with what is not reduced yet as a pending sum. No communication."""
+    """Return the gradient of `x`, as a pending sum over the axes not yet reduced. No communication."""
     done, fresh = getattr(x, "_reduced_grad", None), x._local.grad
     if fresh is None:
         return done

@@ -223,7 +223,7 @@ def _(mesh):
         sm.compat.DTensor.from_local(torch.ones(3), mesh, [Partial()]).fill_(1.0)
 
 
-@difference("a plain tensor of one element that requires grad, beside a sharded one")
+@difference("a plain tensor of one element that requires grad, as an operand next to a sharded one")
 def _(mesh):
     with pytest.raises(RuntimeError, match="mixes a plain tensor"):
         place(mesh, numbers(5), Shard(0)) * torch.ones(1, requires_grad=True)

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.sharding.jit.backends.segments import Segment
 from shardmesh.sharding.jit.errors import JitError
-from shardmesh.sharding.jit.segments import Segment
 from tests.device import DEVICE
 from tests.sharding.jit.steps import composed, mean_square, mlp, pair
 from tests.sharding.jit.test_steps import assert_same

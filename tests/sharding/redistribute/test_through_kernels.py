@@ -91,7 +91,7 @@ def test_launches(launches):
     assert count(launches, (2,), move(P(unreduced={"a"}), P(None, "a"), forward_dtype=torch.bfloat16)) == 1  # and cast
     assert count(launches, (2,), move(P(unreduced={"a": "avg"}), P(None, "a"), forward_dtype=torch.bfloat16)) == 1  # and scaled
     assert count(launches, (4,), move(P(unreduced={"a"}), P(None, "a"), (8, 118))) == 2  # uneven: packed, and added up on arrival
-    assert count(launches, (2,), move(P("a"), P(None, "a"), transport="int8")) == 2  # quantised, and back
+    assert count(launches, (2,), move(P("a"), P(None, "a"), transport="int8")) == 2  # quantized, and back
 
 
 def test_one_launch_for_a_bucket(launches):

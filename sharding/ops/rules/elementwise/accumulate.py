@@ -5,7 +5,7 @@
     x pending as a maximum             [1 2]   | [3 4]        the value is [3 4]
     x += 10                            [11 12] | [13 14]      on every rank, as for an average and a minimum
 
-What is added is brought to the layout of x: a replicated y is used on one rank, a split one padded with zeros, a sum that is
+The added value is redistributed to the layout of x: a replicated y is used on one rank, a split one padded with zeros, a sum that is
 pending over the same axes added part by part. Two maxima do not add up part by part, so along the axes of a maximum (or minimum)
 y must be replicated.
 """
@@ -37,7 +37,7 @@ def _accumulated(func: Callable[..., Any], input: Any, other: Any, **kwargs: Any
 
 
 def _shifts_extreme(layout: Layout, added: Layout | None) -> bool:
-    """Return whether x is pending as a maximum or minimum, over axes along which what is added is replicated."""
+    """Return whether x is pending as a maximum or minimum, over axes along which the added value is replicated."""
     if not layout.pending or not set(layout.pending.values()) <= _EXTREMES:
         return False
     return added is None or not any(axis in added.dim_of or axis in added.pending for axis in layout.pending)

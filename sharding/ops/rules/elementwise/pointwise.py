@@ -116,7 +116,7 @@ def _to_dense(input: Tensor, dtype: torch.dtype | None = None, *, masked_grad: b
 
 @rule("prelu")
 def _prelu(input: Tensor, weight: Tensor) -> Rule:
-    """One slope for each channel, which is dim 1."""
+    """Return the rule: one slope for each channel, which is dim 1."""
     channels = "c" if weight.ndim == 1 and input.ndim > 1 else "1" if weight.ndim == 1 else ""
     names = " ".join("c" if d == 1 else f"d{d}" for d in range(input.ndim))
     return einrule(f"{names}, {channels} -> {names}", input, weight)
@@ -134,7 +134,7 @@ def _complex(real: Tensor, imag: Tensor) -> Rule:
 
 @rule("renorm", "renorm_")
 def _renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Rule:
-    """Each slice along `dim` is scaled by its norm over all other dims, which are whole."""
+    """Return the rule: each slice along `dim` is scaled by its norm over all other dims, which must not be split."""
     names = " ".join(f"d{i}" if i == dim % input.ndim else f"[d{i}]" for i in range(input.ndim))
     return einrule(f"{names} -> {names}", input)
 
@@ -257,7 +257,7 @@ def _cuda(input: Tensor, *args: Any, **kwargs: Any) -> Rule | None:
 
 @rule(also=(torch.where,))
 def _where(condition: Tensor, input: Any, other: Any) -> Rule:
-    """Linear in both branches together where both are tensors, or the other one is zero."""
+    """Return the rule: linear in both branches together if both are tensors or the other one is zero."""
     operands = tensors_of(condition, input, other)
     both = is_operand(condition) and all(is_operand(v) or _is_zero(v) for v in (input, other))
     return broadcast(*operands, linear=(range(1, len(operands)),) if both and len(operands) > 1 else ())

@@ -1,6 +1,6 @@
 """Writing by index: `x[...] = value`, `index_put`, `masked_scatter`.
 
-The written tensor is not moved: every rank writes what is in its part, and the value is brought to where it is needed.
+The written tensor is not moved: every rank writes the elements in its part, and the value is sent where it is needed.
 """
 
 from __future__ import annotations

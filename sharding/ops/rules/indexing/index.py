@@ -20,7 +20,7 @@ Local = Callable[..., Tensor]
 
 
 def expanded(index: Any, ndim: int, device: Any = "meta") -> list[Any] | None:
-    """Return the index with one entry per dim (None entries add dims), or None where it is of a kind without a rule."""
+    """Return the index with one entry per dim (None entries add dims), or None if it is of a kind without a rule."""
     entries = [_as_tensor(e, device) for e in (index if isinstance(index, tuple) else (index,))]
     if not all(map(_is_known, entries)):
         return None
@@ -30,7 +30,7 @@ def expanded(index: Any, ndim: int, device: Any = "meta") -> list[Any] | None:
 
 
 def _as_tensor(entry: Any, device: Any) -> Any:
-    """Return a list of integers as a tensor, other entries as they are."""
+    """Return a list of integers as a tensor, other entries unchanged."""
     numbers = isinstance(entry, list) and entry and all(type(e) is int for e in entry)
     return torch.tensor(entry, device=device) if numbers else entry
 
@@ -143,7 +143,7 @@ def _bind_index_select(dim: int, targets: Sequence[Layout], _: Any) -> Local:
 
 @rule("gather")
 def _gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Rule | None:
-    """Dims in which the index is as long as the input may be split; of the others, only the indexed one."""
+    """Return the rule: dims in which the index is as long as the input may be split; of the others, only the indexed one."""
     if sparse_grad or not is_operand(index):
         return None
     dim %= max(input.ndim, 1)

@@ -70,7 +70,7 @@ def kind_of_sum(dtype: torch.dtype) -> str:
 
 
 def adds_in_parts(input: Tensor) -> bool:
-    """Return whether values read from an operand (a meta tensor) may be left pending, in addition to what is pending in it."""
+    """Return whether values read from an operand (a meta tensor) may be left pending, in addition to its own pending axes."""
     adds = input.dtype.itemsize > 1 or not input.dtype.is_floating_point  # float8 does not add
     return adds and set(layout_of(input).pending.values()) <= {kind_of_sum(input.dtype)}
 
@@ -84,7 +84,7 @@ def reads_in_parts(input: Tensor, taken: int) -> bool:
 
 
 def masked(mine: Tensor, found: Tensor, after: int = 0) -> Tensor:
-    """Return what was read, neutral where the element is another rank's; `mine` lacks the last `after` dims."""
+    """Return the values read, neutral where the element is another rank's; `mine` lacks the last `after` dims."""
     return found.masked_fill(~mine.reshape((*mine.shape, *[1] * after)), nothing(found.dtype))
 
 

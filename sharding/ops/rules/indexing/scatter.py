@@ -39,7 +39,7 @@ def _register(maker: Callable[..., Rule | None], *names: str) -> None:
 def _scatter(
     name: str, in_place: bool, input: Tensor, dim: int, index: Tensor, src: Any = None, *args: Any, value: Any = None, **kwargs: Any
 ) -> Rule | None:
-    """Index and source describe each written element; they may be shorter than the written tensor."""
+    """Return the rule: index and source describe each written element; they may be shorter than the written tensor."""
     if not is_operand(index) or not input.ndim or (is_operand(src) and not src.ndim):
         return None
     dim %= input.ndim
@@ -71,7 +71,7 @@ def _linear(name: str, reduce: str | None, source: Any, number: int) -> tuple[tu
 def _indexed(
     name: str, in_place: bool, input: Tensor, dim: int, index: Tensor, source: Any = None, *args: Any, **kwargs: Any
 ) -> Rule | None:
-    """The index selects the slices along a dim that are written."""
+    """Return the rule: the index selects the slices along a dim that are written."""
     source = kwargs.get("value", source)
     if not is_operand(index) or index.ndim != 1 or not input.ndim or (name != "index_fill" and source.ndim != input.ndim):
         return None
@@ -121,7 +121,7 @@ def _with_one_more(
 ) -> Tensor:
     """Run the operator on the part with one extra element.
 
-    A product of what goes there could be infinite, and its gradient NaN, so `fill` goes there instead.
+    A product of the elements there could be infinite, and its gradient NaN, so `fill` is written instead.
     """
     local, mine = part.find(index, part.length)
     if fill is not None:
@@ -147,7 +147,7 @@ _register(_indexed, "index_add", "index_copy", "index_fill", "index_reduce")
 
 
 def _put(name: str, in_place: bool, input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Rule | None:
-    """Indices run through all dims, in row-major order."""
+    """Return the rule: indices run through all dims, in row-major order."""
     if not (is_operand(index) and is_operand(source)):
         return None
     left = dim_names(input.ndim)

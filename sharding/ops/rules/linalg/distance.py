@@ -58,7 +58,7 @@ def _pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keep
 
 @rule("pdist")
 def _pdist(input: Tensor, p: float = 2) -> Rule:
-    """Every row is combined with every other, in an order that no split follows."""
+    """Return the rule: every row is combined with every other, in an order that no split follows."""
     return einrule("[n] [m] -> 1", input)
 
 
@@ -67,7 +67,7 @@ _MATMUL_FROM = 25  # rows from which torch takes Euclidean distances by a produc
 
 @rule("cdist")
 def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = "use_mm_for_euclid_dist_if_necessary") -> Rule:
-    """Rows of both operands may be split; the algorithm for a part is chosen by the size of the whole, as in one process."""
+    """Return the rule: rows of both operands may be split. The global size determines the algorithm for a part, as in one process."""
     if compute_mode == "use_mm_for_euclid_dist_if_necessary":
         many = max(x1.shape[-2], x2.shape[-2]) > _MATMUL_FROM
         compute_mode = "use_mm_for_euclid_dist" if many else "donot_use_mm_for_euclid_dist"

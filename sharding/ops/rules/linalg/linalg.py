@@ -73,26 +73,26 @@ def _matrix_rank(A: Tensor, *tolerances: Any, **named: Any) -> Rule:
 
 
 def _with_tolerances(result: str, A: Tensor, *args: Any, **kwargs: Any) -> Rule:
-    """Tolerances may be tensors, with a number for each matrix."""
+    """Return the rule; tolerances may be tensors, with a number for each matrix."""
     given = [x for x in (*args, *kwargs.values()) if is_operand(x)]
     return einrule(f"... [m] [n]{', ...' * len(given)} -> ... {result}", A, *given)
 
 
 @rule(also=(torch.linalg.cond,))
 def _cond(A: Tensor, p: Any = None) -> Rule:
-    """Of an empty batch torch returns a result that is not in the autograd graph."""
+    """Return the rule; for an empty batch, torch returns a result that is not in the autograd graph."""
     return _of_one(A, "", bind=unless_empty(torch.linalg.cond))
 
 
 @rule(also=_named("qr"))
 def _qr(A: Tensor, mode: str | bool = "reduced", **kwargs: Any) -> Rule:
-    """With mode="r" there is no Q."""
+    """Return the rule; with mode="r" there is no Q."""
     return einrule(f"... [m] [n] -> {'1' if mode == 'r' else '... 1 1'}, ... 1 1", A)
 
 
 @rule(also=(torch.linalg.lu,))
 def _lu(A: Tensor, *, pivot: bool = True) -> Rule:
-    """Without pivoting there is no permutation."""
+    """Return the rule; without pivoting there is no permutation."""
     return einrule(f"... [m] [n] -> {'... 1 1' if pivot else '1'}, ... 1 1, ... 1 1", A)
 
 
@@ -110,7 +110,7 @@ def _geqrf(input: Tensor) -> Rule:
 
 @rule(also=_named("lu_unpack"))
 def _lu_unpack(LU_data: Tensor, LU_pivots: Tensor, unpack_data: bool = True, unpack_pivots: bool = True) -> Rule:
-    """Results that are not unpacked are empty."""
+    """Return the rule; results that are not unpacked are empty."""
     permutation, factor = "... 1 1" if unpack_pivots else "1", "... 1 1" if unpack_data else "1"
     return einrule(f"... [m] [n], ... [k] -> {permutation}, {factor}, {factor}", LU_data, LU_pivots)
 
@@ -149,7 +149,7 @@ def _solve(A: Tensor, B: Tensor, *, left: bool = True) -> Rule:
 
 @rule(also=_named("solve_ex"))
 def _solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False) -> Rule | None:
-    """The other result has no columns, so these are whole here."""
+    """Return the rule; the second result has no columns, so columns must not be split."""
     columns = _columns(left, _is_vector(A, B)).replace("k", "[k]")
     fits = B.ndim <= A.ndim and torch.broadcast_shapes(A.shape[:-2], B.shape[:-2]) == A.shape[:-2]
     return einrule(f"... [n] [n], ... {columns} -> ... {columns}, ...", A, B) if fits or B.ndim == 1 else None
@@ -166,7 +166,7 @@ def _solve_triangular(
 def _triangular_solve(
     b: Tensor, A: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> Rule:
-    """Besides the solution there is a copy of the coefficients, which have no columns."""
+    """Return the rule; the second result is a copy of the coefficients, which have no columns."""
     return einrule("... [n] [k], ... [n] [n] -> ... n k, ... n n", b, A)
 
 
@@ -204,7 +204,7 @@ def _tensorsolve(A: Tensor, B: Tensor, dims: Sequence[int] | None = None) -> Rul
 
 @rule(also=(torch.linalg.lstsq,))
 def _lstsq(A: Tensor, B: Tensor, rcond: Any = None, *, driver: str | None = None) -> Rule | None:
-    """With some drivers, whether there are residuals depends on the values of all matrices; such calls have no rule."""
+    """Return the rule; with some drivers, whether there are residuals depends on the values of all matrices: such calls have no rule."""
     *batch, m, n = A.shape
     mesh: Any = layout_of(A).mesh
     known = driver or ("gelsy" if mesh.device_type == "cpu" else "gels")  # torch's own defaults

@@ -22,7 +22,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
 
 @rule("bilinear")
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
-    """Summed dims are whole: torch's own function refuses empty ones."""
+    """Return the rule; summed dims must not be split, since torch's function refuses empty ones."""
     linear, pattern = ((0, 3), (1, 3), (2, 3)), "... [i], ... [j], n [i] [j], n -> ... n"
     return einrule(pattern, input1, input2, weight, bias, linear=linear, additive=(3,))
 
@@ -122,7 +122,7 @@ def _addr(input: Tensor, vec1: Tensor, vec2: Tensor, *, beta: float = 1, alpha: 
 
 @rule("multi_dot")
 def _multi_dot(tensors: Sequence[Tensor], *, out: None = None) -> Rule:
-    """A chain of matrices; the first may be a row and the last a column."""
+    """Return the rule of a chain of matrices; the first may be a row and the last a column."""
     names = [f"k{i} k{i + 1}" for i in range(len(tensors))]
     if tensors[0].ndim == 1:
         names[0] = "k1"
@@ -153,7 +153,7 @@ def _cross(input: Tensor, other: Tensor, *, dim: int = -1) -> Rule:
 
 @rule(also=(torch.cross, torch.Tensor.cross))
 def _cross_of_threes(input: Tensor, other: Tensor, dim: int | None = None) -> Rule:
-    """Without a dim it runs along the first one of size 3 of the whole tensors."""
+    """Return the rule of a cross product without a dim: along the first dim of size 3 of the global tensors."""
     shape = torch.broadcast_shapes(input.shape, other.shape)
     return _cross_along(input, other, shape.index(3) - len(shape) if dim is None else dim)
 
@@ -168,7 +168,7 @@ def _cross_along(input: Tensor, other: Tensor, dim: int) -> Rule:
 
 @rule("einsum")
 def _einsum(equation: str, *operands: Any) -> Rule:
-    """The equation is a rule already; a letter that an operand repeats (a diagonal) must be whole."""
+    """Return the rule, which is the equation; a letter that an operand repeats (a diagonal) must not be split."""
     tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
     left, arrow, right = equation.replace(" ", "").partition("->")
     parts = left.split(",")

@@ -119,7 +119,7 @@ def _multi_head_attention(
     q_proj_weight: Any = None, k_proj_weight: Any = None, v_proj_weight: Any = None, static_k: Any = None, static_v: Any = None,
     average_attn_weights: bool = True, is_causal: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Do as torch does, with heads as a dim of their own throughout (`b h s d`), so that they may be split."""
+    """Do as torch does, with heads as a separate dim throughout (`b h s d`), so that they may be split."""
     batched = query.ndim == 3
     if not batched:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
@@ -175,7 +175,7 @@ def _heads(x: Any, num_heads: int, static: Any = None) -> Any:
 
 
 def _mask_of(q: Any, k: Any, attn_mask: Any, key_padding_mask: Any) -> Any:
-    """Return what is added to the scores, broadcastable to `b h l s`; all queries attend to appended positions."""
+    """Return the bias of the scores, broadcastable to `b h l s`; all queries attend to appended positions."""
     given = []
     if attn_mask is not None:
         given.append(attn_mask.unflatten(0, (-1, q.shape[1])) if attn_mask.shape[0] > 1 and attn_mask.ndim == 3 else attn_mask)

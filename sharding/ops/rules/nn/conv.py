@@ -46,7 +46,7 @@ def _of_nothing(
 ) -> Tensor:
     """Return the result of a part without input channels, or of an empty one.
 
-    Its autograd graph has a convolution of single elements of which nothing is used, so that it has the nodes that it has on other
+    Its autograd graph has an unused convolution of single elements, so that it has the same nodes as on other
     ranks, and backward communicates alike on all, to every order.
     """
     kernel = weight.shape[2:]
@@ -120,7 +120,7 @@ def _padding(window: Window, start: int, stop: int) -> tuple[int, int]:
 
 
 def _over_space(n: int, func: Parts, transposed: bool, bind: Callable[..., Parts], a: Any) -> Callable[..., Any] | None:
-    """Return the function of the operands that runs the convolution over split space; None where space is not split.
+    """Return the function of the operands that runs the convolution over split space; None if space is not split.
 
     Args:
         bind: makes the function of the parts, see `on_parts`; it is passed n, func and the windows first.

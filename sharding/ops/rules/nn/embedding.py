@@ -36,7 +36,7 @@ def _embedding(
     input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
     scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Rule:  # fmt: skip
-    """With gradients scaled by frequency, all indices are counted, so these and the rows must be whole."""
+    """Return the rule; if gradients are scaled by frequency, all indices are counted, so indices and rows must not be split."""
     _refuse("embedding", max_norm, sparse)
     padding = None if padding_idx is None else padding_idx % max(weight.shape[0], 1)
     indices = dim_names(input.ndim, range(input.ndim) if scale_grad_by_freq else (), "i")
@@ -84,7 +84,7 @@ def _embedding_bag(
     scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Rule:  # fmt: skip
-    """Bags that are rows of a matrix may be split, and so may features and, for sums and means, the rows of the table."""
+    """Return the rule: rows of a matrix of bags may be split, and so may features and, for sums and means, the rows of the table."""
     _refuse("embedding_bag", max_norm, sparse)
     rows = "v" if mode != "max" and not scale_grad_by_freq and adds_in_parts(weight) else "[v]"
     bag = "[b]" if scale_grad_by_freq else "b"

@@ -35,7 +35,7 @@ def _interpolate(
     input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None, antialias: bool = False,
 ) -> Callable[..., Any] | None:  # fmt: skip
-    """Over split space, fetch the elements that this rank's part of the result repeats or mixes."""
+    """Make the decomposition over split space: fetch the elements that this rank's part of the result repeats or mixes."""
     n = input.ndim - 2
     if mode not in ("nearest", "nearest-exact", "area", *_LINEAR) or antialias or not is_split(input, range(2, input.ndim)):
         return None
@@ -65,7 +65,7 @@ class Taps(NamedTuple):
 
     Attributes:
         first, last: the indices of the one or two elements.
-        weights: of these two; None where the result repeats one.
+        weights: of these two; None if the result repeats one.
     """
 
     first: list[int]

@@ -116,7 +116,7 @@ def _l1_loss(input: Any, target: Any, *, weight: Any = None, reduction: str = "m
 
 
 def _argument_of(func: Any, name: str) -> Any:
-    """Return an argument of a call of `func` that is on the stack; None where there is none.
+    """Return an argument of a call of `func` that is on the stack; None if there is none.
 
     Under a mode torch calls the function once more from itself, without the argument: those calls have the same input.
     """
@@ -161,7 +161,7 @@ _register(F.multilabel_margin_loss, partial(_run, F.multilabel_margin_loss), _mu
 
 
 def _ctc_rule(a: Any) -> Rule:
-    """The batch may be split where every operand has a batch dim, unlike targets that are concatenated."""
+    """Return the rule: the batch may be split if every operand has a batch dim, unlike targets that are concatenated."""
     operands = tensors_of(a.log_probs, a.targets, a.input_lengths, a.target_lengths)
     if a.reduction != "none":
         return replace(_of_all(*operands), result=a.log_probs.new_empty(()))

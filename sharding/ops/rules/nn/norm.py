@@ -158,7 +158,7 @@ def _mean_of_groups(x: Any, groups: int) -> Any:
 
 
 def _batch_norm_rule(a: Any) -> Rule:
-    """With given statistics every element is independent."""
+    """Return the rule; with given statistics every element is independent."""
     names = ["n", "c", *[f"d{d}" for d in range(2, a.input.ndim)]]
     left = " ".join(f"[{name}]" if a.training and name != "c" else name for name in names)
     operands = (a.input, a.running_mean, a.running_var, a.weight, a.bias)

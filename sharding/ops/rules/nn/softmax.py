@@ -41,7 +41,7 @@ def _split_dims(input: Any, dims: tuple[int, ...], dtype: torch.dtype | None = N
 
 
 def _dtype_in(_stacklevel: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype, which `torch.softmax` takes where `torch.nn.functional` has an argument of its own."""
+    """Return the dtype, which `torch.softmax` takes in place of another argument of `torch.nn.functional`."""
     return _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype
 
 

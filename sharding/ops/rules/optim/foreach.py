@@ -204,7 +204,7 @@ _register_by_element()
 
 
 def _step_one_by_one(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Have ASGD step tensor by tensor: over lists it makes numbers on the device that C++ sees, which for a wrapper is "meta"."""
+    """Make ASGD step tensor by tensor: over lists it creates numbers on the device that C++ sees, which for a wrapper is "meta"."""
     if isinstance(optimizer, torch.optim.ASGD):
         for group in optimizer.param_groups:
             if group["foreach"] and any(isinstance(p, ShardedTensor) for p in group["params"]):

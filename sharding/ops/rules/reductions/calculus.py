@@ -18,9 +18,9 @@ Decomposition = Callable[..., Any]
 
 @decomposition_maker("diff", rule=lambda a: with_whole_dims(a.input, [a.dim]))
 def _diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Decomposition | None:
-    """Fetch the next `n` elements after this rank's part; what is prepended and appended is joined first."""
+    """Fetch the next `n` elements after this rank's part, after joining `prepend` and `append`."""
     size = torch.diff(input, n, dim, prepend, append).shape[dim]
-    if n == 0:  # torch then ignores what is prepended and appended
+    if n == 0:  # torch then ignores `prepend` and `append`
         return lambda input, *_, **__: input.clone()
     if prepend is not None or append is not None:
         return _diff_of_joined

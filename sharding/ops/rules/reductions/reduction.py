@@ -153,7 +153,7 @@ def safe_root(x: Any) -> Any:
 def _vector_norm(
     x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """Over split dims, sum powers or compare absolute values, then take the root."""
+    """Make the decomposition over split dims: sum powers or compare absolute values, then take the root."""
     dims = normal_dims(dim, x.ndim)
     if not is_split(x, dims):
         return None
@@ -190,7 +190,7 @@ def split_dims(a: Any) -> tuple[int, ...] | None:
 def _matrix_norm(
     dims: tuple[int, int], A: Any, ord: Any = "fro", dim: Dims = (-2, -1), keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
-    """Over split dims, take a Frobenius norm as that of a vector, and the largest sum of a row or column from sums.
+    """Compute over split dims: a Frobenius norm as that of a vector, and the largest sum of a row or column from sums.
 
     Other norms take singular values, which need the whole matrix.
     """

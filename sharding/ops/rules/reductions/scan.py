@@ -46,7 +46,7 @@ class _Parts:
     Attributes:
         totals: the layout of all totals, of which each rank that has elements has one.
         gathered: the same, with all of them on every rank.
-        before: the number of totals that come before this rank's part.
+        before: the number of totals before this rank's part.
     """
 
     def __init__(self, layout: Layout, dim: int) -> None:
@@ -77,7 +77,7 @@ def _scanned(parts: _Parts, scan: Scan, total: Total, dtype: torch.dtype | None,
 
 
 def _register(scan: Scan, total: Total, linear: bool) -> None:
-    """Register the decomposition of a scan in which a part's total can stand for the part in what comes after it."""
+    """Register the decomposition of a scan in which a part's total can stand for the part in later parts."""
 
     @decomposition_maker(scan.__name__)
     def make(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:

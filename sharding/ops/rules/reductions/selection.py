@@ -44,7 +44,7 @@ from ..registry import decomposition_maker, rule
 from .extreme import extreme_of_all
 from .reduction import along, reduction, whole_reduction
 
-Choose = Callable[[Any], tuple[Any, Any]]  # values and indices of what is selected along a dim, which is kept
+Choose = Callable[[Any], tuple[Any, Any]]  # values and indices of the selected elements along a dim, which is kept
 
 
 def _choice(input: Tensor, dim: int, count: int, choose: Choose) -> Callable[[Any], tuple[Any, Any]]:
@@ -63,7 +63,7 @@ def _choice(input: Tensor, dim: int, count: int, choose: Choose) -> Callable[[An
 
 
 def _proposals(choose: Choose, dim: int, layout: Layout, local: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what this rank's part proposes; for an empty part `choose` is called on zeros, to raise what it raises elsewhere."""
+    """Return the candidates of this rank's part; for an empty part `choose` is called on zeros, to raise the same errors as elsewhere."""
     if not local.shape[dim]:
         choose(local.new_zeros([1 if d == dim else n for d, n in enumerate(local.shape)]))
         return local, torch.empty_like(local, dtype=torch.int64, requires_grad=False)
@@ -168,7 +168,7 @@ def _arg_of_all(name: str, input: Tensor, keepdim: bool) -> Callable[..., Any]:
 
 
 def _counts(layout: Layout, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Return, for each combination of ranks of these axes, major to minor, 1 where they have elements, else 0."""
+    """Return, for each combination of ranks of these axes, major to minor, 1 if they have elements, else 0."""
     mesh = layout.mesh
     coordinates = torch.cartesian_prod(*[torch.arange(mesh.size(axis)) for axis in axes]).reshape(-1, len(axes)).tolist()
     numbers = [mesh.axis_index(axis) for axis in axes]

@@ -172,7 +172,7 @@ def _register_quantile(name: str) -> None:
     def make(
         input: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
     ) -> Rule:
-        """The reduced dim is sorted, so it must be whole; each number of `q` is independent."""
+        """Return the rule: the reduced dim is sorted, so it must not be split; each number of `q` is independent."""
         dims = normal_dims(dim, input.ndim)
         local = partial(_quantile_of_part, own, dims, keepdim)
         if not is_operand(q):

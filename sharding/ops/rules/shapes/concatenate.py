@@ -144,7 +144,7 @@ def _sides(ndim: int, pad: Sequence[int]) -> dict[int, tuple[int, int]]:
 
 
 def _pad_rule(a: Any) -> Rule:
-    """Padded dims must be whole; padding with zeros is linear."""
+    """Return the rule: padded dims must not be split; padding with zeros is linear."""
     made = with_whole_dims(a.input, list(_sides(a.input.ndim, a.pad)), local=_pad_local)
     return made if a.mode == "constant" and not a.value else replace(made, linear=(), transparent=False)
 

@@ -24,7 +24,7 @@ from .view import factor_shapes, groups
 
 
 def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
-    """Return the layout under another shape if every rank keeps its elements; None where some part would not be a box."""
+    """Return the layout under another shape if every rank keeps its elements; None if some part would not be a box."""
     alone = [d for d, n in enumerate(layout.shape) if n == 1 and splitting_axes(layout, d)]
     if alone or not prod(shape):
         return None
@@ -40,7 +40,7 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
 
 
 def _first_dim(layout: Layout, before: Sequence[int], after: Sequence[int]) -> Sequence[Cut] | None:
-    """Return the cuts of the first dim of a group reshaped to `after`; None where a cut would fall inside a row."""
+    """Return the cuts of the first dim of a group reshaped to `after`; None if a cut would fall inside a row."""
     own = layout.spec.cuts[before[0]]
     if not own or len(before) == len(after) == 1:
         return own

@@ -143,7 +143,7 @@ def _unrolled(dim: int, size: int, start: int, stop: int, part: Tensor) -> Tenso
 
 
 def _repeat_rule(a: Any) -> Rule:
-    """Dims repeated once may be split; the others must be whole."""
+    """Return the rule: dims repeated once may be split; the others must not."""
     input, counts = a.input, _counts(a.input, a.sizes, a.kwargs)
     new = len(counts) - input.ndim
     kept = [counts[new + i] == 1 for i in range(input.ndim)]

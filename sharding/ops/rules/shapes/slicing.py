@@ -62,7 +62,7 @@ class Piece:
     """A slice of a tensor of a given layout.
 
     Attributes:
-        cut: the layout in which every rank keeps what it has of the slice.
+        cut: the layout in which every rank keeps its part of the slice.
         moved: the layout of the result.
         index: the index of the slice in this rank's part.
     """
@@ -100,7 +100,7 @@ def _all_moved(pieces: Sequence[Piece], local: Tensor) -> list[Tensor]:
 
 
 def sliced(input: Tensor, entries: Sequence[Any]) -> Callable[[Any], Any] | None:
-    """Return the decomposition of `x[entries]`, one entry for each dim and None for each new one; None where no split dim is cut."""
+    """Return the decomposition of `x[entries]`, one entry for each dim and None for each new one; None if no split dim is cut."""
     given = [e for e in entries if e is not None]
     ranges = {d: _chosen(e, n) for d, (e, n) in enumerate(zip(given, input.shape, strict=True))}
     ranges = {d: chosen for d, chosen in ranges.items() if chosen != range(input.shape[d]) or type(given[d]) is int}
@@ -125,7 +125,7 @@ def _reshaped(layout: Layout, last: Sequence[Any]) -> Layout:
 
 
 def _basic(index: Any, ndim: int) -> list[Any] | None:
-    """Return the index with one entry for each dim and None for each new one; None where it has entries of other kinds."""
+    """Return the index with one entry for each dim and None for each new one; None if it has entries of other kinds."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(e is None or e is Ellipsis or type(e) is int or _is_plain_slice(e) for e in entries):
         return None

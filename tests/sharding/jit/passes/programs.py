@@ -12,8 +12,11 @@ import shardmesh as sm
 from shardmesh.sharding.jit.passes.agreement import Schedule, schedule_of
 from tests.device import DEVICE
 
-OFF: dict[str, Any] = {"dead_collectives": False, "common_collectives": False, "reduce_scatter": False, "bucket_bytes": 0, "overlap": False}
-ALL: dict[str, Any] = {"dead_collectives": True, "common_collectives": True, "reduce_scatter": True, "bucket_bytes": 4096, "overlap": True}
+ALL: dict[str, Any] = {
+    "dead_collectives": True, "common_collectives": True, "fuse_casts": True, "reduce_scatter": True, "regather": True,
+    "bucket_bytes": 4096, "overlap": True,
+}  # fmt: skip
+OFF: dict[str, Any] = dict.fromkeys(ALL, False) | {"bucket_bytes": 0}
 ROOMY = ALL | {"max_live_bytes": 1 << 20}
 SINGLE = [OFF | {name: value} for name, value in ALL.items()]
 

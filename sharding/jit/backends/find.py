@@ -1,4 +1,4 @@
-"""What compiles a graph: generated Python, Inductor, or any backend of `torch.compile`."""
+"""Find the backend that a name stands for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .program import Program, Runner, compile_eagerly
+from ..program import Program, Runner, compile_eagerly
 from .segments import compile_segments
 
 Backend = Callable[[Program, Sequence[Any]], Runner]

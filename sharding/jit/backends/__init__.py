@@ -1,0 +1,1 @@
+"""What compiles a graph: generated Python, Inductor, or any backend of `torch.compile`."""

@@ -1,0 +1,267 @@
+"""Compile a graph with Inductor, or with another backend of `torch.compile`: in segments, between nodes that must run in Python.
+
+    segment     operators of torch; collectives that are waited for at once, as opaque operators in one chain of tokens
+    Python      collectives in flight, numbers, draws, random operators, checks, fused optimizer kernels, writes to memory from outside
+
+A segment only reads its inputs, and its results have their own memory; views of them are made in Python. So a compiler has nothing to
+know about aliases. Equal segments, such as the layers of a model, are compiled once (`repeats.py`). A segment that the backend cannot
+compile runs as generated Python, with a warning.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ....mesh.comm.group import Group
+from ..collectives import OPERATORS, WAIT, Site, group_of, running, site_of
+from ..passes.alias import is_view, owner_of, root_of, writes
+from ..passes.schedule import draw_first
+from ..program import Program, Runner, compile_eagerly
+from .progress import Progress
+from .repeats import cut, key_of
+
+_LEAST = 3  # operators in a segment: a call of a compiled function costs as much as several operators
+_NOT_COMPILED = ("_fused_", "_local_scalar_dense", "set_", "resize_", "_amp_", "record_stream")
+
+
+def compile_segments(backend: str | Callable[..., Any], program: Program, inputs: Sequence[Any]) -> Runner:
+    """Return the program's graph as a function of its inputs, whose segments are compiled when they are first called."""
+    graph = fx.Graph()
+    output = graph.graph_copy(program.graph, values := {})
+    graph.output(output)
+    for old, new in values.items():
+        new.meta = dict(old.meta)
+    draw_first(graph)
+    parts = [_Part(nodes) for run in _segments(graph) for nodes in cut(run) if _size(nodes) >= _LEAST]
+    wanted: dict[Any, set[int]] = {}
+    for part in parts:
+        wanted.setdefault(part.key, set()).update(part.outputs)
+    compiled: dict[Any, Compiled] = {}
+    compiler, progress = _compiler(backend), Progress(program)
+    for part in parts:
+        _replace(graph, part, sorted(wanted[part.key]), compiled, lambda made: Compiled(made, compiler, progress))
+    progress.parts = len(compiled)
+    return compile_eagerly(graph)
+
+
+class _Part:
+    """Nodes that become one call of a segment.
+
+    Attributes:
+        key: equal for parts that compute the same from their inputs.
+        outputs: numbers of the nodes whose memory is used outside.
+    """
+
+    def __init__(self, nodes: list[fx.Node]) -> None:
+        self.nodes = nodes
+        self.key = key_of(nodes, self.inputs())
+        inside = {node: i for i, node in enumerate(nodes)}
+        self.used = [node for node in nodes if any(user not in inside for user in node.users)]
+        self.outputs = {inside[source] for node in self.used if (source := _made_at(node)) in inside}
+
+    def inputs(self) -> list[fx.Node]:
+        """Return the nodes from outside that it uses, in the order in which it does."""
+        inside = set(self.nodes)
+        return list(dict.fromkeys(x for node in self.nodes for x in node.all_input_nodes if x not in inside))
+
+
+def _compiler(backend: str | Callable[..., Any]) -> Callable[[fx.GraphModule, list[Tensor]], Any]:
+    if backend == "inductor":
+        return _compile_with_inductor
+    if callable(backend):
+        return backend
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(backend)
+
+
+def _compile_with_inductor(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """Return a graph compiled by Inductor, or found in its cache on disk, which takes only graphs that were traced with a `ShapeEnv`."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with tracing(TracingContext(fake)), config.patch(fallback_random=True, size_asserts=False):
+        return compile_fx(module, inputs)
+
+
+def _segments(graph: fx.Graph) -> Iterable[list[fx.Node]]:
+    """Yield the longest runs of nodes that can be compiled."""
+    found: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if _is_compiled(node, found):
+            found.append(node)
+            continue
+        if _size(found) >= _LEAST:
+            yield found
+        found = []
+
+
+def _size(nodes: Sequence[fx.Node]) -> int:
+    return sum(not is_view(node) for node in nodes)
+
+
+def _is_compiled(node: fx.Node, before: list[fx.Node]) -> bool:
+    if node.op != "call_function":
+        return False
+    if node.target in OPERATORS:
+        following = node.next
+        return following.target is WAIT and following.args[0] is node
+    if node.target is WAIT:
+        return bool(before) and before[-1] is node.args[0]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return getattr(node.target, "__name__", "") == "getitem" and node.args[0] in before
+    if torch.Tag.nondeterministic_seeded in node.target.tags or torch.Tag.inplace_view in node.target.tags:
+        return False
+    if node.target is torch.ops.aten.as_strided.default and root_of(node) not in before:
+        return False  # its offset counts from the start of memory that a compiler does not see
+    if any(root_of(x) not in before or _is_strided(x) for x in writes(node)):
+        return False
+    if "owner" in node.meta and all(r.alias_info is None for r in node.target._schema.returns):
+        return False  # a view that the operator does not declare
+    name = node.target._schema.name.partition("::")[2]
+    return not name.startswith(_NOT_COMPILED) and not any("val" not in x.meta and not _is_list(x, before) for x in node.all_input_nodes)
+
+
+def _is_strided(x: fx.Node) -> bool:
+    """Return whether memory is reached through `as_strided`: AOTAutograd refuses to write there."""
+    while x.target is not torch.ops.aten.as_strided.default:
+        above = owner_of(x)
+        if above is None or above is x:
+            return False
+        x = above
+    return True
+
+
+def _is_list(x: fx.Node, before: Sequence[fx.Node]) -> bool:
+    """Return whether a node without a shape is a list of tensors, made in the same segment; else it is a number."""
+    return x in before and isinstance(x.target, torch._ops.OpOverload)
+
+
+def _replace(
+    graph: fx.Graph, part: _Part, outputs: list[int], compiled: dict[Any, Compiled], compile_graph: Callable[[fx.Graph], Compiled]
+) -> None:
+    """Replace the nodes of a part by one call of a segment."""
+    nodes, inputs, inside = part.nodes, part.inputs(), set(part.nodes)
+    key = key_of(nodes, inputs), tuple(outputs)
+    if key not in compiled:
+        compiled[key] = compile_graph(_graph_of(nodes, inputs, outputs))
+    calls = [(group_of(node.args[-2]), site_of(node.args[-1])) for node in nodes if node.target in OPERATORS]  # type: ignore[arg-type]
+    with graph.inserting_before(nodes[0]):
+        call = graph.call_function(Segment(compiled[key], calls), tuple(inputs))
+        made = {nodes[n]: graph.call_function(operator.getitem, (call, i)) for i, n in enumerate(outputs) if n in part.outputs}
+        for node in part.used:
+            outside = _outside(graph, node, made, inside)
+            outside.meta = dict(node.meta)
+            node.replace_all_uses_with(outside, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(nodes):
+        graph.erase_node(node)
+
+
+def _graph_of(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[int]) -> fx.Graph:
+    """Return nodes as a graph of their own, whose last input and output is a token if they communicate."""
+    made, values = fx.Graph(), {}
+    for i, x in enumerate(inputs):
+        values[x] = made.placeholder(f"x{i}")
+    token = first = made.placeholder("token")
+    count = 0
+    for node in nodes:
+        if node.target is WAIT:
+            values[node] = values[node.args[0]]
+        elif node.target in OPERATORS:
+            args = [values[a] if isinstance(a, fx.Node) else a for a in node.args[:-1]]
+            ordered = getattr(torch.ops.shardmesh, f"ordered_{OPERATORS[node.target]}").default  # type: ignore[index]
+            both = made.call_function(ordered, (args[0], token, *args[1:], count))
+            values[node], token = made.call_function(operator.getitem, (both, 0)), made.call_function(operator.getitem, (both, 1))
+            count += 1
+        else:
+            values[node] = made.node_copy(node, lambda x: values[x])
+    made.output((*(values[nodes[n]] for n in outputs), *([token] if count else [])))
+    if not count:
+        made.erase_node(first)
+    return made
+
+
+def _made_at(node: fx.Node) -> fx.Node:
+    """Return the node whose result has the memory of this one's: itself if it is no view."""
+    while (above := owner_of(node)) is not None and above is not node:
+        if node.target is WAIT or (node.target is operator.getitem and owner_of(above) is None):
+            return node  # one of several results
+        node = above
+    return node
+
+
+def _outside(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node], inside: set[fx.Node]) -> fx.Node:
+    """Return a node outside of a segment with the value of one inside: a result, or a view made of one again."""
+    found = made.get(node, node if node not in inside else None)
+    if found is None:
+        owner: Any = owner_of(node)
+        above = _outside(graph, owner, made, inside)
+        found = above if writes(node) else graph.node_copy(node, lambda x: above if x is owner else x)
+        made[node] = found
+    return found
+
+
+class Segment:
+    """A call of a compiled part of a graph.
+
+    Attributes:
+        compiled: what runs.
+        calls: group and site of each of its collectives, which a token keeps in order.
+    """
+
+    def __init__(self, compiled: Compiled, calls: list[tuple[Group, Site]]) -> None:
+        self.compiled, self.calls = compiled, calls
+        self._token = (torch.empty(0),) if calls else ()
+        self.__name__ = f"segment_of_{len(compiled.graph.nodes)}"
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        run = self.compiled.run or self.compiled.compile([*inputs, *self._token])
+        if not self.calls:
+            return run(*inputs)
+        before, running.calls = running.calls, self.calls
+        try:
+            return run(*inputs, *self._token)
+        finally:
+            running.calls = before
+
+
+class Compiled:
+    """A graph that a backend compiles when it is first called.
+
+    Attributes:
+        graph: its operators.
+        run: the compiled function; None before.
+    """
+
+    def __init__(self, graph: fx.Graph, compiler: Any, progress: Progress) -> None:
+        self.graph, self._compiler, self._progress = graph, compiler, progress
+        self.run: Callable[..., Any] | None = None
+
+    def compile(self, inputs: list[Tensor]) -> Callable[..., Any]:
+        """Return the compiled function, of inputs like these."""
+        with self._progress:
+            self.run = self._compile(inputs)
+        return self.run
+
+    def _compile(self, inputs: list[Tensor]) -> Callable[..., Any]:
+        try:
+            return self._compiler(fx.GraphModule(torch.nn.Module(), self.graph), inputs)
+        except Exception as error:
+            warnings.warn(
+                f"sm.jit: a part of {len(self.graph.nodes)} operators runs as Python, since the backend cannot compile it: "
+                f"{type(error).__name__}: {str(error)[:300]}",
+                stacklevel=2,
+            )
+            return compile_eagerly(self.graph)

@@ -1,0 +1,80 @@
+"""Nodes that only bring values to other places: what they make can be made again, and what is done to each element can be done before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..collectives import OPERATORS, WAIT
+from .alias import MemoryUse, is_view
+
+aten = torch.ops.aten
+EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_COPIES = (aten.copy_.default, aten.clone.default, aten._to_copy.default, aten.cat.default, aten.contiguous.default)
+_MOVING = ("all_gather", "all_to_all")
+
+
+def is_empty(node: fx.Node) -> bool:
+    """Return whether a node makes a tensor without values."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.partition("::")[2] in EMPTY
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Return whether a node makes memory or copies values, perhaps to another dtype, and does nothing else."""
+    return node.target in _COPIES or is_empty(node)
+
+
+def is_moving(node: fx.Node) -> bool:
+    """Return whether a node starts a collective that brings the values of its operand to other ranks, on all ranks alike."""
+    return OPERATORS.get(node.target) in _MOVING  # type: ignore[arg-type]
+
+
+class Movement:
+    """Which memory of a graph is filled by which nodes, and who reads it.
+
+    Attributes:
+        use: the memory that each node uses.
+        nodes: the nodes in order.
+        at: the place of each.
+        fillers: for each class of memory the nodes that make or write it, in order.
+        readers: for each class the nodes that read it and are no views of it.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.use = MemoryUse(graph)
+        self.nodes = list(graph.nodes)
+        self.at = {node: i for i, node in enumerate(self.nodes)}
+        self.fillers: dict[int, list[fx.Node]] = {c: [node] for c, node in self.use.made_by.items()}
+        self.readers: dict[int, list[fx.Node]] = {}
+        self.mixed: set[int] = set()  # classes of results of which not all is known
+        for node in self.nodes:
+            for c in self.use.writes[node]:
+                self.fillers.setdefault(c, []).append(node)
+            for c in self.use.reads[node]:
+                self.readers.setdefault(c, []).append(node)
+            if len(self.use.of[node]) > 1 or (node in self.use.fences):
+                self.mixed |= self.use.of[node]
+
+    def own(self, start: fx.Node) -> int:
+        """Return the class of the result of a collective."""
+        return next(c for c in self.use.of[start] if self.use.made_by.get(c) is start)
+
+    def derived(self, start: fx.Node) -> list[int]:
+        """Return the classes that have values of a collective's result, moved by copies only, each after those that it is copied from."""
+        found = dict.fromkeys([self.own(start)])
+        work: list[Any] = list(found)
+        while work:
+            for node in self.readers.get(work.pop(), ()):
+                made = self.use.writes[node] | {c for c in self.use.of[node] if self.use.made_by.get(c) is node}
+                for c in made - found.keys():
+                    if c in self.use.made_by and all(map(is_copy, self.fillers[c])):
+                        found[c] = None
+                        work.append(c)
+        return list(found)
+
+
+def is_step(node: fx.Node) -> bool:
+    """Return whether a node moves values: a copy, a view, or the wait for a collective."""
+    return node.target is WAIT or is_view(node) or is_copy(node)
