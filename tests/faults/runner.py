@@ -31,7 +31,7 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What one rank did.
+    """The outcome of one rank.
 
     Attributes:
         error: class of the error that its program raised; "" if it returned or was killed.

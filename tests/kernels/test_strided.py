@@ -256,7 +256,7 @@ def test_units_of_a_tile(shape, unit, dst_unit):
 @pytest.mark.parametrize("to_flat", [True, False])
 @pytest.mark.parametrize("run", [8, 16, 32, 60])
 def test_programs_of_short_runs_take_whole_lines_of_both_sides(run, to_flat):
-    """Of 2-byte elements, packed for 8 peers and back: hardly a program touches a sector that another has to touch, too."""
+    """With 2-byte elements, packed for 8 peers and back, programs share few sectors."""
     view = view_of((2048, 8 * run), 1, 8)
     (table,) = make_tables([PlacedView(0, view)], to_flat, (2, 2))
     ((row, first, stop),) = rows_of(table)

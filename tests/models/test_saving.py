@@ -54,7 +54,7 @@ def test_save_safetensors(name, size, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("size", ["50GB", "20KB"])
 def test_files_of_save_pretrained(name, size, tmp_path):
-    """Without the tied weights, and with an index if there are several."""
+    """The file has no tied weights; several files have an index."""
     reference = model(name)
     reference.save_pretrained(tmp_path, max_shard_size=size)
 

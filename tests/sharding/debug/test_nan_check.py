@@ -238,7 +238,7 @@ def test_attention_masks_are_no_false_alarm():
 
 
 def test_uninitialized_memory_is_no_false_alarm():
-    """Whatever it contains: here memory just freed, full of NaNs."""
+    """Its contents do not matter: here freed memory full of NaNs."""
     for _ in range(20):
         torch.full((1000,), NAN)
         with debug_nans():

@@ -152,7 +152,7 @@ def test_over_the_axes_that_stay_global_it_stays_sharded(mesh):
 
 @every_rank(2, 2)
 def test_nested_functions(mesh):
-    """What the inner one closes over: from outside of both, and from the outer one."""
+    """The inner function captures from outside both, and from the outer one."""
     w, x = put(mesh, W, P("b", "a"), grad=True), put(mesh, X, P("a", "b"))
 
     def outer(x):

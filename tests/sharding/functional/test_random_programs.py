@@ -27,7 +27,7 @@ LATE = "by its type it is the same"  # in the refusal of a result that types let
 
 
 class ProgramOutcome(NamedTuple):
-    """What became of a program on one rank.
+    """The outcome of a program on one rank.
 
     Attributes:
         kind: "equal", "refused", "wrong" or "failed".

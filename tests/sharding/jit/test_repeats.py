@@ -84,8 +84,11 @@ def test_cut_graphs_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(found[1]) > 1
 
 
+COMPOSITIONS = [Composition("fsdp", "sp", "global", UNEVEN, (2, 2)), Composition("hsdp", "tp", "plain", EVEN, (1, 2, 2))]
+
+
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("case", [Composition("fsdp", "sp", "global", UNEVEN, (2, 2)), Composition("hsdp", "tp", "plain", EVEN, (1, 2, 2))], ids=str)
+@pytest.mark.parametrize("case", COMPOSITIONS, ids=str)
 def test_compositions(case: Composition) -> None:
     simulated = sm.simulate(int(np.prod(case.shape)))
     for expected, found in zip(simulated(composed)(case, None), simulated(composed)(case, "aot_eager"), strict=True):

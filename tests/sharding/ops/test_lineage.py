@@ -283,7 +283,7 @@ def test_gradients_of_two_parameters() -> None:
 
 
 def test_gradients_of_two_losses() -> None:
-    """Of one parameter, and after a second backward."""
+    """For one parameter, and after a second backward."""
 
     def fn(_: int) -> list[Any]:
         w, found = make(P()).requires_grad_(), []

@@ -36,7 +36,7 @@ GROUP_OP = {"all_to_all_v": "all_to_all", "all_to_all_reduce": "all_to_all"}
 
 @pytest.fixture(scope="module")
 def folder(world4):
-    """Where files are for groups to share; other tests of these processes find none that do, before and after."""
+    """Folder for the files of groups; groups that share memory exist only during the test."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as path:
         yield path
         world4(share_nothing)

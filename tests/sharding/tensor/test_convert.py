@@ -176,7 +176,7 @@ def test_to_local_shares_memory_and_graph(mesh):
 
 @pytest.mark.parametrize("spec", [P("a"), P(None, ("b", "a")), P("b", "a"), P()])
 def test_the_gradient_of_full_tensor(spec):
-    """By default all ranks' gradients are one and the same; or each is a share of it."""
+    """The gradients of all ranks are the same by default, or parts of a sum."""
     weight = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def program(mesh):

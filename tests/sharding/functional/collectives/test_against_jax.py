@@ -45,7 +45,7 @@ def test_case(case, jax):
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_difference(name, jax):
-    """Where we are not like JAX (`Case.differs` says why), JAX is as the table says, and we do what the plain definition says."""
+    """For differences from JAX (see `MappedCase.differs`), JAX's result is that of the table, and we do what the plain definition says."""
     case = DIFFERENCES[name]
     answer, wanted = jax.answer(name), defined(case)
     if case.refused:

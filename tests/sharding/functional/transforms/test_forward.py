@@ -223,7 +223,7 @@ def test_gradients_of_captured_tensors(mesh):
 
 @every_rank(2)
 def test_tensors_made_inside_a_transform_outlive_it(mesh):
-    """What is first needed inside a transform, and kept, is not one of its tensors."""
+    """A tensor first created inside a transform and cached is not one of the transform's tensors."""
     body = lambda x: sm.all_to_all(x * (sm.axis_index("a") + 1), "a", 1, 0, tiled=True)  # noqa: E731
     mapped = sm.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
     x = put(mesh, values(4, 2), P("a"))

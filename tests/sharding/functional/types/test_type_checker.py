@@ -1,4 +1,4 @@
-"""What the checker of mapped functions refuses, and where it says that a value began to vary."""
+"""The type checker of mapped functions: rejected functions, and the reported line where a value began to vary."""
 
 from __future__ import annotations
 

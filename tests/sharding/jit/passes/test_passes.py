@@ -1,4 +1,4 @@
-"""What each pass gains: collectives, bytes and memory of a graph before and after, on models of these tests."""
+"""Effect of each pass: collectives, bytes and memory of a graph before and after, on the models of these tests."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ X, WEIGHT = tensor(1, *SHAPE), tensor(2, *SHAPE)
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(unreduced={"a"})])
 @pytest.mark.parametrize("seeded", ["seed", "full_tensor"])
 def test_replicated_gradient_is_sliced_not_summed(spec, seeded):
-    """Of S -> R its own part is kept, of U -> R all of it, in memory of its own."""
+    """S -> R keeps this rank's part, U -> R the full tensor, in separate memory."""
 
     def program(mesh):
         whole, weight = place(mesh, X, grad=True), place(mesh, WEIGHT)

@@ -76,7 +76,7 @@ def test_foreach(others):
 
 
 def test_broadcast_rows_are_not_aligned():
-    """Of (4, 3) and (1, 3), both split in dim 0, the parts do not belong together."""
+    """The parts of (4, 3) and (1, 3), both sharded in dim 0, do not match."""
 
     def program(mesh):
         x, y = distributed(mesh, [f(4, 3), f(1, 3)], [P("a"), P("a")])

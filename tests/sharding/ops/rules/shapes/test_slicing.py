@@ -273,7 +273,7 @@ def test_a_dim_too_short_for_all_axes_keeps_the_major_ones():
 
 
 def test_slices_without_communication_are_views():
-    """Of dims that are not split, and of split ones where every rank keeps its part."""
+    """Slices of replicated dims, and of sharded dims where every rank keeps its part."""
 
     def program(mesh):
         x = sm.distribute_tensor(NUMBERS, mesh, P("a"), src_data_rank=None)
