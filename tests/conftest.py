@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does to what
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # for the kernels; read when the first of them is defined
+
+gc.disable()  # until all tests are collected: see `pytest_collection_finish`
 
 torch.set_num_threads(1)  # small tensors, and worker processes beside us
 
@@ -68,6 +71,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     device.choose(config.getoption("--device"))
     config.pluginmanager.register(RootIsNoTestPackage())  # as a plugin: a conftest's own hooks see no folder above it
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep millions of objects of modules and collected tests out of every later garbage collection, which would take seconds."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
