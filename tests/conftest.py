@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by shells for backg
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the first kernel is defined
+
+gc.disable()  # until all tests are collected: see `pytest_collection_finish`
 
 torch.set_num_threads(1)  # tensors are small, and worker processes share the cores
 
@@ -68,6 +71,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     device.choose(config.getoption("--device"))
     config.pluginmanager.register(RootIsNotATestPackage())  # a plugin, since hooks in a conftest do not apply to folders above it
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep millions of objects of modules and collected tests out of every later garbage collection, which would take seconds."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads marks

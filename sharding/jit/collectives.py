@@ -161,6 +161,7 @@ STARTS = {
     "broadcast": broadcast, "permute": permute,
 }  # fmt: skip
 _library = torch.library.Library("shardmesh", "DEF")
+_OUTSIDE_OF_CUDA_GRAPHS = [torch.Tag.cudagraph_unsafe]  # the monitor counts each call
 
 
 def _size_of(name: str) -> Any:
@@ -193,7 +194,10 @@ for _name, _schema in _SCHEMAS.items():
     _library.impl(_name, _completed(STARTS[_name]), "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardmesh::{_name}", _size_of(_name), lib=_library)
     # With a token, so that a compiler keeps the order of collectives, which must be the same on all ranks.
-    _library.define(f"ordered_{_name}{_schema.replace('(Tensor x', '(Tensor x, Tensor token').replace('-> Tensor', '-> (Tensor, Tensor)')}")
+    _library.define(
+        f"ordered_{_name}{_schema.replace('(Tensor x', '(Tensor x, Tensor token').replace('-> Tensor', '-> (Tensor, Tensor)')}",
+        tags=_OUTSIDE_OF_CUDA_GRAPHS,
+    )
 
 _library.define("wait(Tensor started) -> Tensor")
 _library.impl("wait", lambda started: started.clone(), "CompositeExplicitAutograd")
@@ -205,9 +209,12 @@ def _ordered(start: Any) -> Any:
 
     def run(x: Tensor, token: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         group, site = running.calls[args[-1]]
-        return start(x.contiguous(), *args[:-2], group, site, True).result, token.new_empty(0)
+        return start(x.contiguous(), *args[:-2], group, site, True).result, _TOKEN
 
     return run
+
+
+_TOKEN = torch.empty(0)
 
 
 def _ordered_size(size_of: Any) -> Any:

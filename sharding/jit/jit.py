@@ -132,6 +132,8 @@ class JitFunction:
         self._static = _positions(f, options["static_argnums"], options["static_argnames"])
         self._donated = _positions(f, options["donate_argnums"], ())[0]
         self._options = PassOptions.of(options["compiler_options"])
+        if self._options.inductor:
+            self._found = find_backend(self._backend, self._options.inductor)
         self._in, self._out = options["in_shardings"], options["out_shardings"]
         self._entries: weakref.WeakKeyDictionary[World, dict[Any, list[Entry]]] = weakref.WeakKeyDictionary()
         self._attempts: dict[Any, int] = {}
@@ -194,7 +196,7 @@ class JitFunction:
     def backend(self) -> Backend:
         """What compiles the graphs."""
         if self._found is None:
-            self._found = find_backend(self._backend)
+            self._found = find_backend(self._backend, self._options.inductor)
         return self._found
 
     def _flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -269,7 +271,8 @@ def jit(
         backend: "inductor", "eager" (generated Python), or any backend of `torch.compile`. By default Inductor if there is a C++
             compiler, else "eager", with a warning.
         compiler_options: which passes change the graph's collectives: a dict of the attributes of `PassOptions`, such as
-            `{"overlap": True, "bucket_bytes": 0}`; False for none. With passes all ranks of a mesh must record in the same call.
+            `{"overlap": True, "bucket_bytes": 0}`; False for none. Other names are options of `torch._inductor.config`, such as
+            `{"cpp_wrapper": True}`. With passes all ranks of a mesh must record in the same call.
 
     Returns:
         The function. Its results have no gradient history: `backward` through them raises.

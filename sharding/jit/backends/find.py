@@ -14,13 +14,21 @@ from .segments import compile_segments
 Backend = Callable[[Program, Sequence[Any]], Runner]
 
 
-def find_backend(given: str | Callable[..., Any] | None) -> Backend:
-    """Return the backend of this name; by default Inductor, or "eager" without a C++ compiler."""
+def find_backend(given: str | Callable[..., Any] | None, options: Sequence[tuple[str, Any]] = ()) -> Backend:
+    """Return the backend of this name; by default Inductor, or "eager" without a C++ compiler.
+
+    Args:
+        options: names in `torch._inductor.config` and their values.
+
+    Raises: ValueError for such options with another backend.
+    """
     if given is None:
         given = "inductor" if _has_compiler() else "eager"
+    if options and given != "inductor":
+        raise ValueError(f"sm.jit: compiler_options has {options[0][0]!r}, an option of Inductor, but the backend is {given!r}")
     if given == "eager":
         return lambda program, inputs: compile_eagerly(program.graph)
-    return functools.partial(compile_segments, given)
+    return functools.partial(compile_segments, given, dict(options))
 
 
 @functools.cache

@@ -10,6 +10,7 @@ compile runs as generated Python, with a warning.
 
 from __future__ import annotations
 
+import functools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +31,7 @@ _LEAST = 3  # operators in a segment: a call of a compiled function costs as muc
 _NOT_COMPILED = ("_fused_", "_local_scalar_dense", "set_", "resize_", "_amp_", "record_stream")
 
 
-def compile_segments(backend: str | Callable[..., Any], program: Program, inputs: Sequence[Any]) -> Runner:
+def compile_segments(backend: str | Callable[..., Any], options: dict[str, Any], program: Program, inputs: Sequence[Any]) -> Runner:
     """Return the program's graph as a function of its inputs, whose segments are compiled when they are first called."""
     graph = fx.Graph()
     output = graph.graph_copy(program.graph, values := {})
@@ -43,7 +44,7 @@ def compile_segments(backend: str | Callable[..., Any], program: Program, inputs
     for part in parts:
         wanted.setdefault(part.key, set()).update(part.outputs)
     compiled: dict[Any, Compiled] = {}
-    compiler, progress = _compiler(backend), Progress(program)
+    compiler, progress = _compiler(backend, options), Progress(program)
     for part in parts:
         _replace(graph, part, sorted(wanted[part.key]), compiled, lambda made: Compiled(made, compiler, progress))
     progress.parts = len(compiled)
@@ -71,9 +72,9 @@ class _Part:
         return list(dict.fromkeys(x for node in self.nodes for x in node.all_input_nodes if x not in inside))
 
 
-def _compiler(backend: str | Callable[..., Any]) -> Callable[[fx.GraphModule, list[Tensor]], Any]:
+def _compiler(backend: str | Callable[..., Any], options: dict[str, Any]) -> Callable[[fx.GraphModule, list[Tensor]], Any]:
     if backend == "inductor":
-        return _compile_with_inductor
+        return functools.partial(_compile_with_inductor, options)
     if callable(backend):
         return backend
     from torch._dynamo.backends.registry import lookup_backend
@@ -81,7 +82,7 @@ def _compiler(backend: str | Callable[..., Any]) -> Callable[[fx.GraphModule, li
     return lookup_backend(backend)
 
 
-def _compile_with_inductor(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
+def _compile_with_inductor(options: dict[str, Any], module: fx.GraphModule, inputs: list[Tensor]) -> Any:
     """Return a graph compiled by Inductor, or found in its cache on disk, which takes only graphs that were traced with a `ShapeEnv`."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -90,7 +91,7 @@ def _compile_with_inductor(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with tracing(TracingContext(fake)), config.patch(fallback_random=True, size_asserts=False):
+    with tracing(TracingContext(fake)), config.patch({"fallback_random": True, "size_asserts": False} | options):
         return compile_fx(module, inputs)
 
 

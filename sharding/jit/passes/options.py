@@ -1,4 +1,4 @@
-"""Which passes run: `sm.jit(..., compiler_options=...)`."""
+"""Which passes run, and how Inductor compiles: `sm.jit(..., compiler_options=...)`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class PassOptions:
         bucket_bytes: the largest buffer that small collectives are packed into; 0 for none.
         max_live_bytes: how many bytes of results `overlap` and `common_collectives` may keep; None for as many as do not raise the peak.
             `regather` goes on until the graph takes at most so many; None for as few as it can reach.
+        inductor: names in `torch._inductor.config` and their values.
     """
 
     dead_collectives: bool = True
@@ -26,11 +27,12 @@ class PassOptions:
     bucket_bytes: int = 1 << 20
     overlap: bool = False
     max_live_bytes: int | None = None
+    inductor: tuple[tuple[str, Any], ...] = ()
 
     @property
     def any(self) -> bool:
         """Whether any pass runs."""
-        return any(getattr(self, option.name) for option in fields(self) if option.name != "max_live_bytes")
+        return any(getattr(self, name) for name in _PASSES)
 
     @staticmethod
     def of(given: Mapping[str, Any] | bool | None) -> PassOptions:
@@ -41,16 +43,33 @@ class PassOptions:
         if given is None or given is True:
             return PassOptions()
         if given is False:
-            return PassOptions(**{option.name: 0 for option in fields(PassOptions) if option.name != "max_live_bytes"})  # type: ignore[arg-type]
+            return PassOptions(**dict.fromkeys(_PASSES, 0))  # type: ignore[arg-type]
         if not isinstance(given, Mapping):
             raise TypeError(f"sm.jit: compiler_options must be a dict of options or False, got {given!r}")
-        names = [option.name for option in fields(PassOptions)]
-        for name, value in given.items():
-            if name not in names:
-                raise ValueError(f"sm.jit: compiler_options has no {name!r}; it has {', '.join(names)}")
+        ours = {name: value for name, value in given.items() if name in (*_PASSES, "max_live_bytes")}
+        for name, value in ours.items():
             is_size = name == "bucket_bytes" or (name == "max_live_bytes" and value is not None)
             if is_size and (type(value) is not int or value < 0):
                 raise ValueError(f"sm.jit: compiler_options[{name!r}] must be a number of bytes, an integer >= 0, got {value!r}")
             if not is_size and name != "max_live_bytes" and type(value) is not bool:
                 raise TypeError(f"sm.jit: compiler_options[{name!r}] must be True or False, got {value!r}")
-        return PassOptions(**given)
+        return PassOptions(**ours, inductor=tuple((name, _checked(name, x)) for name, x in given.items() if name not in ours))
+
+
+_PASSES = tuple(option.name for option in fields(PassOptions) if option.name not in ("max_live_bytes", "inductor"))
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Return the value of an option of Inductor. Raises: ValueError if it has no such option, TypeError for a value of another type."""
+    from torch._inductor import config  # takes a second to import
+
+    options = config.get_config_copy()
+    if name not in options:
+        raise ValueError(
+            f"sm.jit: compiler_options has no {name!r}; it has {', '.join((*_PASSES, 'max_live_bytes'))}, "
+            "and the names in torch._inductor.config"
+        )
+    kind = type(options[name])
+    if options[name] is not None and not callable(value) and type(value) is not kind:
+        raise TypeError(f"sm.jit: compiler_options[{name!r}] must be {kind.__name__}, as in torch._inductor.config, got {value!r}")
+    return value

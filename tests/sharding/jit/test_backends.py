@@ -134,3 +134,46 @@ def test_a_small_graph_has_no_segments() -> None:
     for _ in range(3):
         f(torch.ones(2))
     assert not any(isinstance(node.target, Segment) for node in f.recorded[0].graph.nodes)
+
+
+def test_options_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are set while Inductor compiles, and only then."""
+    from torch._inductor import compile_fx, config
+
+    seen = []
+
+    def compiled(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        seen.append((config.cpp_wrapper, config.epilogue_fusion, config.fallback_random))
+        return module
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compiled)
+    f = sm.jit(lambda x: (x.sin() + 1).cos() * 2, backend="inductor", compiler_options={"cpp_wrapper": True, "epilogue_fusion": False})
+    x = torch.arange(3.0)
+    assert torch.equal(f(x), f(x))
+    assert seen == [(True, False, True)]
+    assert (config.cpp_wrapper, config.epilogue_fusion) == (False, True)
+
+
+@pytest.mark.slow
+def test_cpp_wrapper() -> None:
+    def main() -> Any:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("x",))
+        f = sm.jit(lambda x: (x.sin() * 2).redistribute(P()).cos() + 1, backend="inductor", compiler_options={"cpp_wrapper": True})
+        x = sm.ones(4, 6, device_mesh=mesh, placements=P("x"))
+        return [f(x).to_local() for _ in range(3)]
+
+    for found in sm.simulate(2)(main)():
+        torch.testing.assert_close(found[1:], found[:1] * 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "error", "text"),
+    [
+        ({"cpp_wraper": True}, None, ValueError, "has no 'cpp_wraper'; it has dead_collectives, .*, and the names in torch._inductor.config"),
+        ({"cpp_wrapper": 1}, None, TypeError, r"compiler_options\['cpp_wrapper'\] must be bool, as in torch._inductor.config, got 1"),
+        ({"cpp_wrapper": True}, "eager", ValueError, "has 'cpp_wrapper', an option of Inductor, but the backend is 'eager'"),
+    ],
+)
+def test_wrong_options_of_inductor(options: dict[str, Any], backend: str | None, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        sm.jit(lambda x: x, backend=backend, compiler_options=options)
