@@ -28,7 +28,7 @@ from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
 from .backends.find import Backend, find_backend
 from .draws import advance
 from .errors import JitError
-from .lowered import Lowered, lower
+from .inspection.lowered import Compiled, Lowered, lower
 from .passes.alias import written_inputs
 from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
@@ -171,19 +171,21 @@ class JitFunction:
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Record the function on "meta", as rank 0, and return the graph for inspection. Nothing runs, and no argument changes.
 
+        The graph is as recorded; `.compile()` of the result has the passes applied.
+
         Args:
             args, kwargs: as those of a call, or a `Layout`, also on an `AbstractMesh`, in place of a tensor.
 
         Communication: none.
         """
-        return lower(self, self._f, args, kwargs)
+        return lower(self, self._f, args, kwargs, self._options)
 
     @property
-    def recorded(self) -> list[Lowered]:
-        """The graphs that this rank's calls have made."""
+    def recorded(self) -> list[Compiled]:
+        """The graphs that this rank's calls have made, with the passes applied."""
         world = current_world()
         entries = [entry for found in self._entries.get(world, {}).values() for entry in found]
-        return [Lowered(entry.recording.program, world, self, {}) for entry in entries]
+        return [Compiled(entry.recording.program, world, {}, self) for entry in entries]
 
     @property
     def __wrapped_function__(self) -> Callable[..., Any]:

@@ -233,9 +233,10 @@ def _layout_of(x: Tensor) -> tuple[Layout | None, int]:
 
 
 def _note_memory(node: fx.Node, x: Tensor | None) -> None:
-    """Record where an input's memory is, so that passes know which inputs share it."""
-    if x is not None and not x.is_meta:
-        node.meta["memory"] = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
+    """Record where an input's memory is, so that passes know which inputs share it; of "meta" tensors where it would be, far apart."""
+    if x is not None:
+        storage = x.untyped_storage()
+        node.meta["memory"] = storage._cdata << 48 if x.is_meta else storage.data_ptr(), storage.nbytes()
 
 
 class _Finish:

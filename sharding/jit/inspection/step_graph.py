@@ -1,31 +1,21 @@
-"""What a graph will do: as text, in flops and bytes, and the memory that it takes.
-
-    f.lower(*args)   ->   Lowered         recorded on "meta": nothing runs and nothing is sent
-    f.recorded       ->   [Lowered]       the graphs that calls have made
-"""
+"""A graph to look at: as text, in flops and bytes, and the memory that it takes."""
 
 from __future__ import annotations
 
 import math
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from ...mesh.comm.null import null_world
-from ...mesh.comm.world import World
-from ..debug.eval_shape import _Inside, _root_mesh
-from .collectives import OPERATORS, site_of
-from .errors import JitError
-from .passes.alias import owner_of, root_of
-from .program import Program
-from .recording import record
-from .state.snapshot import Snapshot
+from ....mesh.comm.world import World
+from ..collectives import OPERATORS, site_of
+from ..passes.alias import owner_of, root_of
+from ..program import Program
 
 _SHORT = {
     torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.int32: "i32",
@@ -66,11 +56,11 @@ class Memory:
     alive: list[tuple[str, int]] = field(repr=False)
 
 
-class Lowered:
-    """A recorded graph, for inspection. `print` shows it as text."""
+class StepGraph:
+    """The graph of one call, on one rank. `print` shows it as text."""
 
-    def __init__(self, program: Program, world: World, function: Any, layouts: dict[str, str]) -> None:
-        self._program, self._function, self._layouts = program, function, layouts
+    def __init__(self, program: Program, world: World, layouts: dict[str, str]) -> None:
+        self._program, self._world, self._layouts = program, world, layouts
         self._axes = {node: world.axes_of(_ranks(node)) for node in program.graph.nodes if node.target in OPERATORS}
         self._size = {node: len(_ranks(node)) for node in self._axes}
 
@@ -78,15 +68,6 @@ class Lowered:
     def graph(self) -> fx.Graph:
         """The graph."""
         return self._program.graph
-
-    @property
-    def passes(self) -> dict[str, int]:
-        """The passes that ran, and how many nodes each has changed."""
-        return dict(self._program.passes)
-
-    def compile(self) -> Callable[..., Any]:
-        """Return the jitted function, which makes its graph of real tensors when it is first called."""
-        return self._function
 
     def as_text(self) -> str:
         """Return one line per node: local shape, operator and operands; of a collective its axes, bytes and purpose."""
@@ -138,7 +119,7 @@ class Lowered:
         return Cost(sum(map(_flops, nodes)), received, launches, len(nodes) - len(launches))
 
     def memory_analysis(self) -> Memory:
-        """Return the memory of the graph's tensors if each is freed after its last use."""
+        """Return what the graph's tensors take if each is freed after its last use."""
         nodes = list(self.graph.nodes)
         owner = {node: owner_of(node) for node in nodes}
         last: dict[fx.Node, int] = {}
@@ -155,50 +136,6 @@ class Lowered:
             live = {x: size for x, size in live.items() if last[x] > i}
         alive = sorted(((x.name, size) for x, size in best.items()), key=lambda item: -item[1])
         return Memory(sum(_bytes(node) for node in nodes if node.op == "placeholder"), peak, at, alive[:20])
-
-
-def lower(function: Any, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Lowered:
-    """Record `f` on "meta" tensors; see `eval_shape` for what arguments may be."""
-    cells = _cells(f)
-    root = _root_mesh(None, (args, kwargs, list(cells.values())))
-    with null_world(math.prod(root.shape), 0) as world:
-        world.observers.clear()  # lowering is not counted
-        inside = _Inside(root)
-        with inside.mesh:
-            given, named, held = inside.enter((tuple(args), kwargs, cells))
-            leaves = [*given, *named.values()]
-            inner = _with_cells(f, held)
-            snapshot = Snapshot([("f", inner), *((f"args[{i}]", x) for i, x in enumerate(leaves) if not isinstance(x, Tensor))])
-            layouts = {path: f" @ {x._layout}" for x, path in snapshot.sharded}
-            layouts |= {f"args[{i}]": f" @ {x._layout}" for i, x in enumerate(leaves) if hasattr(x, "_layout")}
-            count = len(given)
-            run = lambda now: inner(*now[:count], **dict(zip(named, now[count:], strict=True)))  # noqa: E731
-            _, found, _ = record(run, leaves, snapshot, set(), world, first=False, abstract=True)
-        if isinstance(found, str):
-            raise JitError(f"{function!r} cannot be lowered: {found}")
-        return Lowered(found.program, world, function, layouts)
-
-
-def _cells(f: Any) -> dict[str, Any]:
-    """Return the objects that a function closes over, and the object of a method."""
-    inner = f.__func__ if isinstance(f, types.MethodType) else f
-    found = {"": f.__self__} if isinstance(f, types.MethodType) else {}
-    if isinstance(inner, types.FunctionType):
-        found |= {name: cell.cell_contents for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)}
-    return {"f": f} if isinstance(f, torch.nn.Module) else found
-
-
-def _with_cells(f: Any, cells: dict[str, Any]) -> Callable[..., Any]:
-    """Return the function with other values in its closure."""
-    if isinstance(f, torch.nn.Module):
-        return cells["f"]
-    inner = f.__func__ if isinstance(f, types.MethodType) else f
-    if not isinstance(inner, types.FunctionType):
-        return f
-    closure = tuple(types.CellType(cells[name]) for name in inner.__code__.co_freevars)
-    made = types.FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, closure)
-    made.__kwdefaults__, made.__qualname__ = inner.__kwdefaults__, inner.__qualname__
-    return types.MethodType(made, cells[""]) if isinstance(f, types.MethodType) else made
 
 
 # -- nodes ---------------------------------------------------------------------------------------------------------------
