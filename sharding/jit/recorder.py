@@ -221,9 +221,8 @@ class GraphRecorder(TorchDispatchMode):
         if any(type(x) is ShardedTensor for x in tensors):
             return True
         if self.abstract:
-            if tensors:
-                return all(x.is_meta and _storage(x) in self._stand_ins for x in tensors)
-            return any(frame.f_code in _ON_STAND_INS for frame in _frames())
+            known = tensors and all(x.is_meta and _storage(x) in self._stand_ins for x in tensors)
+            return bool(known) or any(frame.f_code in _ON_STAND_INS for frame in _frames())  # some are older than the recording
         device = kwargs.get("device")
         return (device is not None and torch.device(device).type == "meta") or any(x.is_meta for x in tensors)
 
