@@ -185,7 +185,7 @@ class JitFunction:
         """The graphs that this rank's calls have made, with the passes applied."""
         world = current_world()
         entries = [entry for found in self._entries.get(world, {}).values() for entry in found]
-        return [Compiled(entry.recording.program, world, {}, self) for entry in entries]
+        return [Compiled(entry.recording.program, world, {}, None, self, entry) for entry in entries]
 
     @property
     def __wrapped_function__(self) -> Callable[..., Any]:

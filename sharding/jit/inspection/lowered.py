@@ -30,8 +30,10 @@ from .step_graph import StepGraph
 class Lowered(StepGraph):
     """A graph as recorded, before any pass."""
 
-    def __init__(self, program: Program, world: World, layouts: dict[str, str], function: Any, options: PassOptions) -> None:
-        super().__init__(program, world, layouts)
+    def __init__(
+        self, program: Program, world: World, layouts: dict[str, str], device_type: str, function: Any, options: PassOptions
+    ) -> None:
+        super().__init__(program, world, layouts, device_type)
         self._function, self._options = function, options
 
     def compile(self) -> Compiled:
@@ -40,18 +42,23 @@ class Lowered(StepGraph):
         Nothing is compiled by a backend, since there are no tensors yet: the function does that when it is called.
         """
         program = run_passes(self._program, self._options, None, ())
-        return Compiled(program, self._world, self._layouts, self._function)  # type: ignore[arg-type]
+        return Compiled(program, self.world, self._layouts, self.device_type, self._function)  # type: ignore[arg-type]
 
 
 class Compiled(StepGraph):
     """A graph with the passes applied; a call of it is a call of the jitted function.
 
     The graphs of `f.recorded` have the passes that all ranks agreed on. That of `lower().compile()` has all that change this rank's.
+
+    Attributes:
+        entry: what runs it; None if no call has made it.
     """
 
-    def __init__(self, program: Program, world: World, layouts: dict[str, str], function: Any) -> None:
-        super().__init__(program, world, layouts)
-        self._function = function
+    def __init__(
+        self, program: Program, world: World, layouts: dict[str, str], device_type: str | None, function: Any, entry: Any = None
+    ) -> None:
+        super().__init__(program, world, layouts, device_type)
+        self._function, self.entry = function, entry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
@@ -86,7 +93,8 @@ def lower(function: Any, f: Callable[..., Any], args: Sequence[Any], kwargs: dic
             _, found, _ = record(run, leaves, snapshot, set(), world, first=False, abstract=True)
         if isinstance(found, str):
             raise JitError(f"{function!r} cannot be lowered: {found}")
-        return Lowered(found.program, world, layouts, function, options)
+        device_type = getattr(root, "device_type", "cuda")  # without devices as `AbstractMesh.topology`
+        return Lowered(found.program, world, layouts, device_type, function, options)
 
 
 def _cells(f: Any) -> dict[str, Any]:

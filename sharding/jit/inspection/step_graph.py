@@ -57,12 +57,19 @@ class Memory:
 
 
 class StepGraph:
-    """The graph of one call, on one rank. `print` shows it as text."""
+    """The graph of one call, on one rank. `print` shows it as text.
 
-    def __init__(self, program: Program, world: World, layouts: dict[str, str]) -> None:
-        self._program, self._world, self._layouts = program, world, layouts
-        self._axes = {node: world.axes_of(_ranks(node)) for node in program.graph.nodes if node.target in OPERATORS}
-        self._size = {node: len(_ranks(node)) for node in self._axes}
+    Attributes:
+        world: the world that it runs in, a null world for a graph that was only lowered.
+        axes: the mesh axes of each collective.
+        device_type: where it runs; "cuda" for one on an `AbstractMesh`, as for its topology.
+    """
+
+    def __init__(self, program: Program, world: World, layouts: dict[str, str], device_type: str | None = None) -> None:
+        self._program, self.world, self._layouts = program, world, layouts
+        self.axes = {node: world.axes_of(ranks_of(node)) for node in program.graph.nodes if node.target in OPERATORS}
+        self._size = {node: len(ranks_of(node)) for node in self.axes}
+        self.device_type = device_type or next((x.meta["val"][3].type for x in program.graph.nodes if "val" in x.meta), "cpu")
 
     @property
     def graph(self) -> fx.Graph:
@@ -89,20 +96,20 @@ class StepGraph:
                 yield f"{node.name}: {_type(node)} = {target}({operands}){self._purpose(node)}"
 
     def _purpose(self, node: fx.Node) -> str:
-        if node not in self._axes:
+        if node not in self.axes:
             return ""
         site = site_of(node.args[-1])  # type: ignore[arg-type]
         tag = "" if site.tag is None else f"; {site.tag.text}"
-        return f"    # over {self._axes[node]}, receives {self._received(node):,} bytes{tag}; {site.place}"
+        return f"    # over {self.axes[node]}, receives {self.received(node):,} bytes{tag}; {site.place}"
 
-    def _received(self, node: fx.Node) -> int:
+    def received(self, node: fx.Node) -> int:
         """Return the bytes that a collective receives, as `CollectiveRecord` counts them."""
         x, n = node.args[0], self._size[node]
-        size = _bytes(x)  # type: ignore[arg-type]
+        size = bytes_of(x)  # type: ignore[arg-type]
         name, width = OPERATORS[node.target], _width(x)  # type: ignore[index,arg-type]
         if name == "all_to_all" and node.args[1] is not None:
             splits: Any = node.args[1]
-            return (sum(splits) - splits[self._program.rank_in(_ranks(node))]) * width
+            return (sum(splits) - splits[self._program.rank_in(ranks_of(node))]) * width
         if name == "permute":
             return node.args[1] * width  # type: ignore[operator]
         shares = {"all_gather": (n - 1) * size, "reduce_scatter": (n - 1) * size // n, "all_reduce": 2 * (n - 1) * size // n}
@@ -112,11 +119,11 @@ class StepGraph:
         """Return flops, and bytes and launches by mesh axes."""
         received: dict[str, int] = {}
         launches: dict[str, int] = {}
-        for node, axes in self._axes.items():
-            received[axes] = received.get(axes, 0) + self._received(node)
+        for node, axes in self.axes.items():
+            received[axes] = received.get(axes, 0) + self.received(node)
             launches[axes] = launches.get(axes, 0) + 1
         nodes = [node for node in self.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-        return Cost(sum(map(_flops, nodes)), received, launches, len(nodes) - len(launches))
+        return Cost(sum(map(flops_of, nodes)), received, launches, len(nodes) - len(launches))
 
     def memory_analysis(self) -> Memory:
         """Return what the graph's tensors take if each is freed after its last use."""
@@ -130,33 +137,36 @@ class StepGraph:
         peak, best, at = 0, {}, ""
         for i, node in enumerate(nodes):
             if node.op == "call_function" and owner[node] is None:
-                live[node] = _bytes(node)
+                live[node] = bytes_of(node)
             if (now := sum(live.values())) > peak:
                 peak, best, at = now, dict(live), node.name
             live = {x: size for x, size in live.items() if last[x] > i}
         alive = sorted(((x.name, size) for x, size in best.items()), key=lambda item: -item[1])
-        return Memory(sum(_bytes(node) for node in nodes if node.op == "placeholder"), peak, at, alive[:20])
+        return Memory(sum(bytes_of(node) for node in nodes if node.op == "placeholder"), peak, at, alive[:20])
 
 
 # -- nodes ---------------------------------------------------------------------------------------------------------------
 
 
-def _ranks(node: fx.Node) -> tuple[int, ...]:
+def ranks_of(node: fx.Node) -> tuple[int, ...]:
+    """Return the ranks of a collective."""
     return tuple(map(int, str(node.args[-2]).split(",")))
 
 
-def _bytes(node: fx.Node) -> int:
+def bytes_of(node: fx.Node) -> int:
+    """Return the bytes of a node's result or results."""
     value = node.meta.get("val")
     if value is not None:
         return math.prod(value[0]) * value[2].itemsize
-    return sum(_bytes(user) for user in node.users if getattr(user.target, "__name__", "") == "getitem")
+    return sum(bytes_of(user) for user in node.users if getattr(user.target, "__name__", "") == "getitem")
 
 
 def _width(node: fx.Node) -> int:
     return node.meta["val"][2].itemsize
 
 
-def _flops(node: fx.Node) -> int:
+def flops_of(node: fx.Node) -> int:
+    """Return the flops of an operator; 0 of those that are bound by memory."""
     count = flop_registry.get(node.target.overloadpacket)  # type: ignore[union-attr]
     if count is None:
         return 0
