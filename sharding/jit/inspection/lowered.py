@@ -68,6 +68,11 @@ class Compiled(StepGraph):
         """The passes that ran, and how many nodes each has changed."""
         return dict(self._program.passes)
 
+    @property
+    def reason(self) -> str | None:
+        """Why it was recorded although the function had graphs; None for the first one, and for one that was only lowered."""
+        return None if self.entry is None else self.entry.reason
+
     def _lines(self) -> Iterator[str]:
         passes = ", ".join(f"{name} {count}" for name, count in self.passes.items())
         yield f"# nodes changed by passes: {passes}" if passes else "# no passes"
