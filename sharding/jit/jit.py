@@ -28,12 +28,13 @@ from .backends.find import Backend, find_backend
 from .draws import advance
 from .errors import JitError
 from .inspection.lowered import Compiled, Lowered, lower
+from .passes.agreement import announce
 from .passes.alias import written_inputs
 from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
 from .program import Runner
 from .recording import Recording, record, seal
-from .state.differences import Reasons, changed_gradient, changed_tensor, facts_of
+from .state.differences import Reasons, changed_gradient, changed_tensor, facts_of, texts_of
 from .state.slots import empty_slots, signature
 from .state.snapshot import _PLAIN, Guard, Snapshot
 
@@ -227,6 +228,11 @@ class JitFunction:
         dynamic: _Dynamic = {(id(group), "lr") for optimizer in snapshot.optimizers for group in optimizer.param_groups}
         guard = Guard(snapshot, dynamic)
         count = self._attempts.get((world.rank, key), 0) + 1
+        others = [other for other, known in self._entries[world].items() if known and other != key]
+        reasons = self._reasons.find(why, key, others)
+        name = getattr(self._f, "__qualname__", type(self._f).__name__).rpartition("<locals>.")[2]
+        if self._options.any:
+            announce(world, _meshes(snapshot, leaves), name, texts_of(reasons))
         result, found, before = record(functools.partial(self._call, tree), leaves, snapshot, dynamic, world, count == 1)
         program = run_passes(found if isinstance(found, str) else found.program, self._options, world, _meshes(snapshot, leaves))
         found = program if isinstance(program, str) else found._replace(program=program)  # type: ignore[union-attr]
@@ -239,10 +245,11 @@ class JitFunction:
                 )
             return result
         self._attempts.pop((world.rank, key), None)
-        found.program.name = getattr(self._f, "__qualname__", "a function").rpartition("<locals>.")[2]
+        found.program.name = name
         entries.append(Entry(found, guard, leaves, before))
-        others = [other for other, known in self._entries[world].items() if known and other != key]
-        entries[-1].reason = self._reasons.note(self, why, key, others, world.rank == 0)
+        entries[-1].reason = texts_of(reasons) or None
+        if not world.rank:
+            self._reasons.note(self, reasons)
         del entries[:-_KEPT]
         return result
 

@@ -54,32 +54,35 @@ class Reasons:
         self._f, self._recordings = f, 0
         self._found: dict[str, tuple[Reason, int]] = {}
 
-    def note(self, function: Any, change: str, key: Any, others: Sequence[Any], is_told: bool) -> str | None:
-        """Count a recording, log each thing that differs once, and warn once if there are many.
+    def find(self, change: str, key: Any, others: Sequence[Any]) -> list[Reason]:
+        """Return why a signature is recorded; [] for the first recording.
 
         Args:
             change: what has changed since the newest graph of this signature; empty if it has none.
-            key, others: this signature, and the others that have graphs, the newest last.
-            is_told: whether this rank logs and warns.
-
-        Returns: why there is another recording, None if it is the first.
+            others: other signatures that have graphs, the newest last.
         """
-        reasons = [_reason_of(change)] if change else nearest(self._f, key, others)
-        if is_told:
-            self._recordings += 1
-            for reason in reasons:
-                if reason.what not in self._found:
-                    _log.info("%r is recorded again: %s", function, reason.text)
-                self._found[reason.what] = reason, self._found.get(reason.what, (reason, 0))[1] + 1
-            if self._recordings == _MANY:
-                warnings.warn(f"{function!r} {self._summary()}", stacklevel=4)
-        return "; ".join(reason.text for reason in reasons) or None
+        return [_reason_of(change)] if change else nearest(self._f, key, others)
+
+    def note(self, function: Any, reasons: Sequence[Reason]) -> None:
+        """Count a recording, log each thing that differs once, and warn once if there are many recordings."""
+        self._recordings += 1
+        for reason in reasons:
+            if reason.what not in self._found:
+                _log.info("%r is recorded again: %s", function, reason.text)
+            self._found[reason.what] = reason, self._found.get(reason.what, (reason, 0))[1] + 1
+        if self._recordings == _MANY:
+            warnings.warn(f"{function!r} {self._summary()}", stacklevel=4)
 
     def _summary(self) -> str:
         found = sorted(self._found.values(), key=lambda item: -item[1])
         what = "; ".join(f"{reason.text} ({count} time{'s' * (count != 1)})" for reason, count in found)
         advice = [text for start, text in _ADVICE if any(reason.what.startswith(start) for reason, _ in found)]
         return " ".join([f"was recorded {_MANY} times, each time eagerly: {what}.", *advice])
+
+
+def texts_of(reasons: Sequence[Reason]) -> str:
+    """Return reasons as one text."""
+    return "; ".join(reason.text for reason in reasons)
 
 
 def _reason_of(text: str) -> Reason:
