@@ -19,8 +19,7 @@ from torch import fx
 from ....mesh.topology import Topology
 from ...jit.collectives import OPERATORS, WAIT
 from ...jit.inspection.step_graph import StepGraph, bytes_of, flops_of, ranks_of
-from ...jit.passes.alias import is_view
-from ...jit.program import owner_of, writes
+from ...jit.passes.alias import is_view, owner_of, writes
 
 # NVIDIA H100 SXM (data sheet, without sparsity); float32 as torch multiplies it by default, without TF32.
 _H100 = {torch.float16: 989e12, torch.bfloat16: 989e12, torch.float32: 67e12, torch.float64: 67e12}
