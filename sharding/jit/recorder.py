@@ -128,9 +128,7 @@ class GraphRecorder(TorchDispatchMode):
     def node_of(self, x: Tensor) -> fx.Node | None:
         """Return the node of a tensor that the recording has made or captured; None for another."""
         found = self._nodes.get(x)
-        if found is not None and found[1] == _storage(x):
-            return found[0]
-        return self._node_of_alias(x)
+        return found[0] if found is not None and found[1] == _storage(x) else self._node_of_alias(x)
 
     def _node_of_alias(self, x: Tensor) -> fx.Node | None:
         """Return a view of a known tensor with the same memory: torch makes some aliases without an operator.
@@ -221,9 +219,8 @@ class GraphRecorder(TorchDispatchMode):
         if any(type(x) is ShardedTensor for x in tensors):
             return True
         if self.abstract:
-            if tensors:
-                return all(x.is_meta and _storage(x) in self._stand_ins for x in tensors)
-            return any(frame.f_code in _ON_STAND_INS for frame in _frames())
+            known = tensors and all(x.is_meta and _storage(x) in self._stand_ins for x in tensors)
+            return bool(known) or any(frame.f_code in _ON_STAND_INS for frame in _frames())  # some are older than the recording
         device = kwargs.get("device")
         return (device is not None and torch.device(device).type == "meta") or any(x.is_meta for x in tensors)
 
@@ -364,17 +361,19 @@ class GraphRecorder(TorchDispatchMode):
 
 
 class _Hidden:
-    """Inside, nothing is recorded."""
+    """Inside, nothing is recorded, and other ranks of a simulated world may run."""
 
     def __init__(self, recorder: GraphRecorder) -> None:
         self._recorder, self._modes = recorder, _disable_current_modes()
 
     def __enter__(self) -> None:
         tracing.recorder = None
+        self._recorder.draws.host.pause()
         self._modes.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._modes.__exit__(*error)
+        self._recorder.draws.host.resume()
         tracing.recorder = self._recorder
 
 

@@ -10,20 +10,15 @@ What the function did besides running operators decides whether the program can 
 from __future__ import annotations
 
 import functools
-import random
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
-from ...mesh.simulated.simulate import SimulatedWorld
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .errors import JitError
@@ -103,7 +98,7 @@ def record(
     signatures = [signature(value) for value in before]
     watched = [x for x, _ in (*snapshot.tensors, *snapshot.sharded)] + [x for x in leaves if isinstance(x, Tensor)]
     needs = [x.requires_grad for x in watched]
-    recorder, generators = GraphRecorder(world, abstract), _generators()
+    recorder = GraphRecorder(world, abstract)
     given = [recorder.number(("argument", i), x) if type(x) is float else x for i, x in enumerate(leaves)]
     recorder.reachable.update(map(id, _locals(snapshot)))
     for x in leaves:
@@ -119,7 +114,7 @@ def record(
             result = f(given)
     finally:
         torch.set_autocast_cache_enabled(cached)
-    if generators != _generators():
+    if recorder.draws.host.drew():
         raise JitError(
             "a function under sm.jit drew random numbers of Python or NumPy, which would be the same in every later call; draw them "
             "outside and pass them, or draw tensors"
@@ -147,14 +142,6 @@ def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[GradSlot]:
         if x.requires_grad and id(x) not in seen and (x._local if isinstance(x, ShardedTensor) else x).is_leaf:
             seen.add(id(x))
             yield from slots_of(x, functools.partial(_constant, x), path, True)
-
-
-def _generators() -> Any:
-    """Return the states of the generators of Python and NumPy; None in a simulated world, where ranks share them."""
-    if isinstance(current_world(), SimulatedWorld):
-        return None
-    name, keys, place, *rest = np.random.get_state()
-    return random.getstate(), name, zlib.crc32(keys.data), place, rest  # type: ignore[union-attr]
 
 
 def _argument(i: int, leaves: Leaves) -> Any:
@@ -233,9 +220,10 @@ def _layout_of(x: Tensor) -> tuple[Layout | None, int]:
 
 
 def _note_memory(node: fx.Node, x: Tensor | None) -> None:
-    """Record where an input's memory is, so that passes know which inputs share it."""
-    if x is not None and not x.is_meta:
-        node.meta["memory"] = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
+    """Record where an input's memory is, so that passes know which inputs share it; of "meta" tensors where it would be, far apart."""
+    if x is not None:
+        storage = x.untyped_storage()
+        node.meta["memory"] = storage._cdata << 48 if x.is_meta else storage.data_ptr(), storage.nbytes()
 
 
 class _Finish:

@@ -269,10 +269,21 @@ class Guard:
 
     def _change_of_tensors(self) -> str | None:
         if not all(map(is_, map(_local_of, self._leaves), self._kept)) or not all(map(is_, map(_layout_of, self._leaves), self._layouts)):
-            return "the local part or the layout of a tensor was replaced"
-        if list(map(_requires_grad, self._checked)) != self._needs:
-            return "requires_grad of a tensor has changed"
+            known = zip(self._snapshot.sharded, self._kept, self._layouts, strict=True)
+            path = next(path for (x, path), part, layout in known if x._local is not part or x._layout is not layout)
+            return f"the local part or the layout of {path} was replaced"
+        needs = list(map(_requires_grad, self._checked))
+        if needs != self._needs:
+            i = list(map(is_, needs, self._needs)).index(False)
+            paths = [path for _, path in (*self._snapshot.tensors, *self._snapshot.sharded)]
+            return f"{paths[i]}.requires_grad was {self._needs[i]} and is {needs[i]}"
         return None
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of plain tensors, and of the local parts of sharded ones, by their ids."""
+        found = {id(x): path for x, path in self._snapshot.tensors}
+        return found | {id(part): path for part, (_, path) in zip(self._kept, self._snapshot.sharded, strict=True)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

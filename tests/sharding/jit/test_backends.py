@@ -169,7 +169,7 @@ def test_cpp_wrapper() -> None:
 @pytest.mark.parametrize(
     ("options", "backend", "error", "text"),
     [
-        ({"cpp_wraper": True}, None, ValueError, "has no 'cpp_wraper'; it has dead_collectives, .*, and the names in torch._inductor.config"),
+        ({"cpp_wraper": True}, None, ValueError, "has no 'cpp_wraper'; it has dead_collectives, .*, and the names in torch._inductor"),
         ({"cpp_wrapper": 1}, None, TypeError, r"compiler_options\['cpp_wrapper'\] must be bool, as in torch._inductor.config, got 1"),
         ({"cpp_wrapper": True}, "eager", ValueError, "has 'cpp_wrapper', an option of Inductor, but the backend is 'eager'"),
     ],

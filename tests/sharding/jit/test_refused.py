@@ -89,6 +89,34 @@ def test_random_numbers_of_python(draw: Any) -> None:
         sm.jit(lambda x: x * torch.tensor(draw()), backend="eager")(X)
 
 
+@pytest.mark.parametrize("draw", [np.random.rand, random.random], ids=["numpy", "python"])
+@pytest.mark.parametrize("before", [True, False])
+def test_random_numbers_of_python_in_a_simulated_world(draw: Any, before: bool) -> None:
+    """Ranks share the generators; what another rank draws meanwhile is not this one's."""
+
+    def main(draws: bool) -> Any:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
+        x = sm.ones(4, device_mesh=mesh, placements=P("a"))
+
+        @sm.jit(backend="eager", compiler_options=False)
+        def f(x: Any) -> Any:
+            first = draw() if draws and before else 1.0
+            y = x.redistribute(P()) * first
+            return y * draw() if draws and not before else y
+
+        g = f if mesh.world.rank == 0 else f.__wrapped__
+        found = []
+        for _ in range(3):
+            found.append(g(x).full_tensor()[0].item())
+            if mesh.world.rank:
+                draw()
+        return found
+
+    with pytest.raises(JitError, match="random numbers of Python or NumPy"):
+        sm.simulate(2)(main)(True)
+    assert sm.simulate(2)(main)(False) == [[1.0] * 3] * 2
+
+
 def test_state_that_changes_in_every_call() -> None:
     class CountsCalls(nn.Module):
         calls = 0

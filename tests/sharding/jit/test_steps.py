@@ -17,6 +17,7 @@ from tests.device import DEVICE
 from tests.pool import Pool
 from tests.sharding.jit.steps import composed, mean_square, mlp, pair, runs, trained
 from tests.sharding.parallel.compositions import EVEN, UNEVEN, Composition, whole
+from tests.sharding.parallel.test_compositions import CASES as COMPOSITIONS
 
 CASES = [
     Composition("ddp", "", "plain", EVEN, (2,)),
@@ -36,6 +37,12 @@ def test_a_composition_has_the_bits_of_eager(case: Composition) -> None:
     simulated = sm.simulate(math.prod(case.shape))
     for expected, found in zip(simulated(composed)(case, None), simulated(composed)(case, "eager"), strict=True):
         assert_same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPOSITIONS, ids=str)
+def test_every_composition_has_the_bits_of_eager(case: Composition) -> None:
+    test_a_composition_has_the_bits_of_eager(case)
 
 
 def test_processes_have_the_bits_of_eager(world4: Pool) -> None:
