@@ -40,10 +40,15 @@ def check_same_losses(run: report.Run, single: report.Run) -> None:
         assert ours.valid_loss == pytest.approx(theirs.valid_loss, rel=train_lm.TOLERANCE)
 
 
+def eager_and_graph(arguments: list[str]) -> list[report.Run]:
+    options = [train_lm.parse([*arguments, *jit]) for jit in (["--no-jit"], [])]
+    return [sm.simulate(4)(train_lm.train_on_mesh)(one)[0] for one in options]
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("mesh", CALLS)
 def test_training_on_any_mesh_equals_one_process(mesh, single):
-    eager, graph = (sm.simulate(4)(train_lm.train_on_mesh)(train_lm.parse([*ARGUMENTS, "--mesh", mesh, *jit]))[0] for jit in (["--no-jit"], []))
+    eager, graph = eager_and_graph([*ARGUMENTS, "--mesh", mesh])
     check_same_losses(eager, single)
     assert graph.rows == [replace(a, tokens_per_s=b.tokens_per_s) for a, b in zip(eager.rows, graph.rows, strict=True)]
     assert {op: calls for op, (calls, _) in eager.collectives.items()} == CALLS[mesh]
@@ -65,7 +70,7 @@ def test_training_with_layers_equals_one_process(axes, single):
 def test_accumulating_equals_one_process(how):
     options = [*ARGUMENTS, "--accumulate", "2"]
     reference = train_lm.train(train_lm.parse(options), None)
-    eager, graph = (sm.simulate(4)(train_lm.train_on_mesh)(train_lm.parse([*options, *how, *jit]))[0] for jit in (["--no-jit"], []))
+    eager, graph = eager_and_graph([*options, *how])
     check_same_losses(eager, reference)
     assert [(row.loss, row.valid_loss) for row in graph.rows] == [(row.loss, row.valid_loss) for row in eager.rows]
 
