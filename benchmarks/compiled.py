@@ -9,9 +9,9 @@ Host time: one process that takes itself for rank 0 of 4, on torch's `fake` back
 backward and the gradients of all weights. "plain" is the same arithmetic on local tensors of the same shapes, without collectives.
 Contestants take turns in every round (see measure.py); figures are minima. All that compute the same loss are compared before.
 
-On processes a step is that of a language model of `train.py` (forward, backward, AdamW), see compiled_steps.py. Times are medians; ratios of
-times are medians of the rounds' ratios. "recording" is the call in which `sm.jit` records a graph, runs its passes and compares them
-between ranks, without compiling it.
+On processes a step is that of the language model of `train.py` (forward, backward, AdamW), see compiled_steps.py. Times are medians;
+ratios of times are medians of the rounds' ratios. "recording" is the call in which `sm.jit` records a graph, runs its passes and
+compares them between ranks, without compiling it.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def rows_of(found: dict[str, Found]) -> list[list[str]]:
 def ratios_of(form: Form, found: dict[str, Found]) -> list[tuple[str, float, float]]:
     """Return what `sm.jit` is compared with, the ratio, and what it should be at most."""
     ours, eager = found[INDUCTOR if INDUCTOR in found else EAGER_BACKEND], found[OURS]
-    rows = [(f"time: {name}", _ratio(ours, found[name]), goal) for name, goal in zip((form.peer, OURS), form.goals, strict=True) if name in found]
+    goals = [(name, goal) for name, goal in zip((form.peer, OURS), form.goals, strict=True) if name in found]
+    rows = [(f"time: {name}", _ratio(ours, found[name]), goal) for name, goal in goals]
     rows += [(f"{what}: {OURS}", getattr(ours, what) / getattr(eager, what), 1.0) for what in ("calls", "received", "peak")]
     return [*rows, (f"recording: a step of {OURS}", found[EAGER_BACKEND].recording / eager.times.median, LONGEST_RECORDING)]
 

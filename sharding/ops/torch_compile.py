@@ -3,8 +3,8 @@
 Dynamo runs the library's code as Python, with a graph break: collectives, hooks and dispatch depend on state that Dynamo does not guard
 (gathered parameters, collectives in flight). Code that the library calls, such as a module's forward, is compiled.
 
-Importing Dynamo takes seconds, so it is not imported here: its rules are set when it is, before or after this library. With `fullgraph=True`
-a graph break is an error, whose hint is replaced by one that says what to do.
+Importing Dynamo takes seconds, so it is not imported here: its rules are set when it is, before or after this library. With
+`fullgraph=True` a graph break is an error, whose hints are replaced by one that says what to do.
 """
 
 from __future__ import annotations
