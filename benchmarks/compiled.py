@@ -1,32 +1,38 @@
 """Time of a step as one graph (`sm.jit`), next to eager code and torch.compile.
 
     python benchmarks/compiled.py                          host time: four tensor-parallel MLP blocks, no communication, about two minutes
-    python benchmarks/compiled.py --processes 4            twelve blocks with AdamW on gloo processes, ours only
+    python benchmarks/compiled.py --processes 4            12 layers on gloo processes: TP + SP next to DTensor, FSDP next to FSDP2
     python benchmarks/compiled.py --processes 4 --no-inductor      the same without Inductor, which takes minutes to compile
     python benchmarks/compiled.py --json figures.json --markdown tables.md
 
 Host time: one process is rank 0 of 4 on torch's `fake` backend, where collectives return at once. A step is forward, backward
 and the gradients of all weights. "plain" is the same arithmetic on local tensors of the same shapes, without collectives.
 The implementations are interleaved in every round (see measure.py); figures are minima. Losses are compared before timing.
+
+On processes a step is that of the language model of `train.py` (forward, backward, AdamW), see compiled_steps.py. Times are medians;
+ratios of times are medians of the rounds' ratios. "recording" is the call in which `sm.jit` records a graph, runs its passes and
+compares them between ranks, without compiling it.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import time
+import statistics
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as dt
 import torch.nn.functional as F
+from compiled_steps import EAGER_BACKEND, FORMS, INDUCTOR, OURS, Form, Found, on_process
 from measure import Call, interleaved
 from report import environment, environment_line, markdown, show, write_json, write_markdown
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
+from train_model import Size
 
 import shardmesh as sm
 from shardmesh import P
@@ -133,69 +139,77 @@ def check(losses: dict[str, float]) -> None:
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
+COLUMNS = ("implementation", "step ms", "calls", "MB received", "peak MB", "recording s")
+RATIO_COLUMNS = ("sm.jit compared with", "ratio", "goal")
+LONGEST_RECORDING = 10  # eager steps that a recording should take at most
 
-def on_processes(layers: int, width: int, rounds: int, inductor: bool) -> dict[str, float]:
-    """Return the milliseconds of a training step of ours on the slowest rank; runs in every process."""
-    mesh = sm.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), axis_names=("tp",))
-    x = sm.device_put(torch.randn(64, width, generator=torch.Generator().manual_seed(1)), mesh, P("tp"), src_data_rank=None)
-    steps, losses = {}, {}
-    backends = {"ours, eager": None, "ours, sm.jit, eager backend": "eager"} | ({"ours, sm.jit, Inductor": "inductor"} if inductor else {})
-    for name, backend in backends.items():
-        specs = {None: P(), 0: P("tp"), 1: P(None, "tp")}
-        placed = weights(lambda w, dim: sm.device_put(w, mesh, specs[dim], src_data_rank=None), layers, width)  # noqa: B023
-        leaves = [w for block in placed for w in block]
-        leaves = [w.detach().requires_grad_() for w in leaves]
-        blocks: Any = [tuple(leaves[i : i + 3]) for i in range(0, len(leaves), 3)]
-        optimizer = torch.optim.AdamW(leaves, lr=1e-3)
 
-        def step(x: Any, blocks: Any = blocks, optimizer: Any = optimizer) -> Any:
-            loss = forward(x, blocks, lambda y: y.redistribute(P("tp")))  # type: ignore[attr-defined]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
+def rows_of(found: dict[str, Found]) -> list[list[str]]:
+    return [
+        [name, f"{x.times.median * 1e3:.1f}", str(x.calls), f"{x.received / 1e6:.2f}", f"{x.peak / 1e6:.2f}", f"{x.recording:.2f}"]
+        for name, x in found.items()
+    ]
 
-        steps[name] = step if backend is None else sm.jit(step, backend=backend)
-        losses[name] = [_value(steps[name](x)) for _ in range(4)][-1]
-    check(losses)
-    group, found = mesh.group(), {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            group.barrier()
-            start = time.perf_counter()
-            step(x)
-            found[name].append(time.perf_counter() - start)
-    return {name: max(group.all_gather_object(min(times))) * 1e3 for name, times in found.items()}
+
+def ratios_of(form: Form, found: dict[str, Found]) -> list[tuple[str, float, float]]:
+    """Return what `sm.jit` is compared with, the ratio, and what it should be at most."""
+    ours, eager = found[INDUCTOR if INDUCTOR in found else EAGER_BACKEND], found[OURS]
+    goals = [(name, goal) for name, goal in zip((form.peer, OURS), form.goals, strict=True) if name in found]
+    rows = [(f"time: {name}", _ratio(ours, found[name]), goal) for name, goal in goals]
+    rows += [(f"{what}: {OURS}", getattr(ours, what) / getattr(eager, what), 1.0) for what in ("calls", "received", "peak")]
+    return [*rows, (f"recording: a step of {OURS}", found[EAGER_BACKEND].recording / eager.times.median, LONGEST_RECORDING)]
+
+
+def _ratio(ours: Found, other: Found) -> float:
+    """The middle one of the rounds' ratios: what the machine did in a round, it did to both."""
+    return statistics.median(a / b for a, b in zip(ours.times.rounds, other.times.rounds, strict=True))
+
+
+def on_processes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
+    """Measure, print and return tables and figures of all forms."""
+    size = Size(options.layers, options.width, heads=4, f=-(-options.width * 8 // 48) * 16, s=64, b=options.processes)
+    quiet = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
+    found = sm.launch(on_process, options.processes, (size, options.rounds, options.inductor), env=quiet)[0]
+    tables, figures = [], {}
+    for form in FORMS:
+        rows, ratios = rows_of(found[form.name]), ratios_of(form, found[form.name])
+        ratio_rows = [(what, f"{ratio:.2f}", f"{goal:.2f}") for what, ratio, goal in ratios]
+        show(f"{form.name}: {options.layers} layers, {options.processes} gloo processes", COLUMNS, rows)
+        show(form.name, RATIO_COLUMNS, ratio_rows)
+        tables += [f"**{form.name}**", markdown(COLUMNS, rows), markdown(RATIO_COLUMNS, ratio_rows)]
+        figures[form.name] = {"implementations": {name: asdict(x) for name, x in found[form.name].items()}, "ratios": ratios}
+    return tables, figures
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+def host_times(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
+    """Measure, print and return a table and the figures of host time."""
+    found = host_time(options.rounds)
+    rows = [(name, f"{value:,.1f}") for name, value in found.items()]
+    show("A step as one graph", ("implementation", "us"), rows)
+    return [markdown(("implementation", "us"), rows)], {"unit": "us", "steps": found}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--processes", type=int, default=0, help="train on this many gloo processes instead of measuring host time")
-    parser.add_argument("--layers", type=int, default=12, help="number of blocks, with --processes")
-    parser.add_argument("--width", type=int, default=256, help="width of the blocks, with --processes")
-    parser.add_argument("--inductor", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--rounds", type=int, help="40 for host time, 10 on processes")
+    parser.add_argument("--layers", type=int, default=12, help="on processes")
+    parser.add_argument("--width", type=int, default=256, help="of the model, on processes")
+    parser.add_argument("--inductor", action=argparse.BooleanOptionalAction, default=True, help="on processes, also what compiles")
     parser.add_argument("--json")
     parser.add_argument("--markdown")
     options = parser.parse_args(arguments)
+    options.rounds = options.rounds or (10 if options.processes else 40)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     torch.set_num_threads(1)
-    if options.processes:
-        arguments_of_ranks = options.layers, options.width, options.rounds, options.inductor
-        found, unit = sm.launch(on_processes, options.processes, args=arguments_of_ranks)[0], "ms"
-    else:
-        found, unit = host_time(options.rounds), "us"
+    tables, figures = (on_processes if options.processes else host_times)(options)
     env = environment()
-    rows = [(name, f"{value:,.1f}") for name, value in found.items()]
-    show("A step as one graph", ("implementation", unit), rows)
     print(environment_line(env))
-    if options.json:
-        write_json(options.json, {"environment": env, "unit": unit, "steps": found})
-    if options.markdown:
-        write_markdown(options.markdown, f"{markdown(('implementation', unit), rows)}\n\n{environment_line(env)}")
+    write_json(options.json, {"environment": env, **figures})
+    write_markdown(options.markdown, "\n\n".join([*tables, environment_line(env)]))
 
 
 if __name__ == "__main__":

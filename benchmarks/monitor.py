@@ -79,7 +79,7 @@ class MonitorConfig:
     @property
     def example_arguments(self) -> list[str]:
         """Command-line arguments of the training example."""
-        return ["--size", self.size, "--mesh", ",".join(f"{name}={size}" for name, size in self.axes.items())]
+        return ["--no-jit", "--size", self.size, "--mesh", ",".join(f"{name}={size}" for name, size in self.axes.items())]
 
 
 FULL = MonitorConfig({"fsdp": 2, "tp": 2}, "demo", {"collectives": 60, "redistribute": 40, "step": 50, "host": 300}, (64, 1024))

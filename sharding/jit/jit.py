@@ -27,6 +27,7 @@ from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
 from .backends.find import Backend, find_backend
 from .draws import advance
 from .errors import JitError
+from .hyperparameters import Hyperparameters
 from .inspection.lowered import Compiled, Lowered, lower
 from .passes.agreement import announce
 from .passes.alias import written_inputs
@@ -41,7 +42,6 @@ from .state.snapshot import _PLAIN, Guard, Snapshot
 _ATTEMPTS = 3  # calls whose recordings are dropped before that is an error
 _KEPT = 16  # recordings of one signature, the newest ones
 _ALL_NONE = frozenset({type(None)})
-_Dynamic = set[tuple[int, Any]]
 
 
 class Static(NamedTuple):
@@ -88,6 +88,8 @@ class Entry:
     def change(self, leaves: Sequence[Any]) -> str | None:
         """Return why the recording does not hold for this call, None if it does."""
         found = self._guard.change()
+        for condition in self.recording.conditions:
+            found = found or condition.change()
         if found is not None:
             return found
         if not self._same_gradients(leaves):
@@ -149,6 +151,7 @@ class JitFunction:
         self._entries: weakref.WeakKeyDictionary[World, dict[Any, list[Entry]]] = weakref.WeakKeyDictionary()
         self._attempts: dict[Any, int] = {}
         self._reasons = Reasons(f)
+        self._hyperparameters = Hyperparameters()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -227,15 +230,15 @@ class JitFunction:
     def _record(self, leaves: Sequence[Any], tree: Any, key: Any, entries: list[Entry], why: str, world: World) -> Any:
         reached = [(f"args[{i}]", x.value if type(x) is Static else x) for i, x in enumerate(leaves) if not isinstance(x, Tensor)]
         snapshot = Snapshot([("f", self._f), *reached])
-        dynamic: _Dynamic = {(id(group), "lr") for optimizer in snapshot.optimizers for group in optimizer.param_groups}
-        guard = Guard(snapshot, dynamic)
+        inputs = self._hyperparameters.inputs(snapshot)
+        guard = Guard(snapshot, {one.place for one in inputs})
         count = self._attempts.get((world.rank, key), 0) + 1
         others = [other for other, known in self._entries[world].items() if known and other != key]
         reasons = self._reasons.find(why, key, others)
         name = getattr(self._f, "__qualname__", type(self._f).__name__).rpartition("<locals>.")[2]
         if self._options.any:
             announce(world, _meshes(snapshot, leaves), name, texts_of(reasons))
-        result, found, before = record(functools.partial(self._call, tree), leaves, snapshot, dynamic, world, count == 1)
+        result, found, before = record(functools.partial(self._call, tree), leaves, snapshot, inputs, world, count == 1)
         program = run_passes(found if isinstance(found, str) else found.program, self._options, world, _meshes(snapshot, leaves))
         found = program if isinstance(program, str) else found._replace(program=program)  # type: ignore[union-attr]
         if isinstance(found, str):

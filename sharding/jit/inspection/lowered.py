@@ -19,6 +19,7 @@ from ....mesh.comm.null import null_world
 from ....mesh.comm.world import World
 from ...debug.eval_shape import _Inside, _root_mesh
 from ..errors import JitError
+from ..hyperparameters import Hyperparameters
 from ..passes.options import PassOptions
 from ..passes.pipeline import run as run_passes
 from ..program import Program
@@ -95,7 +96,7 @@ def lower(function: Any, f: Callable[..., Any], args: Sequence[Any], kwargs: dic
             layouts |= {f"args[{i}]": f" @ {x._layout}" for i, x in enumerate(leaves) if hasattr(x, "_layout")}
             count = len(given)
             run = lambda now: inner(*now[:count], **dict(zip(named, now[count:], strict=True)))  # noqa: E731
-            _, found, _ = record(run, leaves, snapshot, set(), world, first=False, abstract=True)
+            _, found, _ = record(run, leaves, snapshot, Hyperparameters().inputs(snapshot), world, first=False, abstract=True)
         if isinstance(found, str):
             raise JitError(f"{function!r} cannot be lowered: {found}")
         device_type = getattr(root, "device_type", "cuda")  # without devices as `AbstractMesh.topology`

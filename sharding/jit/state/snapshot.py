@@ -33,6 +33,7 @@ from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout
 from ...layout.spec import Placement
 from ...tensor.sharded_tensor import ShardedTensor
+from ...training.average import EMA
 from .iterators import iterator_state
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, range, slice, Placement, np.generic)
@@ -66,7 +67,7 @@ class Holder:
         self.held = read()
 
     def change(self, dynamic: set[tuple[int, Any]]) -> str | None:
-        """Describe the changes, None if there are none; entries in `dynamic` may have any number."""
+        """Describe the changes, None if there are none; entries in `dynamic` may have any numbers."""
         now, held = self.read(), self.held
         if len(now) != len(held):
             return f"{self.path} had {len(held) // 2} entries and has {len(now) // 2}"
@@ -74,7 +75,7 @@ class Holder:
             if not _same(now[i], held[i]):
                 return f"{self.path} had the entry {_shown(held[i])} and has {_shown(now[i])}"
             if not _same(now[i + 1], held[i + 1]):
-                if (id(self.source), held[i]) in dynamic and type(now[i + 1]) in (int, float):
+                if (id(self.source), held[i]) in dynamic and _is_alike(now[i + 1], held[i + 1]):
                     continue
                 return f"{self.path}{_key_text(held[i])} was {_shown(held[i + 1])} and is {_shown(now[i + 1])}"
         return None
@@ -87,7 +88,7 @@ class Snapshot:
         holders: the dicts, lists, cells and the like.
         tensors: plain tensors, and their paths.
         sharded: sharded tensors, and their paths.
-        optimizers: the optimizers.
+        numbers: hyperparameters, as dicts and keys.
         meshes: the meshes.
         iterators: iterators, their paths, and where they were.
     """
@@ -103,7 +104,7 @@ class Snapshot:
         self.holders: list[Holder] = []
         self.tensors: list[tuple[Tensor, str]] = []
         self.sharded: list[tuple[ShardedTensor, str]] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
+        self.numbers: list[tuple[dict[Any, Any], str]] = []
         self.meshes: list[DeviceMesh] = []
         self.iterators: list[tuple[str, Any, Any]] = []
         self._seen: dict[int, Any] = {}
@@ -166,8 +167,8 @@ class Snapshot:
             self.tensors.append((x, path))
 
     def _visit_instance(self, path: str, x: Any) -> None:
-        if isinstance(x, torch.optim.Optimizer):
-            self.optimizers.append(x)
+        holders = x.param_groups if isinstance(x, torch.optim.Optimizer) else [vars(x)] if isinstance(x, EMA) else []
+        self.numbers += [(values, key) for values in holders for key, value in values.items() if _is_number(value)]
         if isinstance(x, DeviceMesh):
             self.meshes.append(x)
         kind = type(x)
@@ -350,6 +351,15 @@ def _is_program(module: str | None) -> bool:
 
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     return module == "__main__" or (file is not None and not is_installed(file))
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float) or (type(x) is tuple and len(x) > 0 and all(type(part) is float for part in x))
+
+
+def _is_alike(x: Any, y: Any) -> bool:
+    """Return whether both are numbers, or both tuples of as many."""
+    return type(x) in (int, float) or (type(x) is tuple and type(y) is tuple and len(x) == len(y) and all(map(_is_number, x)))
 
 
 def _same(x: Any, y: Any) -> bool:

@@ -172,10 +172,13 @@ def test_sharded_rows_run_eagerly(how):
     on_mesh((2,), main)
 
 
+_GATHERED = r"fully_shard and data_parallel gather a unit's parameters here[^$]*sm\.jit\(step\)"
+
+
 def test_fullgraph_of_the_whole_model_names_the_graph_break():
     def main(mesh):
         made = torch.compile(fully_shard(model(), mesh, units=ResidualMLP), backend="eager", fullgraph=True)
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="fully_shard and data_parallel gather a unit's parameters here"):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=_GATHERED):
             made(torch.randn(2, 7, dtype=torch.float64))
 
     on_mesh((2,), main)
@@ -220,5 +223,60 @@ def test_inductor():
     def main(mesh):
         made = _in_place(fully_shard(model(), mesh, units=ResidualMLP), "inductor", True)
         check_steps(made, mesh, "plain", steps=2)
+
+    on_mesh((2,), main)
+
+
+# -- models of Hugging Face ----------------------------------------------------------------------------------------------
+
+
+def _hugging_face(kind):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "GPT2":
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
+        sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=32, **sizes))
+        return model, model.transformer.h
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes, num_key_value_heads=2, max_position_embeddings=16)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return model, model.model.layers
+
+
+@pytest.mark.one_in(4, each=["kind"])
+@pytest.mark.parametrize(
+    ("how", "checkpointed"),
+    [("block.compile()", False), ("block.compile()", True), ("torch.compile(block)", False), ("model.compile()", False)],
+)
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen2"])
+def test_layers_of_hugging_face(kind, how, checkpointed):
+    """Each decoder layer is one graph, but for one that is recomputed in backward; gradients are those of one process."""
+
+    def main(mesh):
+        (made, layers), (plain, _) = _hugging_face(kind), _hugging_face(kind)
+        if checkpointed:
+            made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        fully_shard(made, mesh, units=type(layers[0]))
+        full = not checkpointed
+        for i, layer in enumerate(layers):
+            if how == "block.compile()":
+                layer.compile(backend="aot_eager", fullgraph=full)
+            elif how == "torch.compile(block)":
+                layers[i] = torch.compile(layer, backend="aot_eager", fullgraph=full)
+        if how == "model.compile()":
+            made.compile(backend="eager")
+        ids = torch.randint(0, 32, (4, 7), generator=torch.Generator().manual_seed(1))
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (made, plain)]
+        for _ in range(2):
+            losses = []
+            for model, optimizer, rows in zip((made, plain), optimizers, (ids.chunk(2)[mesh.get_rank()], ids), strict=True):
+                optimizer.zero_grad()
+                losses.append(model(input_ids=rows, labels=rows, use_cache=False).loss)
+                losses[-1].backward()
+            for (name, p), q in zip(made.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-5, msg=name)
+            for optimizer in optimizers:
+                optimizer.step()
 
     on_mesh((2,), main)
