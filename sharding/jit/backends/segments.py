@@ -43,10 +43,10 @@ def compile_segments(backend: str | Callable[..., Any], options: dict[str, Any],
     wanted: dict[Any, set[int]] = {}
     for part in parts:
         wanted.setdefault(part.key, set()).update(part.outputs)
-    compiled: dict[Any, Compiled] = {}
+    compiled: dict[Any, CompiledSegment] = {}
     compiler, progress = _compiler(backend, options), CompileProgress(program)
     for part in parts:
-        _replace(graph, part, sorted(wanted[part.key]), compiled, lambda made: Compiled(made, compiler, progress))
+        _replace(graph, part, sorted(wanted[part.key]), compiled, lambda made: CompiledSegment(made, compiler, progress))
     progress.parts = len(compiled)
     return compile_eagerly(graph)
 
@@ -151,7 +151,7 @@ def _is_list(x: fx.Node, before: Sequence[fx.Node]) -> bool:
 
 
 def _replace(
-    graph: fx.Graph, part: _Part, outputs: list[int], compiled: dict[Any, Compiled], compile_graph: Callable[[fx.Graph], Compiled]
+    graph: fx.Graph, part: _Part, outputs: list[int], compiled: dict[Any, CompiledSegment], compile_graph: Callable[[fx.Graph], CompiledSegment]
 ) -> None:
     """Replace the nodes of a part by one call of a segment."""
     nodes, inputs, inside = part.nodes, part.inputs(), set(part.nodes)
@@ -222,7 +222,7 @@ class Segment:
         calls: group and site of each of its collectives, which a token keeps in order.
     """
 
-    def __init__(self, compiled: Compiled, calls: list[tuple[Group, Site]]) -> None:
+    def __init__(self, compiled: CompiledSegment, calls: list[tuple[Group, Site]]) -> None:
         self.compiled, self.calls = compiled, calls
         self._token = (torch.empty(0),) if calls else ()
         self.__name__ = f"segment_of_{len(compiled.graph.nodes)}"
@@ -238,7 +238,7 @@ class Segment:
             running.calls = before
 
 
-class Compiled:
+class CompiledSegment:
     """A graph that a backend compiles when it is first called.
 
     Attributes:
