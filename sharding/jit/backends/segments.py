@@ -151,7 +151,7 @@ def _is_list(x: fx.Node, before: Sequence[fx.Node]) -> bool:
 
 
 def _replace(
-    graph: fx.Graph, part: _Part, outputs: list[int], compiled: dict[Any, CompiledSegment], compile_graph: Callable[[fx.Graph], CompiledSegment]
+    graph: fx.Graph, part: _Part, outputs: list[int], compiled: dict[Any, CompiledSegment], compile_graph: Callable[..., CompiledSegment]
 ) -> None:
     """Replace the nodes of a part by one call of a segment."""
     nodes, inputs, inside = part.nodes, part.inputs(), set(part.nodes)
