@@ -22,6 +22,9 @@ class MeshCache(Protocol):
         """Drop what depends on the topology of the mesh, which has changed."""
 
 
+ELSEWHERE = "ELSEWHERE"  # in the memo of a deepcopy: what returns the counterpart of a mesh or a layout on another mesh
+
+
 class AbstractMesh:
     """AbstractMesh(shape, names): the names and sizes of a mesh over the ranks 0 to n-1, without processes.
 
@@ -283,8 +286,8 @@ class AbstractMesh:
     def __copy__(self) -> AbstractMesh:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AbstractMesh:
-        return self
+    def __deepcopy__(self, memo: dict[Any, Any]) -> AbstractMesh:
+        return memo[ELSEWHERE](self) if ELSEWHERE in memo else self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AbstractMesh, (self.axis_sizes, self.axis_names)

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...mesh import context
-from ...mesh.abstract_mesh import AbstractMesh, axes_text
+from ...mesh.abstract_mesh import ELSEWHERE, AbstractMesh, axes_text
 from ...mesh.comm import call_site
 from ...mesh.comm.null import null_world
 from ...mesh.comm.report import CommReport, comm_report
@@ -187,7 +188,7 @@ class _Inside:
         self.mesh = init_device_mesh("meta", root.shape, axis_names=root.axis_names)
         self.mesh.topology = root.topology
         self.abstract = root if type(root) is AbstractMesh else AbstractMesh(root.shape, root.axis_names)
-        self.copies: dict[int, Any] = {}
+        self.copies: dict[Any, Any] = {ELSEWHERE: self._enter_held}
 
     def enter(self, tree: Any) -> Any:
         """Return the tree with everything on an outside mesh replaced by its counterpart on the inside mesh."""
@@ -208,8 +209,13 @@ class _Inside:
         """Return a deep copy of a module or optimizer without values, except for single numbers, such as an optimizer's step count."""
         for part in _held_by(holder):
             if not _is_number(part):
-                self.copies[id(part)] = self._layout_for(part) if isinstance(part, Layout) else self._enter(part)
-        return copy.deepcopy(holder, self.copies)
+                self.copies[id(part)] = self._enter_held(part)
+        with _TensorsElsewhere(self):
+            return copy.deepcopy(holder, self.copies)
+
+    def _enter_held(self, x: Any) -> Any:
+        """Return the counterpart of something that a module or an optimizer holds."""
+        return self._layout_for(x) if isinstance(x, Layout) else self._enter(x)
 
     def _tensor(self, x: Tensor) -> Tensor:
         made = self._without_values(x)
@@ -255,6 +261,19 @@ class _Inside:
 
     def _outside(self, mesh: AbstractMesh) -> AbstractMesh:
         return _part_like(self.abstract, mesh) or AbstractMesh(mesh.shape, mesh.axis_names)
+
+
+class _TensorsElsewhere(TorchFunctionMode):
+    """Inside, `deepcopy` gives each plain tensor its counterpart without values, also those that other objects of a module hold."""
+
+    def __init__(self, inside: _Inside) -> None:
+        super().__init__()
+        self._inside = inside
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and type(args[0]) is not ShardedTensor and not _is_number(args[0]):
+            return self._inside._enter(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _part_like(whole: Any, mesh: AbstractMesh) -> Any:

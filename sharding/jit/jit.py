@@ -186,9 +186,9 @@ class JitFunction:
         return result
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Record the function on "meta", as rank 0, and return the graph for inspection. Nothing runs, and no argument changes.
+        """Record the function on "meta", as this rank, and return the graph for inspection. Nothing runs, and no argument changes.
 
-        The graph is as recorded; `.compile()` of the result has the passes applied.
+        The graph is as recorded; `.compile()` of the result has the passes applied. On an `AbstractMesh` it is that of rank 0.
 
         Args:
             args, kwargs: as those of a call, or a `Layout`, also on an `AbstractMesh`, in place of a tensor.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels.box import Box, box_size
-from ...mesh.abstract_mesh import AbstractMesh, unravel
+from ...mesh.abstract_mesh import ELSEWHERE, AbstractMesh, unravel
 from ...mesh.comm.transforms import outside_of_transforms
 from .bounded_cache import keep
 from .mesh_layouts import MeshLayouts
@@ -252,8 +252,8 @@ class Layout:
     def __copy__(self) -> Layout:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
-        return self
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Layout:
+        return memo[ELSEWHERE](self) if ELSEWHERE in memo else self
 
 
 class _SizedCut(NamedTuple):

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....mesh.abstract_mesh import AbstractMesh
 from ....mesh.comm.null import null_world
 from ....mesh.comm.world import World
+from ....mesh.device_mesh import DeviceMesh
 from ...debug.eval_shape import _Inside, _root_mesh
 from ..errors import JitError
 from ..hyperparameters import Hyperparameters
@@ -84,7 +86,7 @@ def lower(function: Any, f: Callable[..., Any], args: Sequence[Any], kwargs: dic
     """Record `f` on "meta" tensors; see `eval_shape` for what arguments may be."""
     cells = _cells(f)
     root = _root_mesh(None, (args, kwargs, list(cells.values())))
-    with null_world(math.prod(root.shape), 0) as world:
+    with null_world(math.prod(root.shape), _place(root)) as world:
         world.observers.clear()  # lowering is not counted
         inside = _Inside(root)
         with inside.mesh:
@@ -101,6 +103,13 @@ def lower(function: Any, f: Callable[..., Any], args: Sequence[Any], kwargs: dic
             raise JitError(f"{function!r} cannot be lowered: {found}")
         device_type = getattr(root, "device_type", "cuda")  # without devices as `AbstractMesh.topology`
         return Lowered(found.program, world, layouts, device_type, function, options)
+
+
+def _place(mesh: AbstractMesh) -> int:
+    """Return the index of this rank in a mesh; 0 if it has none."""
+    if not isinstance(mesh, DeviceMesh) or mesh.coordinate is None:
+        return 0
+    return mesh.ranks.flatten().tolist().index(mesh.world.rank)
 
 
 def _cells(f: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from shardmesh import P, Replicate, Shard
 from shardmesh.mesh.errors import MeshError
 from shardmesh.sharding.debug.eval_shape import eval_shape
 from tests.device import DEVICE
+from tests.sharding.ranks import on_mesh
 
 BIG = sm.AbstractMesh((128, 8), ("fsdp", "tp"))
 SMALL = sm.AbstractMesh((4,), ("dp",))
@@ -343,3 +344,21 @@ def test_printed():
         "received in total   1,040,384 bytes  in 1 launches",
     ]
     assert copy.copy(found).rank == 9
+
+
+def test_a_sharded_model_on_its_rank():
+    """What the units of a model hold (layouts, buffers, meshes) is on "meta", too, and the model stays as it is."""
+
+    def main(mesh):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))
+        sm.parallel.fully_shard(model, mesh, units=torch.nn.Linear, src_data_rank=None)
+        x = torch.ones(2, 4)
+        found = sm.debug.eval_shape(model, x, mesh=mesh, rank=mesh.world.rank)
+        with sm.debug.comm_report() as report:
+            y = model(x)
+        assert found.result.shape == y.shape
+        assert (found.report.launches, found.report.bytes_received) == (report.launches, report.bytes_received)
+        assert report.launches == 2
+        assert not any(p.is_meta or p._local.is_meta for p in model.parameters())  # type: ignore[union-attr]
+
+    on_mesh((3,), main)

@@ -15,7 +15,8 @@ import shardmesh as sm
 from shardmesh import P
 from tests.device import DEVICE
 from tests.sharding.jit.steps import mean_square, mlp, pair, runs
-from tests.sharding.parallel.compositions import whole
+from tests.sharding.parallel.compositions import UNEVEN, Case, batch, loss_of, made, whole
+from tests.tiers import slow
 
 Jit = Callable[..., Any]
 
@@ -266,3 +267,36 @@ def test_lower_changes_nothing() -> None:
         return report.launches, len(optimizer.state), [p.grad for p in model.parameters()], lowered.cost_analysis().launches
 
     assert sm.simulate(2)(main)() == [(0, 0, [None] * 4, {"tp": 2})] * 2
+
+
+@pytest.mark.parametrize("form", ["fsdp", *map(slow, ("ddp", "zero1", "hsdp"))])
+def test_lower_a_step_of_a_sharded_model(form: str) -> None:
+    """On every rank the collectives of the graph that is recorded; the model is trained as before."""
+    case = Case(form, "sp" if form == "zero1" else "", "global", UNEVEN, (2, 2))
+
+    def main(is_lowered: bool) -> Any:
+        mesh = sm.init_device_mesh(DEVICE, case.shape, axis_names=case.names)
+        model = made(case, mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @sm.jit(backend="eager", compiler_options=False)
+        def step(inputs: Any, targets: Any) -> Any:
+            loss = loss_of(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        losses = []
+        for i in range(4):
+            if is_lowered and i in (0, 3):
+                cost = step.lower(*batch(case, mesh, i)).cost_analysis()
+            losses.append(whole(step(*batch(case, mesh, i))))
+            if is_lowered and i == 3:
+                found = step.recorded[-1].cost_analysis()
+                assert (cost.bytes_received, cost.launches) == (found.bytes_received, found.launches)
+                assert cost.launches
+        return losses
+
+    for expected, found in zip(sm.simulate(4)(main)(False), sm.simulate(4)(main)(True), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

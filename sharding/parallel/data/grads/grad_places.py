@@ -47,13 +47,13 @@ class ContiguousGrads:
     scales = True
 
     def __init__(self, layouts: Sequence[Layout], memory: Callable[[ContiguousGrads], Tensor] | None = None) -> None:
-        self._shapes, self._dtype, self._device = [x.local_shape for x in layouts], layouts[0].dtype, layouts[0].mesh.device  # type: ignore[attr-defined]
+        self._shapes, self._dtype, self._mesh = [x.local_shape for x in layouts], layouts[0].dtype, layouts[0].mesh
         self._sizes = list(map(math.prod, self._shapes))
         self.length, self._memory = sum(self._sizes), memory
 
     def empty(self, length: int) -> Tensor:
         """Allocate memory for that many elements."""
-        return torch.empty(length, dtype=self._dtype, device=self._device)
+        return torch.empty(length, dtype=self._dtype, device=self._mesh.device)  # type: ignore[attr-defined]
 
     def make(self) -> GradBuffer:
         """Allocate a buffer. To autograd its views are separate tensors, so that each may be written in place."""
