@@ -270,7 +270,7 @@ def _after_slices(graph: fx.Graph, move: Movement) -> int:
             continue
         x: Any = node.args[0]
         made, given = move.use.of[node], move.use.of[x]
-        if len(given) != 1 or not all(c in move.use.made_by and move.use.made_by[c].target in OPERATORS for c in given):
+        if not _is_of_collective(move, x):
             continue
         if made & (move.use.outputs | move.mixed) or any(move.fillers[c] != [node] for c in made) or given & move.use.outputs:
             continue
@@ -291,6 +291,18 @@ def _after_slices(graph: fx.Graph, move: Movement) -> int:
         graph.erase_node(node)
         return 1
     return 0
+
+
+def _is_of_collective(move: Movement, x: fx.Node) -> bool:
+    """Return whether a value is a collective's result, or was cast or scaled from one."""
+    made: Any = x
+    while made is not None and len(move.use.of[made]) == 1:
+        (c,) = move.use.of[made]
+        made = move.use.made_by.get(c)
+        if made is not None and made.target in OPERATORS:
+            return True
+        made = made.args[0] if made is not None and _kind(made) is not None else None
+    return False
 
 
 def _up_to_slice(node: fx.Node) -> list[fx.Node]:
