@@ -295,13 +295,12 @@ def _after_slices(graph: fx.Graph, move: Movement) -> int:
 
 def _is_of_collective(move: Movement, x: fx.Node) -> bool:
     """Return whether a value is a collective's result, or was cast or scaled from one."""
-    made: Any = x
-    while made is not None and len(move.use.of[made]) == 1:
-        (c,) = move.use.of[made]
-        made = move.use.made_by.get(c)
-        if made is not None and made.target in OPERATORS:
+    found: set[Any] = {x}
+    while found:
+        found = {move.use.made_by.get(c) for node in found for c in move.use.of[node]} - {None}
+        if any(node.target in OPERATORS for node in found):
             return True
-        made = made.args[0] if made is not None and _kind(made) is not None else None
+        found = {node.args[0] for node in found if _kind(node) is not None and node.target is not aten.copy_.default}
     return False
 
 
