@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from ..collectives import OPERATORS, WAIT
-from .alias import MemoryUse, live_bytes, nbytes
+from .alias import MemoryUse, is_view, live_bytes, nbytes
 from .order import Appender, Places, fixed_memory, group_size, set_order
 from .overlap import wait_late
 
@@ -97,10 +97,10 @@ def _buckets(places: Places, limit: int, peak: int, done: set[fx.Node]) -> Itera
                 if size + _buffer(node) <= limit and memory.fits([*taken, node]):
                     taken.append(node)
                     size += _buffer(node)
-            if len(taken) > 1:
-                memory.take(taken)
+            is_taken = len(taken) > 1 and memory.take(taken)
+            if is_taken:
                 yield _place(places, taken), taken
-            nodes = [node for node in nodes[1:] if node not in taken]
+            nodes = [node for node in nodes[1:] if not is_taken or node not in taken]
 
 
 def _place(places: Places, starts: list[fx.Node]) -> int:
@@ -133,10 +133,16 @@ class _PackedMemory:
         first, more = self._more(starts)
         return bool((self._live[first : first + len(more)] + more <= self._peak).all())
 
-    def take(self, starts: list[fx.Node]) -> None:
-        """Note that these are packed."""
+    def take(self, starts: list[fx.Node]) -> bool:
+        """Note that these are packed, unless what their operands are made of, which is computed earlier, takes too much memory."""
         first, more = self._more(starts)
+        place = _place(self.places, starts)
+        for x in {x for node in starts for x in self.places.needed(node, place)} - set(starts):
+            more[place + 1 - first : self.places.at[x] + 1 - first] += 0 if is_view(x) else nbytes(x)
+        if (self._live[first : first + len(more)] + more > self._peak).any():
+            return False
         self._live[first : first + len(more)] += more
+        return True
 
     def _more(self, starts: list[fx.Node]) -> tuple[int, Any]:
         """Return a place, and how many bytes more the graph takes from there on: packed buffers, operands kept until then."""
