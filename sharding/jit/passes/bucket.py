@@ -104,7 +104,7 @@ def _buckets(places: Places, limit: int, peak: int, done: set[fx.Node]) -> Itera
 
 
 def _place(places: Places, starts: list[fx.Node]) -> int:
-    """Return the place behind which one collective can stand for these."""
+    """Return the place after which one collective can replace these."""
     return max(places.at[starts[0]] - 1, *(places.early(node) for node in starts))
 
 
@@ -123,7 +123,7 @@ class _PackedMemory:
         self._fences = [places.at[node] for node in self._use.fences]
 
     def fits(self, starts: list[fx.Node]) -> bool:
-        """Return whether one collective can stand for these: after all operands, before all uses, and without more memory."""
+        """Return whether one collective can replace these: after all operands, before all uses, and without more memory."""
         at, use, place = self.places.at, self._use, _place(self.places, starts)
         for node in starts:
             (wait,) = node.users

@@ -78,4 +78,3 @@ class Movement:
                         found[c] = None
                         work.append(c)
         return list(found)
-
