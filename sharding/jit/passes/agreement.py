@@ -27,7 +27,7 @@ class Line(NamedTuple):
     """One collective of a schedule.
 
     Attributes:
-        what: its kind, dtype and size.
+        what: its kind, dtype and size, and what a pass has moved from behind it before it or the other way.
         ranks: its group.
         numbers: which of the group's collectives in the program it stands for. Two of one size are not the same.
     """
@@ -66,7 +66,8 @@ def _lines(graph: fx.Graph) -> Iterator[Line]:
             how = "" if name in (*_FREE, "all_gather") else f" {node.args[1]}"
             size = "" if name in _FREE else f" x {math.prod(shape)}"
             ranks = tuple(map(int, str(node.args[-2]).split(",")))
-            yield Line(f"{name}{how} {str(dtype).removeprefix('torch.')}{size}", ranks, node.meta.get("numbers", ()))
+            what = f"{name}{how} {str(dtype).removeprefix('torch.')}{size}{node.meta.get('moved', '')}"
+            yield Line(what, ranks, node.meta.get("numbers", ()))
         elif (group := _group_of_other(node)) is not None:
             yield Line(getattr(node.target, "__name__", "exchange"), tuple(map(int, group.split(","))))
 

@@ -11,14 +11,16 @@ does not depend on the place in a buffer: always of two ranks, and in the simula
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from ..collectives import OPERATORS, WAIT
-from .alias import MemoryUse, live_bytes, nbytes
-from .order import Appender, Places, group_size, needs_own_memory, set_order
+from .alias import MemoryUse, is_view, live_bytes, nbytes
+from .order import Appender, Places, fixed_memory, group_size, set_order
 from .overlap import wait_late
 
 aten = torch.ops.aten
@@ -40,21 +42,46 @@ def bucket_collectives(graph: fx.Graph, limit: int, max_live_bytes: int | None =
     wait_late(graph)
     removed = 0
     done: set[fx.Node] = set()
-    while found := _bucket(graph, limit, done, peak):
-        removed += len(found) - 1
-        done.add(_pack(graph, found))
+    while count := _walk(graph, limit, peak, done):  # again, since packing frees operands: most often twice
+        removed += count
     if not removed:
         set_order(graph, before)
-        return 0
-    for wait in at_once:
+    for wait in at_once if removed else []:
         if wait._erased is False:
             wait.args[0].append(wait)  # type: ignore[union-attr]
     return removed
 
 
-def _bucket(graph: fx.Graph, limit: int, done: set[fx.Node], peak: int) -> list[fx.Node]:
-    """Return starts that can be one, in order; none if there are no such."""
+def _walk(graph: fx.Graph, limit: int, peak: int, done: set[fx.Node]) -> int:
+    """Pack what can be packed in one walk over the graph, without those that are done; return how many collectives fewer there are."""
     places = Places(graph)
+    buckets = sorted(_buckets(places, limit, peak, done), key=lambda bucket: bucket[0])
+    fixed = fixed_memory(graph, places.use)
+    needed = [{x for node in starts for x in places.needed(node, place)} - set(starts) for place, starts in buckets]
+    anchors = []
+    for place, _ in reversed(buckets):  # what is at a place may go, what is next to it stays in order
+        with graph.inserting_after(places.nodes[place]):
+            anchors.append(graph.call_function(_anchor))
+    moved: set[fx.Node] = set()
+    for (_, starts), first, anchor in zip(buckets, needed, reversed(anchors), strict=True):
+        new = Appender(graph, anchor)
+        for node in sorted(first - moved, key=places.at.__getitem__):
+            new.move(node)
+        moved |= first
+        done.add(_pack(new, starts, [bool(places.use.of[node] & fixed) for node in starts]))
+        for node in starts:
+            graph.erase_node(node)
+    for anchor in anchors:
+        graph.erase_node(anchor)
+    return sum(len(starts) - 1 for _, starts in buckets)
+
+
+def _anchor() -> None:
+    """The node behind which a bucket is put."""
+
+
+def _buckets(places: Places, limit: int, peak: int, done: set[fx.Node]) -> Iterator[tuple[int, list[fx.Node]]]:
+    """Yield the place of each bucket, and the starts that can be one, in order."""
     memory = _PackedMemory(places, peak)
     by_key: dict[Any, list[fx.Node]] = {}
     for node in places.nodes:
@@ -63,37 +90,17 @@ def _bucket(graph: fx.Graph, limit: int, done: set[fx.Node], peak: int) -> list[
             only = len(node.users) == 1 and next(iter(node.users)).target is WAIT
             if only and math.prod(x.meta["val"][0]):
                 by_key.setdefault((node.target, node.args[1:-1], x.meta["val"][2:]), []).append(node)
-    found = []
     for nodes in by_key.values():
-        while len(nodes) > 1 and not found:
-            found = _grow(memory, nodes, limit)
-            nodes = nodes[1:]
-        if found:
-            break
-    return found
-
-
-def _grow(memory: _PackedMemory, nodes: list[fx.Node], limit: int) -> list[fx.Node]:
-    """Return the first start and those that can be packed with it; none if there are no such."""
-    taken, size = nodes[:1], _buffer(nodes[0])
-    for node in nodes[1:]:
-        if size + _buffer(node) <= limit and _fits(memory.places, [*taken, node]) and memory.fits([*taken, node]):
-            taken.append(node)
-            size += _buffer(node)
-    return taken if len(taken) > 1 else []
-
-
-def _fits(places: Places, starts: list[fx.Node]) -> bool:
-    """Return whether one collective can replace these: after all operands, before all uses."""
-    place, at, use = _place(places, starts), places.at, places.use
-    if place >= min(at[next(iter(node.users))] for node in starts):
-        return False
-    for node in starts:
-        (wait,) = node.users
-        between = [x for x in places.nodes[at[node] + 1 : place + 1] if x is not wait]
-        if any(x in use.fences or use.writes[x] & (use.reads[node] | use.of[node]) for x in between):
-            return False
-    return True
+        while len(nodes) > 1:
+            taken, size = nodes[:1], _buffer(nodes[0])
+            for node in nodes[1:]:
+                if size + _buffer(node) <= limit and memory.fits([*taken, node]):
+                    taken.append(node)
+                    size += _buffer(node)
+            is_taken = len(taken) > 1 and memory.take(taken)
+            if is_taken:
+                yield _place(places, taken), taken
+            nodes = [node for node in nodes[1:] if not is_taken or node not in taken]
 
 
 def _place(places: Places, starts: list[fx.Node]) -> int:
@@ -102,37 +109,57 @@ def _place(places: Places, starts: list[fx.Node]) -> int:
 
 
 class _PackedMemory:
-    """What a graph takes, and whether it takes more with some collectives packed."""
+    """What a graph takes, and whether collectives can be packed and it takes no more."""
 
     def __init__(self, places: Places, peak: int) -> None:
-        self.places, self._peak = places, peak
-        self._live = live_bytes(places.use.graph, places.use)
+        self.places, self._peak, self._use = places, peak, places.use
+        self._live = np.array(live_bytes(places.use.graph, places.use), dtype=np.int64)
         self._last: dict[int, int] = {}
+        self._writers: dict[int, list[int]] = {}
         for i, node in enumerate(places.nodes):
-            self._last |= dict.fromkeys(places.use.of[node] | places.use.reads[node] | places.use.writes[node], i)
+            self._last |= dict.fromkeys(self._use.of[node] | self._use.reads[node] | self._use.writes[node], i)
+            for c in self._use.writes[node]:
+                self._writers.setdefault(c, []).append(i)
+        self._fences = [places.at[node] for node in self._use.fences]
 
     def fits(self, starts: list[fx.Node]) -> bool:
-        """Return whether the packed buffers, and operands kept until they are packed, do not raise the peak."""
-        use, place = self.places.use, _place(self.places, starts)
-        into = sum(nbytes(node.args[0]) for node in starts)  # type: ignore[arg-type]
-        out = sum(nbytes(node) for node in starts)
-        is_gather = OPERATORS[starts[0].target] == "all_gather"  # type: ignore[index]
-        results = {node: max(self._last[c] for c in use.of[node]) for node in starts}
-        end = max(results.values())
-        first = min(self.places.at[node] for node in starts)
-        for i in range(first, max(end, place) + 1):
-            more = 0
-            for node in starts:
-                if self.places.at[node] <= i <= results[node] and not node.meta.get("donate"):
-                    more -= nbytes(node)
-                if self.places.at[node] < i <= place:
-                    more += nbytes(node.args[0])  # type: ignore[arg-type]
-            if place < i <= end:
-                more += out
-                more += into + (out if is_gather else 0) if i == place + 1 else 0
-            if self._live[i] + more > self._peak:
+        """Return whether one collective can replace these: after all operands, before all uses, and without more memory."""
+        at, use, place = self.places.at, self._use, _place(self.places, starts)
+        for node in starts:
+            (wait,) = node.users
+            touched = [self._fences, *(self._writers.get(c, ()) for c in use.reads[node] | use.of[node])]
+            if place >= at[wait] or any(at[node] < i <= place and i != at[wait] for found in touched for i in found):
                 return False
+        first, more = self._more(starts)
+        return bool((self._live[first : first + len(more)] + more <= self._peak).all())
+
+    def take(self, starts: list[fx.Node]) -> bool:
+        """Note that these are packed, unless what their operands are made of, which is computed earlier, takes too much memory."""
+        first, more = self._more(starts)
+        place = _place(self.places, starts)
+        for x in {x for node in starts for x in self.places.needed(node, place)} - set(starts):
+            more[place + 1 - first : self.places.at[x] + 1 - first] += 0 if is_view(x) else nbytes(x)
+        if (self._live[first : first + len(more)] + more > self._peak).any():
+            return False
+        self._live[first : first + len(more)] += more
         return True
+
+    def _more(self, starts: list[fx.Node]) -> tuple[int, Any]:
+        """Return a place, and how many bytes more the graph takes from there on: packed buffers, operands kept until then."""
+        at, place = self.places.at, _place(self.places, starts)
+        out = sum(map(nbytes, starts))
+        results = {node: max(self._last[c] for c in self._use.of[node]) for node in starts}
+        first, end = min(at[node] for node in starts), max(results.values())
+        more = np.zeros(max(end, place) + 1 - first, dtype=np.int64)
+        for node in starts:
+            if not node.meta.get("donate"):
+                more[at[node] - first : results[node] + 1 - first] -= nbytes(node)
+            more[at[node] + 1 - first : place + 1 - first] += nbytes(node.args[0])  # type: ignore[arg-type]
+        more[place + 1 - first : end + 1 - first] += out
+        if place < end:
+            into = sum(nbytes(node.args[0]) for node in starts)  # type: ignore[arg-type]
+            more[place + 1 - first] += into + (out if OPERATORS[starts[0].target] == "all_gather" else 0)  # type: ignore[index]
+        return first, more
 
 
 def _buffer(start: fx.Node) -> int:
@@ -140,43 +167,43 @@ def _buffer(start: fx.Node) -> int:
     return max(nbytes(start), nbytes(start.args[0]))  # type: ignore[arg-type]
 
 
-def _pack(graph: fx.Graph, starts: list[fx.Node]) -> fx.Node:
-    """Replace collectives by one; return it."""
-    places = Places(graph)
-    place = _place(places, starts)
-    needed = {x for node in starts for x in places.needed(node, place)} - set(starts)
-    new = Appender(graph, places.nodes[place])
-    for node in sorted(needed, key=places.at.__getitem__):
-        new.move(node)
+def _pack(new: Appender, starts: list[fx.Node], own: list[bool]) -> fx.Node:
+    """Add one collective for several, and give its parts to the users of their waits; return it.
+
+    Args:
+        own: for each whether its result must have memory of its own.
+    """
     target: Any = starts[0].target
-    kind = OPERATORS[target]
-    size = group_size(starts[0])
+    kind, size = OPERATORS[target], group_size(starts[0])
     sizes = [math.prod(node.args[0].meta["val"][0]) for node in starts]  # type: ignore[union-attr]
-    rows = size if kind == "reduce_scatter" else 1
+    total, rows = sum(sizes), size if kind == "reduce_scatter" else 1
     parts = [new.flat(node.args[0], [rows, n // rows]) for node, n in zip(starts, sizes, strict=True)]
-    packed = new.make(aten.cat.default, (parts, 1), [rows, sum(sizes) // rows])
-    flat = new.make(aten.view.default, (packed, [sum(sizes)]), [sum(sizes)])
-    length = {"all_gather": sum(sizes) * size, "reduce_scatter": sum(sizes) // size}.get(kind, sum(sizes))
+    packed = new.make(aten.cat.default, (parts, 1), [rows, total // rows])
+    flat = new.make(aten.view.default, (packed, [total]), [total])
+    length = {"all_gather": total * size, "reduce_scatter": total // size}.get(kind, total)
     start = new.make(target, (flat, *starts[0].args[1:]), [length])
     start.meta["numbers"] = tuple(number for node in starts for number in node.meta.get("numbers", ()))
+    start.meta["moved"] = "".join(dict.fromkeys(node.meta.get("moved", "") for node in starts))
     if kind == "all_reduce":
         start.meta["donate"] = True
-    wait = new.make(WAIT, (start,), [length])
-    table = new.make(aten.view.default, (wait, [size, sum(sizes)]), [size, sum(sizes)]) if kind == "all_gather" else wait
+    whole = new.make(WAIT, (start,), [length])
+    if kind == "all_gather":
+        whole = new.make(aten.view.default, (whole, [size, total]), [size, total])
     offset = 0
-    for node, n in zip(starts, sizes, strict=True):
-        count = n // rows
-        if kind == "all_gather":
-            part = new.make(aten.slice.Tensor, (table, 1, offset, offset + count), [size, count], [sum(sizes), 1])
-            part = new.make(aten.clone.default, (part,), [size, count], kwargs={"memory_format": torch.contiguous_format})
-            part = new.make(aten.view.default, (part, [size * count]), [size * count])
-        else:
-            part = new.make(aten.slice.Tensor, (table, 0, offset, offset + count), [count])
-            if needs_own_memory(graph, places.use, node):
-                part = new.make(aten.clone.default, (part,), [count])
-        offset += count
+    for node, n, is_own in zip(starts, sizes, own, strict=True):
         (done,) = node.users
-        done.replace_all_uses_with(part)
-        graph.erase_node(done)
-        graph.erase_node(node)
+        done.replace_all_uses_with(_part(new, whole, offset, n // rows, is_own))
+        done.graph.erase_node(done)
+        offset += n // rows
     return start
+
+
+def _part(new: Appender, whole: fx.Node, offset: int, count: int, is_own: bool) -> fx.Node:
+    """Add what one collective has of a packed result: columns of a table, which are copied, or elements."""
+    if len(whole.meta["val"][0]) == 2:
+        size, total = whole.meta["val"][0]
+        part = new.make(aten.slice.Tensor, (whole, 1, offset, offset + count), [size, count], [total, 1])
+        part = new.make(aten.clone.default, (part,), [size, count], kwargs={"memory_format": torch.contiguous_format})
+        return new.make(aten.view.default, (part, [size * count]), [size * count])
+    part = new.make(aten.slice.Tensor, (whole, 0, offset, offset + count), [count])
+    return new.make(aten.clone.default, (part,), [count]) if is_own else part

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..collectives import OPERATORS, WAIT
-from .alias import MemoryUse, is_view
+from ..collectives import OPERATORS
+from .alias import MemoryUse
 
 aten = torch.ops.aten
 EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
@@ -40,6 +40,8 @@ class Movement:
         at: the place of each.
         fillers: for each class of memory the nodes that make or write it, in order.
         readers: for each class the nodes that read it and are no views of it.
+        holders: for each class the nodes whose results are in it.
+        mixed: classes of results that may be in more than one, or of nodes that may do anything.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -48,8 +50,11 @@ class Movement:
         self.at = {node: i for i, node in enumerate(self.nodes)}
         self.fillers: dict[int, list[fx.Node]] = {c: [node] for c, node in self.use.made_by.items()}
         self.readers: dict[int, list[fx.Node]] = {}
-        self.mixed: set[int] = set()  # classes of results of which not all is known
+        self.holders: dict[int, list[fx.Node]] = {}
+        self.mixed: set[int] = set()
         for node in self.nodes:
+            for c in self.use.of[node]:
+                self.holders.setdefault(c, []).append(node)
             for c in self.use.writes[node]:
                 self.fillers.setdefault(c, []).append(node)
             for c in self.use.reads[node]:
@@ -73,8 +78,3 @@ class Movement:
                         found[c] = None
                         work.append(c)
         return list(found)
-
-
-def is_step(node: fx.Node) -> bool:
-    """Return whether a node moves values: a copy, a view, or the wait for a collective."""
-    return node.target is WAIT or is_view(node) or is_copy(node)

@@ -102,11 +102,9 @@ def group_size(start: fx.Node) -> int:
     return str(start.args[-2]).count(",") + 1
 
 
-def needs_own_memory(graph: fx.Graph, use: MemoryUse, start: fx.Node) -> bool:
-    """Return whether the result of a collective may be no view: the graph returns it, or addresses its memory by offset."""
-    if use.of[start] & use.outputs:
-        return True
-    return any(node.target is aten.as_strided.default and use.of[node] & use.of[start] for node in graph.nodes)
+def fixed_memory(graph: fx.Graph, use: MemoryUse) -> frozenset[int]:
+    """Return the classes of memory that may not become part of a larger buffer: returned by the graph, or addressed by offset."""
+    return use.outputs | use.union(node for node in graph.nodes if node.target is aten.as_strided.default)
 
 
 def set_order(graph: fx.Graph, nodes: list[fx.Node]) -> None:

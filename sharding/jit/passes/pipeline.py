@@ -15,6 +15,7 @@ from .agreement import agree, agree_on_names, number_collectives, schedule_of
 from .bucket import bucket_collectives
 from .common_collectives import share_common_collectives
 from .dead_collectives import remove_dead_collectives
+from .fuse_casts import fuse_casts
 from .options import PassOptions
 from .overlap import overlap
 from .reduce_scatter import scatter_reductions
@@ -73,6 +74,7 @@ def _stages(program: Program, options: PassOptions, twice: frozenset[object] | N
     passes: list[tuple[str, Any, Pass]] = [
         ("dead_collectives", options.dead_collectives, remove_dead_collectives),
         ("common_collectives", options.common_collectives, lambda graph: share_common_collectives(graph, options.max_live_bytes)),
+        ("fuse_casts", options.fuse_casts, fuse_casts),
         ("reduce_scatter", options.reduce_scatter, lambda graph: scatter_reductions(graph, program.rank_in)),
         ("regather", options.regather, lambda graph: regather(graph, options.max_live_bytes, twice)),
         ("bucket_bytes", options.bucket_bytes, lambda graph: bucket_collectives(graph, options.bucket_bytes, options.max_live_bytes)),

@@ -10,7 +10,7 @@ from torch import fx
 
 from ..collectives import OPERATORS, WAIT
 from .alias import MemoryUse
-from .order import Appender, group_size, needs_own_memory
+from .order import Appender, fixed_memory, group_size
 
 aten = torch.ops.aten
 
@@ -24,10 +24,11 @@ def scatter_reductions(graph: fx.Graph, rank_in: Callable[[tuple[int, ...]], int
     Returns: how many.
     """
     use, changed = MemoryUse(graph), 0
+    fixed = fixed_memory(graph, use)
     for start in [node for node in graph.nodes if OPERATORS.get(node.target) == "all_reduce"]:
         found = _sliced(start)
         ranks = tuple(map(int, str(start.args[-2]).split(",")))
-        if found is None or needs_own_memory(graph, use, start):
+        if found is None or use.of[start] & fixed:
             continue
         wait, view, part = found
         rows, (_, _, low, high) = view.meta["val"][0][0], _bounds(part, view)

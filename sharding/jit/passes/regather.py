@@ -52,11 +52,11 @@ def regather(graph: fx.Graph, max_live_bytes: int | None = None, only: frozenset
 
     Returns: how many run twice.
     """
-    memory = _Memory(graph)
+    memory = _LiveMemory(graph)
     peak = memory.peak
     chosen: list[_Again] = []
-    families = [(node, memory.move.derived(node)) for node in memory.move.nodes if is_moving(node) and (only is None or name_of(node) in only)]
-    families = [(node, classes) for node, classes in families if not memory.unsafe & set(classes)]
+    starts = [node for node in memory.move.nodes if is_moving(node) and (only is None or name_of(node) in only)]
+    families = [(node, classes) for node in starts if not memory.unsafe & set(classes := memory.move.derived(node))]
     while memory.peak > (max_live_bytes or 0):
         place = int(memory.live.argmax())
         found = [again for node, classes in families if (again := memory.again(node, classes, place)) is not None]
@@ -83,7 +83,7 @@ def run_again(graph: fx.Graph) -> frozenset[object]:
     return frozenset(name_of(node) for node in graph.nodes if node.meta.get("again"))
 
 
-class _Memory:
+class _LiveMemory:
     """The memory that a graph takes at each node, with what was chosen to be gathered again."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -131,11 +131,11 @@ class _Memory:
         for c in list(kept):  # made again rather than kept, if what they are made from is there
             nodes = self._closed(set(self.move.fillers[c]), {c})
             given = {d for node in nodes for x in node.all_input_nodes if x not in nodes for d in use.of[x]}
-            if all(map(is_copy, self.move.fillers[c])) and all(self._is_there(d, place) for d in given) and c not in self.move.mixed:
-                if self._can_be_read(given, nodes, place):
-                    run |= nodes
-                    kept.remove(c)
-                    sources = sources - {c} | given
+            is_copied = all(map(is_copy, self.move.fillers[c])) and c not in self.move.mixed
+            if is_copied and all(self._is_there(d, place) for d in given) and self._can_be_read(given, nodes, place):
+                run |= nodes
+                kept.remove(c)
+                sources = sources - {c} | given
         made = {c for node in run for c in use.of[node] if use.made_by.get(c) in run}
         saved = sum(self.size(c) for c in needed) - sum(self.size(c) for c in kept)
         more = sum(self.size(c) for c in made if c not in needed)

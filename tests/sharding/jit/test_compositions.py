@@ -15,7 +15,7 @@ import shardmesh as sm
 from shardmesh import P
 from tests.device import DEVICE
 from tests.sharding.jit.steps import mean_square, mlp, pair, runs
-from tests.sharding.parallel.compositions import UNEVEN, Case, batch, loss_of, made, whole
+from tests.sharding.parallel.compositions import UNEVEN, Composition, batch, loss_of, made, whole
 from tests.tiers import slow
 
 Jit = Callable[..., Any]
@@ -272,7 +272,7 @@ def test_lower_changes_nothing() -> None:
 @pytest.mark.parametrize("form", ["fsdp", *map(slow, ("ddp", "zero1", "hsdp"))])
 def test_lower_a_step_of_a_sharded_model(form: str) -> None:
     """On every rank the collectives of the graph that is recorded; the model is trained as before."""
-    case = Case(form, "sp" if form == "zero1" else "", "global", UNEVEN, (2, 2))
+    case = Composition(form, "sp" if form == "zero1" else "", "global", UNEVEN, (2, 2))
 
     def main(is_lowered: bool) -> Any:
         mesh = sm.init_device_mesh(DEVICE, case.shape, axis_names=case.names)

@@ -43,20 +43,24 @@ class Random:
         even, uneven = list(inputs[:2]), list(inputs[2:])
         results: list[Tensor] = []
         pending: list[Any] = []
+        saved: list[Tensor] = []
         for _ in range(self.length):
             axes = choice.choice(["a", "a", "b", None])
             family = choice.choice([even, even, uneven])
             group = self.mesh.group("a" if family is uneven else axes)
             x = choice.choice(family)
-            self._step(choice, group, family, x, pending, results)
+            self._step(choice, group, family, x, pending, results, saved)
         for work, out in pending:
             work.wait()
             results.append(out * 2)
         return [*results, *(x + 0 for x in even + uneven), even[-1]]
 
-    def _step(self, choice: random.Random, group: Any, family: list[Tensor], x: Tensor, pending: list[Any], results: list[Tensor]) -> None:
+    def _step(
+        self, choice: random.Random, group: Any, family: list[Tensor], x: Tensor, pending: list[Any], results: list[Tensor],
+        saved: list[Tensor],
+    ) -> None:  # fmt: skip
         kinds = ["compute", "compute", "write", "write part", "reduce", "reduce", "gather", "gather"]
-        kinds += ["scatter", "again", "in place", "later"]
+        kinds += ["scatter", "again", "in place", "later", "cast", "cast", "saved"]
         kind = choice.choice(kinds)
         if kind == "compute":
             family.append(x * choice.choice([0.5, 1.5]) + choice.choice(family))
@@ -79,6 +83,17 @@ class Random:
                 if choice.random() < 0.8:
                     family.append(out[-x.numel() :] if choice.random() < 0.5 else out.view(group.size, -1).sum(0))
                     family[-1] = family[-1][: x.numel()]
+        elif kind == "cast":
+            family += [y[: x.numel()].to(x.dtype) for y in self._cast(choice, group, x)]
+        elif kind == "saved":
+            out = x.new_empty(group.size * x.numel())
+            group.all_gather(out, x * 2)
+            family.append((torch.cat([out] * 4) * 2)[: x.numel()] + choice.choice(family))
+            saved.append(out)
+            if choice.random() < 0.5:
+                family.append(saved.pop(0)[-x.numel() :] * 0.5)
+            if choice.random() < 0.1:
+                out.add_(1)
         elif kind == "scatter":
             out = torch.cat([x * (i + 1) for i in range(group.size)])
             group.all_reduce(out)
@@ -86,6 +101,36 @@ class Random:
         else:
             out = x.new_empty(group.size * x.numel())
             pending.append((group.all_gather(out, x.clone(), async_op=True), out))
+
+    def _cast(self, choice: random.Random, group: Any, x: Tensor) -> list[Tensor]:
+        """Results that are cast or scaled next to a collective."""
+        small, number = choice.choice([torch.bfloat16, torch.float16]), choice.choice([0.5, 3.0])
+        functions = [lambda y: y.to(small), lambda y: y * number, lambda y: y / number, lambda y: y + 1]
+        f, g = (choice.choice(functions) for _ in range(2))
+        before, after = choice.choice([(x, f), (x.to(small).float(), f), (x.to(small).float(), g), (x.double(), lambda y: y.float())])
+        if choice.random() < 0.4:  # one part comes from each rank, packed and unpacked
+            packed = before.new_empty(group.size, before.numel())
+            for row in packed:
+                row.copy_(before.to(small) if choice.random() < 0.3 else before.double())
+            out = torch.empty_like(packed)
+            group.all_to_all(out, packed)
+            out[0].add_(0 if choice.random() < 0.9 else 1)
+        elif choice.random() < 0.3:
+            out = torch.stack([before] * group.size)
+            group.all_reduce(out)
+            return [after(out)[group.rank] * 1]
+        else:
+            out = before.new_empty(group.size, before.numel())
+            group.all_gather(out, before)
+        if choice.random() < 0.5:  # as where another dim than the first is gathered
+            moved = out.new_empty(before.numel(), group.size)
+            moved.copy_(out.t())
+            out = moved.t() if choice.random() < 0.5 else moved.view(group.size, -1)
+        exits = [after, after if choice.random() < 0.8 else g][: choice.choice([1, 2])]
+        parts = [h(y) for h in exits for y in ([out] if choice.random() < 0.7 else [out[0], out[-1]])]
+        if choice.random() < 0.1:
+            parts[0].mul_(2)
+        return [part.flatten() * 1 for part in parts]
 
 
 def run(seed: int, options: Any, shape: tuple[int, int] = (2, 2), calls: int = 3) -> tuple[list[list[Tensor]], Schedule]:

@@ -1,0 +1,89 @@
+"""Collectives, bytes and memory of a graph before and after a pass, for the tests here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import shardmesh as sm
+from shardmesh.sharding.jit.passes.alias import MemoryUse, live_bytes
+from tests.device import DEVICE
+from tests.sharding.jit.passes.programs import OFF
+from tests.sharding.parallel.compositions import EVEN, Composition, adamw, batch, loss_of, made, whole
+from tests.sharding.ranks import collectives
+
+TP_SP = Composition("ddp", "sp", "global", EVEN, (1, 2))
+HSDP = Composition("hsdp", "", "plain", EVEN, (2, 2))
+FSDP = Composition("fsdp", "", "global", EVEN, (2,))
+
+
+class Counted(NamedTuple):
+    launches: int
+    bytes: int
+    peak: int
+    values: list[Tensor]
+
+
+def step_of(case: Composition, options: Any, autocast: bool = False, **layer: Any) -> Counted:
+    """Train a composition with clipping; count the last call. `layer` are options of data parallelism."""
+    mesh = sm.init_device_mesh(DEVICE, case.shape, axis_names=case.names)
+    model = made(case, mesh, **layer)
+    model = model.float() if autocast else model
+    optimizer = adamw(model)
+
+    def step(inputs: Any, targets: Any) -> tuple[Any, Any]:
+        with torch.autocast(DEVICE, torch.bfloat16, autocast):
+            loss = loss_of(model(inputs), targets)
+        loss.backward()
+        norm = sm.training.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, norm
+
+    return counted(step, options, [batch(case, mesh, i) for i in range(4)], lambda: [whole(p) for p in model.parameters()])
+
+
+def counted(f: Callable[..., Any], options: Any, calls: list[Any], state: Callable[[], list[Tensor]] = lambda: []) -> Counted:
+    jitted = sm.jit(f, backend="eager", compiler_options=options)
+    values, launches, received = [], 0, 0
+    with collectives() as seen:
+        for args in calls:
+            seen.clear()
+            result = jitted(*args)
+            launches, received = len(seen), sum(record.bytes_received for record in seen)
+            values += [whole(x) if isinstance(x, sm.ShardedTensor) else x for x in result]
+    graph = jitted.recorded[-1].graph
+    return Counted(launches, received, max(live_bytes(graph, MemoryUse(graph))), [*values, *state()])
+
+
+def compared(case: Composition, name: str, value: Any = True, **how: Any) -> tuple[Counted, Counted]:
+    """The counts of rank 0 without a pass and with it; all values are equal."""
+    simulated = sm.simulate(math.prod(case.shape))
+    before, after = simulated(step_of)(case, OFF, **how), simulated(step_of)(case, OFF | {name: value}, **how)
+    for one, other in zip(before, after, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
+    return before[0], after[0]
+
+
+def on(size: int, f: Callable[..., list[Any]], name: str, value: Any = True, **more: Any) -> tuple[Counted, Counted]:
+    """The counts of `f(mesh, x)` without a pass and with it, on ranks of one axis "a"; its values are equal."""
+
+    def main(options: Any) -> Counted:
+        mesh = sm.init_device_mesh(DEVICE, (size,), axis_names=("a",))
+        calls = [(torch.arange(12.0) + i + mesh.world.rank,) for i in range(3)]
+        return counted(lambda x: f(mesh.group(), x), options, calls)
+
+    before, after = sm.simulate(size)(main)(OFF), sm.simulate(size)(main)(OFF | {name: value} | more)
+    for one, other in zip(before, after, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
+    return before[0], after[0]
+
+
+def reduced(group: Any, x: Tensor) -> Tensor:
+    out = x.clone()
+    group.all_reduce(out)
+    return out
