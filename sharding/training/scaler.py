@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...mesh.comm.tracing import tracing
+from ..jit.errors import at_line
 from ..tensor.sharded_tensor import ShardedTensor
 from .norms import check_reduced
 from .tally import tally_of
@@ -45,7 +47,15 @@ class GradScaler(torch.amp.GradScaler):
 
         Fused optimizers, which torch lets unscale and skip in their kernels, are treated like all others: torch would move the scale to
         the meta device of the wrappers, where it loses its value.
+
+        Raises: JitError inside `sm.jit`: whether the optimizer steps depends on values.
         """
+        if tracing.recorder is not None:
+            raise at_line(
+                "GradScaler.step reads whether all gradients are finite, and the optimizer steps only then",
+                "Keep scaler.step(optimizer), scaler.update() and optimizer.zero_grad() outside of sm.jit; scaler.scale(loss).backward() "
+                "may be inside. bfloat16 needs no scaler",
+            )
         fuses = getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         try:

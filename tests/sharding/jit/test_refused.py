@@ -232,6 +232,36 @@ def test_a_static_argument_that_cannot_be_hashed() -> None:
         sm.jit(lambda x, n: x, static_argnums=1, backend="eager")(X, [])
 
 
+def test_a_gradient_scaler() -> None:
+    def main(where: str) -> list[Tensor]:
+        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("fsdp",))
+        torch.manual_seed(0)
+        model = sm.parallel.fully_shard(nn.Linear(3, 3), mesh)
+        optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.1), sm.training.GradScaler("cpu", init_scale=2.0**4)
+
+        def finish() -> None:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        def step(x: Tensor) -> None:
+            scaler.scale(model(x).square().mean()).backward()
+            if where == "inside":
+                finish()
+
+        f = step if where == "eager" else sm.jit(step, backend="eager")
+        for i in range(5):
+            f(X * (i + 1) if i != 3 else X * float("inf"))
+            if where != "inside":
+                finish()
+        return [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
+
+    for expected, found in zip(sm.simulate(2)(main)("eager"), sm.simulate(2)(main)("outside"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    with pytest.raises(JitError, match=r"test_refused.py:\d+: GradScaler.step reads .* Keep scaler.step"):
+        sm.simulate(2)(main)("inside")
+
+
 @pytest.mark.parametrize("kind", ["StepLR", "LambdaLR", "CosineAnnealingLR", "OneCycleLR"])
 def test_a_scheduler_inside(kind: str) -> None:
     model = nn.Linear(3, 3)
