@@ -28,7 +28,7 @@ from .backends.find import Backend, find_backend
 from .draws import advance
 from .errors import JitError
 from .hyperparameters import Hyperparameters
-from .inspection.lowered import Compiled, Lowered, lower
+from .inspection.lowered import CompiledGraph, Lowered, lower
 from .passes.agreement import announce
 from .passes.alias import written_inputs
 from .passes.options import PassOptions
@@ -198,11 +198,11 @@ class JitFunction:
         return lower(self, self._f, args, kwargs, self._options)
 
     @property
-    def recorded(self) -> list[Compiled]:
+    def recorded(self) -> list[CompiledGraph]:
         """The graphs that this rank's calls have made, with the passes applied."""
         world = current_world()
         entries = [entry for found in self._entries.get(world, {}).values() for entry in found]
-        return [Compiled(entry.recording.program, world, {}, None, self, entry) for entry in entries]
+        return [CompiledGraph(entry.recording.program, world, {}, None, self, entry) for entry in entries]
 
     @property
     def __wrapped_function__(self) -> Callable[..., Any]:

@@ -29,9 +29,9 @@ def test_run_on_processes(steps, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(figures.read_text())
     for form in steps.FORMS:
-        contestants = found[form.name]["contestants"]
-        assert {steps.OURS, steps.EAGER_BACKEND} < set(contestants)
-        eager, graph = (contestants[name] for name in (steps.OURS, steps.EAGER_BACKEND))
+        implementations = found[form.name]["implementations"]
+        assert {steps.OURS, steps.EAGER_BACKEND} < set(implementations)
+        eager, graph = (implementations[name] for name in (steps.OURS, steps.EAGER_BACKEND))
         assert graph["calls"] <= eager["calls"]
         assert graph["received"] <= eager["received"]
         assert graph["recording"] > 0 == eager["recording"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...jit.inspection.lowered import Compiled
+from ...jit.inspection.lowered import CompiledGraph
 from ...jit.inspection.step_graph import StepGraph
 from ...jit.program import compile_eagerly
 
@@ -20,7 +20,7 @@ def measured_times(graph: StepGraph, call: Callable[[], Any]) -> dict[fx.Node, t
 
     Raises: ValueError if the graph is not one that the function runs, or the call has not run it.
     """
-    entry = graph.entry if isinstance(graph, Compiled) else None
+    entry = graph.entry if isinstance(graph, CompiledGraph) else None
     if entry is None:
         raise ValueError("timeline(measure=...): only a graph that a call has made can run; give the jitted function, or f.recorded[i]")
     stopwatch = _Stopwatch(graph.graph)

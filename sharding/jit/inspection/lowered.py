@@ -1,8 +1,8 @@
 """What a graph will do, before and after the passes.
 
     f.lower(*args)             ->   Lowered         recorded on "meta": nothing runs and nothing is sent
-    f.lower(*args).compile()   ->   Compiled        with the passes applied
-    f.recorded                 ->   [Compiled]      the graphs that calls have made
+    f.lower(*args).compile()   ->   CompiledGraph        with the passes applied
+    f.recorded                 ->   [CompiledGraph]      the graphs that calls have made
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Lowered(StepGraph):
         super().__init__(program, world, layouts, device_type)
         self._function, self._options = function, options
 
-    def compile(self) -> Compiled:
+    def compile(self) -> CompiledGraph:
         """Return the graph with the passes of the function applied.
 
         Nothing is compiled by a backend, since there are no tensors yet: the function does that when it is called.
         """
         program = run_passes(self._program, self._options, None, ())
-        return Compiled(program, self.world, self._layouts, self.device_type, self._function)  # type: ignore[arg-type]
+        return CompiledGraph(program, self.world, self._layouts, self.device_type, self._function)  # type: ignore[arg-type]
 
 
-class Compiled(StepGraph):
+class CompiledGraph(StepGraph):
     """A graph with the passes applied; a call of it is a call of the jitted function.
 
     The graphs of `f.recorded` have the passes that all ranks agreed on. That of `lower().compile()` has all that change this rank's.
