@@ -130,13 +130,18 @@ def _module(device_type: str) -> Any:
 
 
 def _bind_device(device_type: str) -> None:
-    """Make the device with index LOCAL_RANK (never RANK) the current one."""
+    """Make the device with index LOCAL_RANK (never RANK) the current one, or the only one where the launcher shows each process its own.
+
+    `srun --gpus-per-task=1` and a `CUDA_VISIBLE_DEVICES` for each process leave one visible device, whose index is 0 on every rank.
+    """
     if device_type in _HOST_ONLY:
         return
     module = _module(device_type)
     count = module.device_count()
     if "LOCAL_RANK" in os.environ:
         index = _number(os.environ, "LOCAL_RANK")
+        if count == 1:
+            index = 0
         if index >= count:
             raise errors.LaunchEnvironmentError(
                 f"LOCAL_RANK={index} but this process sees {count} {device_type} devices: start at most {count} "
