@@ -42,7 +42,7 @@ _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 _settings = settings()
 _NO_TIMEOUT = timedelta(days=7)
-_EMPTY = torch.empty(0)
+_EMPTY = torch.empty(0, device="cpu")
 _EXIT_DELAY_S = 0.1
 _REDUCE_OP: dict[str, Any] = {}
 if dist.is_available():
