@@ -24,12 +24,12 @@ from ..monitor.agreement import Agreement
 from ..monitor.hosts.relay import start_relay
 from ..monitor.monitor import Monitor
 from ..monitor.recording.job_name import find_name
-from ..monitor.recording.recorder import Recorder
 from ..monitor.settings import settings
 from ..monitor.start import start_monitor
 from ..monitor.torch_calls import hooks
 from . import dtype_encoding
 from .group import Group, Observer
+from .torch_work import PolledWork, TorchWork, WatchedMessages, WatchedWork
 from .work import DONE, Work, and_then
 from .world import World
 
@@ -52,59 +52,6 @@ if dist.is_available():
         "min": dist.ReduceOp.MIN,
         "product": dist.ReduceOp.PRODUCT,
     }
-
-
-class _TorchWork(Work):
-    """Started works of torch, and the buffers that they read and write."""
-
-    __slots__ = ("_buffers", "_works")
-
-    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...]) -> None:
-        self._works, self._buffers = works, buffers
-
-    def wait(self) -> None:
-        for work in self._works:
-            self._wait(work)
-        self._works, self._buffers = [], ()
-
-    def _wait(self, work: Any) -> None:
-        work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
-class _WatchedWork(_TorchWork):
-    """A collective on the CPU; while it waits, the monitor checks the other ranks."""
-
-    __slots__ = ("_seat", "_sequence", "_watch")
-
-    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder, watch: Monitor) -> None:
-        super().__init__(works, buffers)
-        self._seat, self._sequence, self._watch = recorder, recorder.called - 1, watch
-
-    def _wait(self, work: Any) -> None:
-        self._watch.wait(self._seat, self._sequence, work)
-
-
-class _WatchedMessages(_WatchedWork):
-    """Point-to-point messages on the CPU. gloo's wait for a message blocks the thread, so first wait, monitored, for the other ranks."""
-
-    __slots__ = ("_places",)
-
-    def __init__(
-        self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder, watch: Monitor, places: Sequence[int | None]
-    ) -> None:
-        super().__init__(works, buffers, recorder, watch)
-        self._places = places
-
-    def wait(self) -> None:
-        if self._works:
-            self._watch.wait_for_peers(self._seat, self._sequence, self._places)
-        super().wait()
-
-    def _wait(self, work: Any) -> None:
-        self._watch.wait_to_the_end(self._seat, self._sequence, work)
 
 
 class ProcessGroup(Group):
@@ -180,17 +127,22 @@ class ProcessGroup(Group):
             raise
         return made
 
-    def _start(self, call: Callable[..., Any], buffers: tuple[Tensor, ...], async_op: bool, *args: Any) -> Work | None:
+    def _start(
+        self, call: Callable[..., Any], buffers: tuple[Tensor, ...], async_op: bool, *args: Any, kind: type[WatchedWork] = WatchedWork
+    ) -> Work | None:
         """Run a collective of torch. A monitored one (on the CPU) is always started asynchronously, then waited for by the monitor.
 
         On an accelerator only the stream waits, so a call without `async_op` runs on the current stream.
+
+        Args:
+            kind: how the host waits for a monitored one.
         """
         handle, recorder = self.channel, self.recorder
         call = self._as_ours(call)
         watch = self._watch_of(buffers[0])
         if recorder is None or watch is None:
             work = call(*args, group=handle, async_op=async_op)
-            return None if work is None else _TorchWork([work], buffers)
+            return None if work is None else TorchWork([work], buffers)
         try:
             work = call(*args, group=handle, async_op=True)
         except RuntimeError as error:
@@ -198,7 +150,7 @@ class ProcessGroup(Group):
             raise
         if work is None:
             return DONE if async_op else None
-        watched = _WatchedWork([work], buffers, recorder, watch)
+        watched = kind([work], buffers, recorder, watch)
         return watched if async_op else watched.wait()
 
     def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
@@ -264,8 +216,8 @@ class ProcessGroup(Group):
         works = self._as_ours(dist.batch_isend_irecv)(ops) if ops else []
         recorder, watch = self.recorder, self._watch_of(x)
         if recorder is None or watch is None:
-            return _TorchWork(works, (out, x))
-        return _WatchedMessages(works, (out, x), recorder, watch, (dst, src))
+            return TorchWork(works, (out, x))
+        return WatchedMessages(works, (out, x), recorder, watch, (dst, src))
 
     def _as_ours(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls this one of torch, marked as shardmesh's own if the program made the process group."""
@@ -276,7 +228,9 @@ class ProcessGroup(Group):
         return self.recorder.monitor if self.recorder is not None and x.device.type == "cpu" and _settings.mode != "off" else None
 
     def _barrier(self) -> None:
-        self._start(dist.barrier, (_EMPTY,), False)
+        """Wait for all ranks on the host: in the CPU backend if the group has one, which `dist.barrier` does not use where a device is bound."""
+        device = self._host_device()
+        self._start(_barrier_on, (_EMPTY,), False, device, kind=WatchedWork if device.type == "cpu" else PolledWork)
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather the sizes, then the data, padded to the longest."""
@@ -291,12 +245,27 @@ class ProcessGroup(Group):
         return [bytes(row[:size].numpy()) for row, size in zip(everyone.cpu(), sizes.tolist(), strict=True)]
 
     def _host_device(self) -> torch.device:
-        """Return the device for data of the host: the CPU if the group has a backend for it."""
-        types = {device.type for device in self.channel._device_types}
+        """Return the device for data of the host: the CPU if the group has a backend for it, else the bound or current device."""
+        handle = self.channel
+        types = {device.type for device in handle._device_types}
         if "cpu" in types:
             return torch.device("cpu")
+        if handle.bound_device_id is not None:
+            return handle.bound_device_id
         kind = sorted(types)[0]
         return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _barrier_on(device: torch.device, group: dist.ProcessGroup, async_op: bool) -> Any:
+    """Run the barrier of the group's backend for this device, which `dist.barrier` does not let its caller choose."""
+    options = distributed_c10d.BarrierOptions()
+    options.asyncOp, options.device = async_op, device
+    if device.index is not None:
+        options.device_ids = [device.index]
+    work = group.barrier(opts=options)
+    if async_op or work is None:
+        return work
+    return work.wait() and None
 
 
 def _timeout() -> timedelta | None:

@@ -285,7 +285,7 @@ class Monitor:
                 raise self.failed(wrong)
 
     def wait(self, recorder: Recorder, sequence: int, work: Any) -> None:
-        """Wait for torch's work, checking the other ranks after 10 ms, 20 ms and 30 ms, then every 25 ms.
+        """Wait for torch's work on the CPU, checking the other ranks after 10 ms, 20 ms and 30 ms, then every 25 ms.
 
         Reading all trace buffers takes 0.2 ms. A rank that differs from others detects that before it waits, and the watchdog thread
         checks as well, so a long wait usually means that a rank is gone. Raises: the diagnosed WatchError.
@@ -312,6 +312,11 @@ class Monitor:
                     work.wait(default_pg_timeout)
                     return
                 slice_ = _LONG_SLICE if is_long else slice_
+
+    def poll(self, recorder: Recorder, sequence: int, work: Any) -> None:
+        """Wait for torch's work on an accelerator, checking the other ranks; it gets no timeout, which would abort NCCL's communicator."""
+        self.wait_until(recorder, sequence, work.is_completed)
+        self.wait_to_the_end(recorder, sequence, work)
 
     def wait_to_the_end(self, recorder: Recorder, sequence: int, work: Any) -> None:
         """Wait for torch's work without checking the other ranks."""
