@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
-import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +15,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from .. import errors
+from ..monitor import timeouts
 from ..monitor.agreement import Agreement
 from ..monitor.hosts.relay import start_relay
 from ..monitor.monitor import Monitor
@@ -29,6 +25,7 @@ from ..monitor.start import start_monitor
 from ..monitor.torch_calls import hooks
 from . import dtype_encoding
 from .group import Group, Observer
+from .new_group import new_group
 from .torch_work import PolledWork, TorchWork, WatchedMessages, WatchedWork
 from .work import DONE, Work, and_then
 from .world import World
@@ -41,7 +38,6 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _settings = settings()
-_NO_TIMEOUT = timedelta(days=7)
 _EMPTY = torch.empty(0, device="cpu")
 _EXIT_DELAY_S = 0.1
 _REDUCE_OP: dict[str, Any] = {}
@@ -118,13 +114,16 @@ class ProcessGroup(Group):
             )
         if self.size == dist.get_world_size() and (self.size == 1 or dist.get_backend() == "mpi"):  # MPI cannot make another group
             return _default_group()
+        is_monitored = self.world.monitor is not None
+        timeout = timeouts.group_timeout(dist.get_backend_config()) if is_monitored else None
         try:
-            with _group_names_from_ranks(self.world.job if isinstance(self.world, ProcessWorld) else ""):
-                made: Any = dist.new_group(list(self.ranks), use_local_synchronization=True, timeout=_timeout())
+            made = new_group(self.ranks, self.world.job if isinstance(self.world, ProcessWorld) else "", timeout)
         except RuntimeError as error:
             if self.recorder is not None and self.recorder.monitor is not None:
                 self.recorder.monitor.explain(self.recorder, self.recorder.called - 1, error)
             raise
+        if timeout is not None:
+            timeouts.manage(made, is_own=True)
         return made
 
     def _start(
@@ -228,7 +227,7 @@ class ProcessGroup(Group):
         return self.recorder.monitor if self.recorder is not None and x.device.type == "cpu" and _settings.mode != "off" else None
 
     def _barrier(self) -> None:
-        """Wait for all ranks on the host: in the CPU backend if the group has one, which `dist.barrier` does not use where a device is bound."""
+        """Wait for all ranks on the host, in the CPU backend if there is one; `dist.barrier` uses the bound device instead."""
         device = self._host_device()
         self._start(_barrier_on, (_EMPTY,), False, device, kind=WatchedWork if device.type == "cpu" else PolledWork)
 
@@ -268,16 +267,6 @@ def _barrier_on(device: torch.device, group: dist.ProcessGroup, async_op: bool) 
     return work.wait() and None
 
 
-def _timeout() -> timedelta | None:
-    """Return the timeout of a new group: practically none if the monitor checks all waits, which it does on the CPU."""
-    return _NO_TIMEOUT if is_watched(dist.get_backend_config()) and process_world().monitor is not None else None
-
-
-def is_watched(backends: str) -> bool:
-    """Return whether the monitor checks waits in collectives of these backends; on an accelerator the stream waits, so it cannot."""
-    return _settings.mode != "off" and all(part.startswith("cpu") or ":" not in part for part in backends.split(","))
-
-
 def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether the backend sends and receives host memory only: gloo supports other devices in collectives only."""
     return device.type != "cpu" and _is_gloo(handle, device)
@@ -285,38 +274,6 @@ def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:
 
 def _is_gloo(handle: dist.ProcessGroup, device: torch.device) -> bool:
     return handle._get_backend(device).name() == "gloo"
-
-
-_times_made: Counter[tuple[str, tuple[int, ...]]] = Counter()  # by job, so that a failure in one does not affect the next
-_naming_lock = threading.Lock()
-
-
-@contextmanager
-def _group_names_from_ranks(job: str) -> Iterator[None]:
-    """Make torch give a new group the same name on all of its ranks.
-
-    Torch names a group made with `use_local_synchronization` after its ranks and the number of groups that this rank has
-    made so far (2.13: distributed_c10d._hash_ranks_to_str). Ranks that differ in that number, as on meshes over parts
-    of the world, would wait for each other under different names and hang. Here the name uses the number of groups made of
-    these same ranks, on which they agree.
-    """
-    if not hasattr(distributed_c10d, "_hash_ranks_to_str"):
-        yield
-        return
-    with _naming_lock:
-        original = distributed_c10d._hash_ranks_to_str
-        distributed_c10d._hash_ranks_to_str = partial(_group_name, job)
-        try:
-            yield
-        finally:
-            distributed_c10d._hash_ranks_to_str = original
-
-
-def _group_name(job: str, ranks: Sequence[int]) -> str:
-    key = job, tuple(ranks)
-    _times_made[key] += 1
-    digest = hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()
-    return f"shardmesh_{digest}_{_times_made[key]}"
 
 
 def _is_default(handle: dist.ProcessGroup | None) -> bool:
