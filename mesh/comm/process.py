@@ -25,8 +25,8 @@ from ..monitor.start import start_monitor
 from ..monitor.torch_calls import hooks
 from . import dtype_encoding
 from .group import Group, Observer
-from .new_group import new_group
-from .torch_work import PolledWork, TorchWork, WatchedMessages, WatchedWork
+from .torch_groups.new_group import new_group
+from .torch_groups.works import PolledWork, TorchWork, WatchedMessages, WatchedWork
 from .work import DONE, Work, and_then
 from .world import World
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..monitor.monitor import Monitor
-from ..monitor.recording.recorder import Recorder
-from .work import Work
+from ...monitor.monitor import Monitor
+from ...monitor.recording.recorder import Recorder
+from ..work import Work
 
 
 class TorchWork(Work):
