@@ -107,6 +107,6 @@ def simulated_peers(size: int, nbytes: int, device: torch.device | str, spins: i
     """
     memory = torch.zeros(size, nbytes + PAD_BYTES, dtype=torch.uint8, device=device)  # kept alive by each rank's buffer
     epochs = torch.zeros(size, MAX_PROGRAMS, dtype=torch.int32, device=device)
-    error = torch.zeros(size, size, dtype=torch.int32, pin_memory=memory.is_cuda)
+    error = torch.zeros(size, size, dtype=torch.int32, device="cpu", pin_memory=memory.is_cuda)
     buffers = torch.tensor([x.data_ptr() for x in memory], device=device)
     return [Peers(r, size, memory[r, :nbytes], buffers, buffers + nbytes, epochs[r], error[r], spins) for r in range(size)]

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
-import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +15,18 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from .. import errors
+from ..monitor import timeouts
 from ..monitor.agreement import Agreement
 from ..monitor.hosts.relay import start_relay
 from ..monitor.monitor import Monitor
 from ..monitor.recording.job_name import find_name
-from ..monitor.recording.recorder import Recorder
 from ..monitor.settings import settings
 from ..monitor.start import start_monitor
 from ..monitor.torch_calls import hooks
 from . import dtype_encoding
 from .group import Group, Observer
+from .torch_groups.new_group import new_group
+from .torch_groups.works import PolledWork, TorchWork, WatchedMessages, WatchedWork
 from .work import DONE, Work, and_then
 from .world import World
 
@@ -41,8 +38,7 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _settings = settings()
-_NO_TIMEOUT = timedelta(days=7)
-_EMPTY = torch.empty(0)
+_EMPTY = torch.empty(0, device="cpu")
 _EXIT_DELAY_S = 0.1
 _REDUCE_OP: dict[str, Any] = {}
 if dist.is_available():
@@ -52,59 +48,6 @@ if dist.is_available():
         "min": dist.ReduceOp.MIN,
         "product": dist.ReduceOp.PRODUCT,
     }
-
-
-class _TorchWork(Work):
-    """Started works of torch, and the buffers that they read and write."""
-
-    __slots__ = ("_buffers", "_works")
-
-    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...]) -> None:
-        self._works, self._buffers = works, buffers
-
-    def wait(self) -> None:
-        for work in self._works:
-            self._wait(work)
-        self._works, self._buffers = [], ()
-
-    def _wait(self, work: Any) -> None:
-        work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
-class _WatchedWork(_TorchWork):
-    """A collective on the CPU; while it waits, the monitor checks the other ranks."""
-
-    __slots__ = ("_seat", "_sequence", "_watch")
-
-    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder, watch: Monitor) -> None:
-        super().__init__(works, buffers)
-        self._seat, self._sequence, self._watch = recorder, recorder.called - 1, watch
-
-    def _wait(self, work: Any) -> None:
-        self._watch.wait(self._seat, self._sequence, work)
-
-
-class _WatchedMessages(_WatchedWork):
-    """Point-to-point messages on the CPU. gloo's wait for a message blocks the thread, so first wait, monitored, for the other ranks."""
-
-    __slots__ = ("_places",)
-
-    def __init__(
-        self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder, watch: Monitor, places: Sequence[int | None]
-    ) -> None:
-        super().__init__(works, buffers, recorder, watch)
-        self._places = places
-
-    def wait(self) -> None:
-        if self._works:
-            self._watch.wait_for_peers(self._seat, self._sequence, self._places)
-        super().wait()
-
-    def _wait(self, work: Any) -> None:
-        self._watch.wait_to_the_end(self._seat, self._sequence, work)
 
 
 class ProcessGroup(Group):
@@ -171,26 +114,34 @@ class ProcessGroup(Group):
             )
         if self.size == dist.get_world_size() and (self.size == 1 or dist.get_backend() == "mpi"):  # MPI cannot make another group
             return _default_group()
+        is_monitored = self.world.monitor is not None
+        timeout = timeouts.group_timeout(dist.get_backend_config()) if is_monitored else None
         try:
-            with _group_names_from_ranks(self.world.job if isinstance(self.world, ProcessWorld) else ""):
-                made: Any = dist.new_group(list(self.ranks), use_local_synchronization=True, timeout=_timeout())
+            made = new_group(self.ranks, self.world.job if isinstance(self.world, ProcessWorld) else "", timeout)
         except RuntimeError as error:
             if self.recorder is not None and self.recorder.monitor is not None:
                 self.recorder.monitor.explain(self.recorder, self.recorder.called - 1, error)
             raise
+        if timeout is not None:
+            timeouts.manage(made, is_own=True)
         return made
 
-    def _start(self, call: Callable[..., Any], buffers: tuple[Tensor, ...], async_op: bool, *args: Any) -> Work | None:
+    def _start(
+        self, call: Callable[..., Any], buffers: tuple[Tensor, ...], async_op: bool, *args: Any, kind: type[WatchedWork] = WatchedWork
+    ) -> Work | None:
         """Run a collective of torch. A monitored one (on the CPU) is always started asynchronously, then waited for by the monitor.
 
         On an accelerator only the stream waits, so a call without `async_op` runs on the current stream.
+
+        Args:
+            kind: how the host waits for a monitored one.
         """
         handle, recorder = self.channel, self.recorder
         call = self._as_ours(call)
         watch = self._watch_of(buffers[0])
         if recorder is None or watch is None:
             work = call(*args, group=handle, async_op=async_op)
-            return None if work is None else _TorchWork([work], buffers)
+            return None if work is None else TorchWork([work], buffers)
         try:
             work = call(*args, group=handle, async_op=True)
         except RuntimeError as error:
@@ -198,7 +149,7 @@ class ProcessGroup(Group):
             raise
         if work is None:
             return DONE if async_op else None
-        watched = _WatchedWork([work], buffers, recorder, watch)
+        watched = kind([work], buffers, recorder, watch)
         return watched if async_op else watched.wait()
 
     def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
@@ -264,8 +215,8 @@ class ProcessGroup(Group):
         works = self._as_ours(dist.batch_isend_irecv)(ops) if ops else []
         recorder, watch = self.recorder, self._watch_of(x)
         if recorder is None or watch is None:
-            return _TorchWork(works, (out, x))
-        return _WatchedMessages(works, (out, x), recorder, watch, (dst, src))
+            return TorchWork(works, (out, x))
+        return WatchedMessages(works, (out, x), recorder, watch, (dst, src))
 
     def _as_ours(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls this one of torch, marked as shardmesh's own if the program made the process group."""
@@ -276,7 +227,9 @@ class ProcessGroup(Group):
         return self.recorder.monitor if self.recorder is not None and x.device.type == "cpu" and _settings.mode != "off" else None
 
     def _barrier(self) -> None:
-        self._start(dist.barrier, (_EMPTY,), False)
+        """Wait for all ranks on the host, in the CPU backend if there is one; `dist.barrier` uses the bound device instead."""
+        device = self._host_device()
+        self._start(_barrier_on, (_EMPTY,), False, device, kind=WatchedWork if device.type == "cpu" else PolledWork)
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather the sizes, then the data, padded to the longest."""
@@ -291,22 +244,27 @@ class ProcessGroup(Group):
         return [bytes(row[:size].numpy()) for row, size in zip(everyone.cpu(), sizes.tolist(), strict=True)]
 
     def _host_device(self) -> torch.device:
-        """Return the device for data of the host: the CPU if the group has a backend for it."""
-        types = {device.type for device in self.channel._device_types}
+        """Return the device for data of the host: the CPU if the group has a backend for it, else the bound or current device."""
+        handle = self.channel
+        types = {device.type for device in handle._device_types}
         if "cpu" in types:
             return torch.device("cpu")
+        if handle.bound_device_id is not None:
+            return handle.bound_device_id
         kind = sorted(types)[0]
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _timeout() -> timedelta | None:
-    """Return the timeout of a new group: practically none if the monitor checks all waits, which it does on the CPU."""
-    return _NO_TIMEOUT if is_watched(dist.get_backend_config()) and process_world().monitor is not None else None
-
-
-def is_watched(backends: str) -> bool:
-    """Return whether the monitor checks waits in collectives of these backends; on an accelerator the stream waits, so it cannot."""
-    return _settings.mode != "off" and all(part.startswith("cpu") or ":" not in part for part in backends.split(","))
+def _barrier_on(device: torch.device, group: dist.ProcessGroup, async_op: bool) -> Any:
+    """Run the barrier of the group's backend for this device, which `dist.barrier` does not let its caller choose."""
+    options = distributed_c10d.BarrierOptions()
+    options.asyncOp, options.device = async_op, device
+    if device.index is not None:
+        options.device_ids = [device.index]
+    work = group.barrier(opts=options)
+    if async_op or work is None:
+        return work
+    return work.wait() and None
 
 
 def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:
@@ -316,38 +274,6 @@ def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:
 
 def _is_gloo(handle: dist.ProcessGroup, device: torch.device) -> bool:
     return handle._get_backend(device).name() == "gloo"
-
-
-_times_made: Counter[tuple[str, tuple[int, ...]]] = Counter()  # by job, so that a failure in one does not affect the next
-_naming_lock = threading.Lock()
-
-
-@contextmanager
-def _group_names_from_ranks(job: str) -> Iterator[None]:
-    """Make torch give a new group the same name on all of its ranks.
-
-    Torch names a group made with `use_local_synchronization` after its ranks and the number of groups that this rank has
-    made so far (2.13: distributed_c10d._hash_ranks_to_str). Ranks that differ in that number, as on meshes over parts
-    of the world, would wait for each other under different names and hang. Here the name uses the number of groups made of
-    these same ranks, on which they agree.
-    """
-    if not hasattr(distributed_c10d, "_hash_ranks_to_str"):
-        yield
-        return
-    with _naming_lock:
-        original = distributed_c10d._hash_ranks_to_str
-        distributed_c10d._hash_ranks_to_str = partial(_group_name, job)
-        try:
-            yield
-        finally:
-            distributed_c10d._hash_ranks_to_str = original
-
-
-def _group_name(job: str, ranks: Sequence[int]) -> str:
-    key = job, tuple(ranks)
-    _times_made[key] += 1
-    digest = hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()
-    return f"shardmesh_{digest}_{_times_made[key]}"
 
 
 def _is_default(handle: dist.ProcessGroup | None) -> bool:

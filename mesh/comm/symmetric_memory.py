@@ -6,6 +6,7 @@ are in `kernels/symmetric/`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ BUFFER_BYTES = 64 << 20  # on each rank, for each group that uses it
 STAGING_BYTES = BUFFER_BYTES // 4 * 3  # the part that peers may pull from; the rest is for all-reduces
 # About ten minutes of polls of a microsecond each, as long as NCCL waits by default.
 SPINS = 600_000_000
+
+_log = logging.getLogger(__name__)
 
 Provider = Callable[[Group, torch.device, CommTag | None], Peers | None]
 
@@ -56,8 +59,9 @@ def _agreed(group: Group, device: torch.device, tag: CommTag | None) -> Peers | 
     """Return the memory if every rank could allocate it, else None."""
     try:
         found = PROVIDERS[device.type](group, device, tag)
-    except (ImportError, RuntimeError):  # such as no peer-to-peer access between the devices
+    except (ImportError, RuntimeError) as error:  # such as no peer-to-peer access between the devices
         found = None
+        _log.warning("rank %d: no symmetric memory among ranks %s on %s: %s", group.world.rank, group.ranks, device, error)
     missing = torch.tensor([int(found is None)], dtype=torch.int32, device=device)
     group.all_reduce(missing, "max", tag=tag)
     return None if int(missing) else found
@@ -72,13 +76,13 @@ def _of_torch(group: Group, device: torch.device, tag: CommTag | None) -> Peers 
         return None
     memory = symmetric.empty(BUFFER_BYTES + PAD_BYTES, dtype=torch.uint8, device=device).zero_()
     shared = symmetric.rendezvous(memory, handle)
-    addresses = torch.tensor(list(shared.buffer_ptrs), dtype=torch.int64).to(device)
+    addresses = torch.tensor(list(shared.buffer_ptrs), dtype=torch.int64, device=device)
     torch.get_device_module(device.type).synchronize(device)  # the pad must be zero before any rank writes to it
     group.barrier(tag=tag)
     return Peers(
         group.rank, group.size, memory[:BUFFER_BYTES], addresses, addresses + BUFFER_BYTES,
         epochs=torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device),
-        error=torch.zeros(group.size, dtype=torch.int32, pin_memory=True),
+        error=torch.zeros(group.size, dtype=torch.int32, device="cpu", pin_memory=True),  # whatever torch's default device is
         spins=SPINS,
     )  # fmt: skip
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,14 +11,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from .. import errors
-from ..comm.process import ProcessWorld, is_watched, process_world
+from ..comm.process import ProcessWorld, process_world
+from ..monitor import timeouts
 from ..monitor.startup import rendezvous
 from ..monitor.startup.rank_info import what_must_agree
 
 # Set by torchrun, `launch` and most cluster launchers, and read by torch's own env:// initialization.
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HOST_ONLY = ("cpu", "meta")
-_GLOO_TIMEOUT = timedelta(days=1)  # the monitor detects hangs instead, in all groups
 
 _epoch = 0
 
@@ -102,8 +101,10 @@ def _start_default_group(device_type: str, backend: str | None) -> None:
     backend = backend or _default_backend(device_type)
     rank, size = place or (0, 1)
     store = HashStore() if place is None else rendezvous.rendezvous(rank, size, what_must_agree(size, device_type, backend, os.environ))
-    timeout = _GLOO_TIMEOUT if is_watched(backend) else None
+    timeout = timeouts.group_timeout(backend)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    if timeout is not None:
+        timeouts.manage(dist.group.WORLD, is_own=False)
     _epoch += 1
 
 
@@ -130,13 +131,18 @@ def _module(device_type: str) -> Any:
 
 
 def _bind_device(device_type: str) -> None:
-    """Make the device with index LOCAL_RANK (never RANK) the current one."""
+    """Make the device with index LOCAL_RANK (never RANK) the current one, or the only one where the launcher shows each process its own.
+
+    `srun --gpus-per-task=1` and a `CUDA_VISIBLE_DEVICES` for each process leave one visible device, whose index is 0 on every rank.
+    """
     if device_type in _HOST_ONLY:
         return
     module = _module(device_type)
     count = module.device_count()
     if "LOCAL_RANK" in os.environ:
         index = _number(os.environ, "LOCAL_RANK")
+        if count == 1:
+            index = 0
         if index >= count:
             raise errors.LaunchEnvironmentError(
                 f"LOCAL_RANK={index} but this process sees {count} {device_type} devices: start at most {count} "

@@ -168,7 +168,7 @@ def _stalls(timeout: float | None, warn: float | None) -> Iterator[None]:
     try:
         yield
     finally:
-        here.warn, here.timeout = before
+        watchdog(*before)
 
 
 class _Snapshot:

@@ -19,13 +19,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 from ..errors import WatchError
-from . import termination
+from . import termination, timeouts
 from .agreement import Agreement, warn
 from .diagnosis import diagnose, verdict_text
 from .diagnosis.members import Member, agree, ended_ranks, have_all_come, lost_ranks, member, members
@@ -52,7 +50,6 @@ _TO_EXPLAIN_S = 1.0  # how long to look for the reason of a broken connection
 _SETTLE_S = 0.3
 _LONGEST_EXIT_S = 1e6
 _TO_SHOW_S = 0.3
-_CPU, _WATCHED = torch.device("cpu"), timedelta(days=1)  # groups with so long a timeout relied on the monitor
 _DOUBT_NS = 50_000_000  # after waiting so long, a rank asks whether the missing ranks are visible at all
 _STACK_S, _FAR_STACK_S = 0.3, 1.0  # how long to wait for the stack of a rank on this host, on another host
 
@@ -157,10 +154,7 @@ class Monitor:
             self.world.retire_monitor()
         for recorder in self.recorders:
             recorder.monitor, recorder.others = None, []
-        for handle in termination.torch_groups():
-            with contextlib.suppress(RuntimeError, ValueError, AttributeError):
-                if handle._get_backend(_CPU).options._timeout >= _WATCHED:
-                    distributed_c10d._set_pg_timeout(default_pg_timeout, handle)
+        timeouts.release()
         self.buffer.words[Header.BLOCKED] = 0
 
     def near_buffers(self) -> list[TraceBuffer]:
@@ -285,7 +279,7 @@ class Monitor:
                 raise self.failed(wrong)
 
     def wait(self, recorder: Recorder, sequence: int, work: Any) -> None:
-        """Wait for torch's work, checking the other ranks after 10 ms, 20 ms and 30 ms, then every 25 ms.
+        """Wait for torch's work on the CPU, checking the other ranks after 10 ms, 20 ms and 30 ms, then every 25 ms.
 
         Reading all trace buffers takes 0.2 ms. A rank that differs from others detects that before it waits, and the watchdog thread
         checks as well, so a long wait usually means that a rank is gone. Raises: the diagnosed WatchError.
@@ -312,6 +306,11 @@ class Monitor:
                     work.wait(default_pg_timeout)
                     return
                 slice_ = _LONG_SLICE if is_long else slice_
+
+    def poll(self, recorder: Recorder, sequence: int, work: Any) -> None:
+        """Wait for torch's work on an accelerator, checking the other ranks; it gets no timeout, which would abort NCCL's communicator."""
+        self.wait_until(recorder, sequence, work.is_completed)
+        self.wait_to_the_end(recorder, sequence, work)
 
     def wait_to_the_end(self, recorder: Recorder, sequence: int, work: Any) -> None:
         """Wait for torch's work without checking the other ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .. import errors
@@ -64,6 +64,7 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 _settings: Settings | None = None
+on_timeout: list[Callable[[], None]] = []  # called after `watchdog`
 
 
 def settings() -> Settings:
@@ -115,3 +116,5 @@ def watchdog(warn: float | None = None, timeout: float | None = None) -> None:
     here = settings()
     here.warn = here.warn if warn is None else float(warn)
     here.timeout = here.timeout if timeout is None else float(timeout)
+    for call in on_timeout:
+        call()

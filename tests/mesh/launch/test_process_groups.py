@@ -129,13 +129,13 @@ class Accelerator:
     """Stands for torch.cuda on a machine with four devices."""
 
     def __init__(self) -> None:
-        self.current = 0
+        self.current, self.count = 0, 4
 
     def is_available(self) -> bool:
         return True
 
     def device_count(self) -> int:
-        return 4
+        return self.count
 
     def set_device(self, index: int) -> None:
         self.current = index
@@ -152,6 +152,14 @@ def test_the_device_is_bound_by_local_rank(accelerator: Accelerator, monkeypatch
     set_environment(monkeypatch, **WHOLE | {"RANK": "7", "WORLD_SIZE": "8"}, LOCAL_RANK="3")
     process_groups._bind_device("cuda")
     assert accelerator.current == 3
+
+
+@pytest.mark.parametrize("local_rank", ["0", "3"])
+def test_the_only_visible_device_is_bound_on_every_rank(local_rank: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator.current, accelerator.count = -1, 1
+    set_environment(monkeypatch, **WHOLE, LOCAL_RANK=local_rank)
+    process_groups._bind_device("cuda")
+    assert accelerator.current == 0
 
 
 @pytest.mark.parametrize(
