@@ -2,7 +2,8 @@
 
     python benchmarks/dispatch.py                          tables on the terminal, about two minutes
     python benchmarks/dispatch.py --size large             larger tensors, whose arithmetic takes time
-    python benchmarks/dispatch.py --only operators         one of: operators, handling, moves, shapes, mlp, stack
+    python benchmarks/dispatch.py --only operators         one of: operators, handling, moves, shapes, mlp, stack,
+                                                           optimizers
     python benchmarks/dispatch.py --json figures.json --markdown tables.md
 
 One process is rank 0 of 8 on torch's `fake` backend: collectives return at once, so the time is that of Python and the
@@ -433,6 +434,27 @@ def _stack_step(impl: Implementation, tokens: int, width: int) -> Call:
     return step
 
 
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+PARAMETERS = 100
+IMPLEMENTATIONS: dict[str, dict[str, bool]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+def time_optimizers(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes]:
+    """Time a step of AdamW on 100 parameters, split by rows, in each of torch's implementations."""
+    for implementation, options in IMPLEMENTATIONS.items():
+        calls = {name: _adamw_step(impl, size, options) for name, impl in impls.items()}
+        yield CaseTimes(f"AdamW, {PARAMETERS} parameters, {implementation}", interleaved(calls, rounds=size.rounds, batch_s=1e-3))
+
+
+def _adamw_step(impl: Implementation, size: Size, options: dict[str, Any]) -> Call:
+    params = [impl.leaf(torch.randn(size.rows, size.width), 0, True) for _ in range(PARAMETERS)]
+    for x in params:
+        x.grad = torch.ones_like(x)
+    optimizer = torch.optim.AdamW(params, lr=1e-3, **options)
+    return lambda: optimizer.step()
+
+
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
@@ -517,6 +539,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Implementation], Size], Itera
     "shapes": ("The first call on a shape", time_new_shapes),
     "mlp": ("Two-layer tensor-parallel MLP, forward and backward", time_mlp),
     "stack": ("12 tensor-parallel transformer blocks, forward, backward and AdamW", time_stack),
+    "optimizers": (f"A step of AdamW on {PARAMETERS} parameters", time_optimizers),
 }
 
 

@@ -58,6 +58,7 @@ class ShardedTensor(Tensor):
     _sliced_from: SlicedFrom | None = None  # of a copy of a slice: see `sliced_from.py`
     _reduced_grad: ShardedTensor | None = None
     _accumulated_grad: ShardedTensor | None = None
+    is_sparse = False  # type: ignore[assignment]  # asked of every gradient by torch's optimizers, so without a dispatch
 
     @staticmethod
     def _make(local: Tensor, layout: Layout) -> ShardedTensor:

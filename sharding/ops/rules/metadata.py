@@ -10,7 +10,7 @@ from ...tensor.sharded_tensor import ShardedTensor
 from .registry import handler, unique
 
 _ON_THE_WRAPPER = """
-    is_floating_point is_complex is_signed is_conj is_neg element_size stride is_contiguous nelement numel ndimension
+    is_floating_point is_signed is_conj is_neg element_size stride is_contiguous nelement numel ndimension
     dim size result_type can_cast is_sparse storage_offset has_names is_distributed dense_dim sparse_dim
 """
 _ON_THE_PART = "get_device is_pinned is_inference is_shared _is_view"
@@ -59,6 +59,12 @@ def _asked_of_wrapper(func: Any) -> Any:
 def _asked_of_part(func: Any) -> Any:
     """Return a handler that calls the function on this rank's part."""
     return lambda x, *args, **kwargs: func(x._local, *args, **kwargs)
+
+
+@handler("is_complex")
+def _is_complex(input: Any) -> bool:
+    """Return `input.is_complex()`, which torch's optimizers ask of every parameter at every step."""
+    return input._layout.dtype.is_complex
 
 
 @handler("is_same_size")

@@ -38,7 +38,7 @@ _KEPT = 256
 _alike: dict[Any, bool] = {}  # layouts at all indices of all lists -> whether they are aligned
 
 
-def _aligned(lists: list[Sequence[Any]]) -> bool:
+def aligned(lists: Sequence[Sequence[Any]]) -> bool:
     """Return whether the tensors at every index share shape and layout, with nothing pending, so that locals can be used directly."""
     key = tuple([tuple([x._layout if type(x) is ShardedTensor else x.ndim for x in tensors]) for tensors in lists])
     found = _alike.get(key)
@@ -74,13 +74,13 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         lists = _lists(args, kwargs)
-        if not _aligned(lists):
+        if not aligned(lists):
             return _one_by_one(func, args, kwargs)
         in_place = func.__name__.endswith("_")
         if any(isinstance(a, Tensor) and type(a) is not ShardedTensor and a.is_meta for a in (*args, *kwargs.values())):
             refuse_without_value(func, [x for x in lists[0] if type(x) is ShardedTensor])
         if in_place:
-            _check_writable(lists[0])
+            check_writable(lists[0])
         result = func(*map(_local, args), **{name: _local(a) for name, a in kwargs.items()})
         if result is None or in_place:
             for row in zip(*lists, strict=True):
@@ -94,7 +94,8 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _check_writable(tensors: Sequence[Any]) -> None:
+def check_writable(tensors: Sequence[Any]) -> None:
+    """Raise if one of these is a view whose base had to be redistributed."""
     check_bases(x for x in tensors if isinstance(x, ShardedTensor))
 
 

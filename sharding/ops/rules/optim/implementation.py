@@ -10,6 +10,8 @@ each element once instead of eight times. `foreach=False` still selects the loop
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.utils import _foreach_utils as foreach_utils
 
 from ....tensor.sharded_tensor import ShardedTensor
 from ...lineage import mixed, piece_of, seed_of
+from .foreach import aligned, check_writable
 
 _LOOPS = (torch.optim.Adafactor,)  # by default on every device: foreach takes more memory
 _CHOSEN = "_shardmesh_chosen"  # under this name an optimizer that steps has the options that were chosen for it
@@ -37,22 +40,69 @@ def register() -> None:
         torch_optimizer.register_optimizer_step_post_hook(_finish)
 
 
-# -- devices -----------------------------------------------------------------------------------------------------------
+# -- tensors of one device ---------------------------------------------------------------------------------------------
 
 _torchs_grouping = torch_optimizer._group_tensors_by_device_and_dtype
+
+# torch's steps over lists, elementwise and in place: they may run on the parts.
+_ELEMENTWISE = {
+    "adam": ("_multi_tensor_adam", "_fused_adam"), "sgd": ("_multi_tensor_sgd", "_fused_sgd"),
+    "adagrad": ("_multi_tensor_adagrad", "_fused_adagrad"), "adadelta": ("_multi_tensor_adadelta",),
+    "adamax": ("_multi_tensor_adamax",), "nadam": ("_multi_tensor_nadam",), "radam": ("_multi_tensor_radam",),
+    "rmsprop": ("_multi_tensor_rmsprop",), "rprop": ("_multi_tensor_rprop",),
+}  # fmt: skip
+_MODULES: dict[str, Any] = {name: importlib.import_module(f"torch.optim.{name}") for name in _ELEMENTWISE}
+_elementwise = {
+    getattr(_MODULES[name], step).__code__: step.startswith("_fused")  # code -> whether it calls a fused kernel
+    for name, steps in _ELEMENTWISE.items()
+    for step in steps
+    if hasattr(_MODULES[name], step)
+}
 
 
 def _by_local_device(lists: list[list[Any]], with_indices: bool = False) -> dict[Any, Any]:
     """Group lists of tensors by the device and dtype of this rank's parts: that of the wrapper is "meta", which torch would hold against a
-    `step` on a GPU."""
+    `step` on a GPU.
+
+    To an elementwise step of torch's own, which begins with this, return the parts themselves if their layouts are alike: the step then
+    costs the host what one of plain tensors does.
+    """
     if not any(type(x) is ShardedTensor for x in lists[0]):
         return _torchs_grouping(lists, with_indices)
     parts = [[x._local if type(x) is ShardedTensor else x for x in tensors] for tensors in lists]
+    caller = sys._getframe(2).f_code  # of `Optimizer._group_tensors_by_device_and_dtype`
+    if caller in _elementwise and _may_be_parts(lists):
+        _note_step(lists)
+        if _elementwise[caller]:  # torch's kernels do not say that they have written
+            torch.autograd.graph.increment_version([x._local for x in lists[0] if type(x) is ShardedTensor])
+        return _torchs_grouping(parts, with_indices)
     found = _torchs_grouping(parts, True)
     return {
         key: ([[tensors[i] for i in numbers] if tensors else [] for tensors in lists], numbers if with_indices else [])
         for key, (_, numbers) in found.items()
     }
+
+
+def _may_be_parts(lists: list[list[Any]]) -> bool:
+    """Return whether nothing has to be redistributed for this step, and nothing is created by it: a buffer that is None yet."""
+    given = [tensors for tensors in lists if tensors]
+    if torch.is_grad_enabled() or any(type(None) in set(map(type, tensors)) for tensors in given) or not aligned(given):
+        return False
+    if any(x.is_meta for tensors in given for x in tensors if type(x) is not ShardedTensor):
+        return False
+    for tensors in given:
+        check_writable(tensors)
+    return True
+
+
+def _note_step(lists: list[list[Any]]) -> None:
+    """Set the lineages of parameters and state."""
+    params, grads, *states = [tensors for tensors in lists if tensors]
+    lineages = [mixed(_STEP, (x, grad)) if type(x) is ShardedTensor else 0 for x, grad in zip(params, grads, strict=True)]
+    for i, tensors in enumerate((params, *states)):
+        for y, lineage in zip(tensors, lineages, strict=True):
+            if type(y) is ShardedTensor:
+                y._lineage = piece_of(lineage, i)
 
 
 # -- defaults ----------------------------------------------------------------------------------------------------------
@@ -99,12 +149,12 @@ def _is_open(optimizer: torch.optim.Optimizer, group: Group) -> bool:
     """Return whether the user has chosen none, and torch would use the loop for sharded parameters only because they are on the CPU."""
     params = group["params"]
     return (
-        bool(params)
-        and all(type(x) is ShardedTensor and x._local.is_cpu for x in params)
-        and group.get("foreach", False) is None
+        group.get("foreach", False) is None
         and group.get("fused") is None
         and not (group.get("differentiable") or group.get("capturable") or isinstance(group.get("lr"), torch.Tensor))
         and not isinstance(optimizer, _LOOPS)
+        and bool(params)
+        and all(type(x) is ShardedTensor and x._local.is_cpu for x in params)
     )
 
 
