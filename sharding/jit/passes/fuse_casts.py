@@ -68,8 +68,10 @@ def _before(graph: fx.Graph, move: Movement) -> int:
                 continue
             kinds = {_kind(node) for node in region.exits}
             kind = kinds.pop()
+            if kinds or kind is None:
+                continue
             dtype = _dtype(region.exits[0])
-            if kinds or kind is None or (kind[0] == "cast" and dtype.itemsize >= _dtype(move.use.made_by[first]).itemsize):
+            if kind[0] == "cast" and dtype.itemsize >= _dtype(move.use.made_by[first]).itemsize:
                 continue
             if kind[0] == "scale" and not (first == own and _has_fewer_inputs(move, region, start)):
                 continue

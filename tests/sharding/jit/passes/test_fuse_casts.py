@@ -64,6 +64,17 @@ def test_a_use_of_the_whole_keeps_the_dtype() -> None:
     assert before.bytes == after.bytes
 
 
+def test_a_use_without_a_tensor_keeps_the_dtype() -> None:
+    """Such as an operator that returns a list or writes to one."""
+
+    def f(group: Any, x: Tensor) -> list[Tensor]:
+        first, second = torch.var_mean(gathered(group, x / 7), dim=1)
+        return [first * 2, second * 2]
+
+    before, after = on(2, f, "fuse_casts")
+    assert before.bytes == after.bytes
+
+
 @pytest.mark.parametrize("written", ["whole", "part"])
 def test_a_write_in_place_keeps_the_order(written: str) -> None:
     def f(group: Any, x: Tensor) -> list[Tensor]:
