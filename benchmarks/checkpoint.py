@@ -1,22 +1,22 @@
-"""Save and load of one state: torch.distributed.checkpoint against shardmesh.
+"""Time of saving and loading one state: shardmesh compared with torch.distributed.checkpoint.
 
     python benchmarks/checkpoint.py                          4 gloo processes, 201 MB: about two minutes
     python benchmarks/checkpoint.py --dir /mnt/scratch       on another disk
     python benchmarks/checkpoint.py --quick                  2 processes, 2 MB, seconds
     python benchmarks/checkpoint.py --json figures.json --markdown tables.md
 
-The state is that of a transformer and its AdamW: parameters and two moments, split along dim 0 over all ranks. Both contestants have the
-same values in the same layouts, DTensors and ShardedTensors, and take turns in random order; a round's time is that of its slowest rank,
-and before each the ranks meet in a barrier. Both sync files before a save returns (torch's default), each save replaces the last one's
-files, and files that were just written are read from the page cache.
+The state is that of a transformer and its AdamW: parameters and two moments, sharded along dim 0 over all ranks. Both implementations have
+the same values in the same layouts, as ShardedTensors and DTensors, interleaved in random order; a round starts with a barrier and its time
+is that of the slowest rank. Both sync files before a save returns (torch's default), each save replaces the files of the last one, and
+loads read new files from the page cache.
 
     save             the whole state
-    load             onto the layouts that it was saved from
-    load replicated  every rank gets all of it
-    load other cut   onto a split along dim 1
+    load             onto the layouts of the save
+    load replicated  every rank gets the whole state
+    load other cut   sharded along dim 1
 
-Every result is compared bit by bit with what was saved, and each reads what the other has written. Ours have a CRC-32 of every
-piece, which is written and compared; torch's have none.
+Every loaded state is compared bitwise with the saved one, and each implementation loads the other's files. Ours write and verify a CRC-32
+of every piece; torch's have no checksum.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ import shardmesh as sm
 from shardmesh import P
 
 OURS, THEIRS = "shardmesh", "torch.distributed.checkpoint"
-CUTS = {"load": 0, "load replicated": None, "load other cut": 1}  # the dim that is split
+CUTS = {"load": 0, "load replicated": None, "load other cut": 1}  # the sharded dim; None for replicated
 AXIS = "x"
 
 Call = Callable[[], Any]
 
 
 def shapes(width: int, layers: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """A transformer's parameters."""
+    """Return the shapes of a transformer's parameters."""
     layer = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width), "norm": (width,)}
     found = {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
     return {"embedding": (vocabulary, width), **found}
 
 
-class Setup:
-    """The states of both contestants over one process group."""
+class CheckpointSetup:
+    """The states of both implementations over one process group."""
 
     def __init__(self, sizes: tuple[int, int, int], folder: Path) -> None:
         world = int(os.environ["WORLD_SIZE"])
@@ -73,17 +73,17 @@ class Setup:
         self.nbytes = sum(x.nbytes for x in self.whole.values())
 
     def our(self, dim: int | None, whole: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """As ShardedTensors; a dim that a tensor does not have is not split."""
+        """Return the state as ShardedTensors sharded along `dim`; tensors without this dim are replicated."""
         specs = {name: P() if dim is None or dim >= x.dim() else P(*[None] * dim, AXIS) for name, x in whole.items()}
         return {name: sm.distribute_tensor(x, self.ours, specs[name], src_data_rank=None) for name, x in whole.items()}
 
     def their(self, dim: int | None, whole: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """As DTensors."""
+        """Return the same as DTensors."""
         kinds = {name: dt.Replicate() if dim is None or dim >= x.dim() else dt.Shard(dim) for name, x in whole.items()}
         return {name: dt.distribute_tensor(x, self.theirs, [kinds[name]], src_data_rank=None) for name, x in whole.items()}
 
     def saves(self) -> dict[str, Call]:
-        """One save of each."""
+        """Return a save by each implementation."""
         ours, theirs = self.our(0, self.whole), self.their(0, self.whole)
         return {
             OURS: lambda: sm.checkpoint.save(ours, self.folders[OURS], step=0),
@@ -91,7 +91,7 @@ class Setup:
         }
 
     def loads(self, dim: int | None) -> dict[str, Call]:
-        """One load of each; it returns the local parts."""
+        """Return a load by each implementation; it returns the local parts."""
         zeros = {name: torch.zeros_like(x) for name, x in self.whole.items()}
         like, theirs = self.our(dim, zeros), self.their(dim, zeros)
 
@@ -105,26 +105,26 @@ class Setup:
         }
 
     def check(self, loads: dict[str, Call], dim: int | None) -> None:
-        """Compare the bits that both load with those that were saved."""
+        """Check that both load bitwise what was saved."""
         expected = {name: x._local_tensor for name, x in self.their(dim, self.whole).items()}
         for who, load in loads.items():
             wrong = [name for name, x in load().items() if not torch.equal(x.view(torch.int32), expected[name].view(torch.int32))]
             if wrong:
-                raise RuntimeError(f"{who} loads other values of {wrong[:3]} than were saved")
+                raise RuntimeError(f"{who}: the loaded values of {wrong[:3]} differ from the saved ones")
 
     def check_each_other(self) -> None:
-        """Each loads what the other one has saved."""
+        """Check that each implementation loads what the other saved."""
         expected, zeros = self.their(0, self.whole), {name: torch.zeros_like(x) for name, x in self.whole.items()}
         theirs = self.their(0, zeros)
         dcp.load(theirs, checkpoint_id=self.folders[OURS] / "step-00000000")
         ours = sm.checkpoint.load(self.folders[THEIRS], like=self.our(0, zeros))
         for name, x in expected.items():
             if not torch.equal(theirs[name]._local_tensor, x._local_tensor) or not torch.equal(ours[name].to_local(), x._local_tensor):
-                raise RuntimeError(f"{name} is not what the other one has saved")
+                raise RuntimeError(f"{name} differs from what the other implementation saved")
 
 
 def timed(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Seconds per round of each, on this rank, after one round that does not count."""
+    """Return the seconds of each call per round on this rank, after a warm-up round."""
     order, found = random.Random(0), {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name in order.sample(list(calls), len(calls)):
@@ -136,8 +136,8 @@ def timed(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
 
 
 def measured(sizes: tuple[int, int, int], folder: Path, rounds: int) -> tuple[int, dict[str, dict[str, list[float]]]]:
-    """On each rank: bytes of the state, and seconds by what was done and by whom."""
-    setup = Setup(sizes, folder)
+    """Return the bytes of the state, and this rank's seconds per round by operation and implementation."""
+    setup = CheckpointSetup(sizes, folder)
     found = {"save": timed(setup.saves(), rounds)}
     for what, dim in CUTS.items():
         loads = setup.loads(dim)
@@ -149,10 +149,10 @@ def measured(sizes: tuple[int, int, int], folder: Path, rounds: int) -> tuple[in
 
 
 def main() -> None:
-    """Measure, and tell."""
-    parser = argparse.ArgumentParser(description="Save and load: torch.distributed.checkpoint against shardmesh")
+    """Measure, print the table and write the files asked for."""
+    parser = argparse.ArgumentParser(description="Save and load: shardmesh compared with torch.distributed.checkpoint")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=10, help="of each contestant")
+    parser.add_argument("--rounds", type=int, default=10, help="of each implementation")
     parser.add_argument("--dir", help="where to write; a temporary folder by default")
     parser.add_argument("--quick", action="store_true", help="2 ranks, 2 MB, 2 rounds")
     parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
@@ -165,11 +165,11 @@ def main() -> None:
         results = sm.launch(measured, ranks, (sizes, folder, rounds))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    tell(results, options)
+    report(results, options)
 
 
-def tell(results: list[tuple[int, dict[str, dict[str, list[float]]]]], options: argparse.Namespace) -> None:
-    """Print the table, and write it where asked."""
+def report(results: list[tuple[int, dict[str, dict[str, list[float]]]]], options: argparse.Namespace) -> None:
+    """Print the table, and write the files asked for."""
     nbytes, first = results[0]
     times = {what: {who: slowest([Times(tuple(found[what][who])) for _, found in results]) for who in (OURS, THEIRS)} for what in first}
     columns = ("", f"{THEIRS}, ms", f"{OURS}, ms", "ratio of medians", "of minima")

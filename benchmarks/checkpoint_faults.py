@@ -1,19 +1,19 @@
-"""What is left of checkpoints: saves killed at every call and at random moments, full disks, damaged files, random pairs of meshes.
+"""Robustness of checkpoints: saves killed at every call and at random times, full disks, damaged files, random pairs of meshes.
 
     python benchmarks/checkpoint_faults.py                    everything: about 16 minutes on two busy cores
     python benchmarks/checkpoint_faults.py --quick            a few of each
     python benchmarks/checkpoint_faults.py --only pairs       one part: calls, moments, disks, damage, pairs
     python benchmarks/checkpoint_faults.py --json figures.json
 
-    calls      SIGKILL of one rank and of all four, before and half way through every call of rank 0 and rank 1 that changes the disk,
-               in a save of a new step, by async_save too, and in one that replaces a step
-    moments    the same at 500 random moments of a longer save
-    disks      a file system of every size from nothing to enough, if one can be mounted
-    damage     2,000 flipped bits, cuts and exchanges of files
+    calls      SIGKILL of one rank and of all four, before and halfway through every call of rank 0 and rank 1 that changes the disk:
+               in a save of a new step, in async_save, and in a save that replaces a step
+    moments    the same at 500 random times during a longer save
+    disks      a file system of every size from one page to sufficient, if one can be mounted
+    damage     2,000 flipped bits, truncated, missing and swapped files
     pairs      2,000 random trees, saved on one random mesh and loaded onto another, in the simulated world
 
-Each must load as exactly the one checkpoint or the other, bit for bit, or raise an error that names a file; after a kill another save must
-work. The programs are those of tests/sharding/checkpoint/.
+After each, a load must return exactly the old or the new checkpoint, bitwise, or raise an error that names a file; after a kill the next
+save must succeed. The programs are those of tests/sharding/checkpoint/.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from shardmesh.sharding.checkpoint.agreement import CheckpointError
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.save import save
 from tests.faults.runner import Runner
-from tests.sharding.checkpoint.kills import FAULTS, VARIABLE, what_is_there
+from tests.sharding.checkpoint.kills import FAULTS, VARIABLE, loaded_step
 from tests.sharding.checkpoint.trees import pair
 
-NEVER = 10**6  # a call that no save comes to
-LONGEST_S = 0.12  # a longer save, roughly
+NEVER = 10**6  # a call number that no save reaches
+LONGEST_S = 0.12  # about the duration of a longer save
 X = torch.arange(600.0).reshape(60, 10)
 
 
@@ -55,7 +55,7 @@ def must(holds: bool, otherwise: str) -> None:
 
 
 def calls() -> dict[tuple[str, int], int]:
-    """How many calls of each rank change the disk, in a save of each kind in which nobody is killed."""
+    """Return how many calls of each rank change the disk, in a save of each kind without a kill."""
     found: dict[tuple[str, int], int] = {}
     with tempfile.TemporaryDirectory(prefix="shardmesh-kills-") as base:
         os.environ[VARIABLE] = base
@@ -82,7 +82,7 @@ def moment_names(count: int) -> Iterator[str]:
 
 
 def killed(names: Sequence[str], at_once: int) -> Counter[str]:
-    """What was there after each kill, and how the ranks that lived ended."""
+    """Count what is loaded after each kill, and the errors of the surviving ranks."""
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="shardmesh-kills-") as base:
         os.environ[VARIABLE] = base
@@ -92,11 +92,11 @@ def killed(names: Sequence[str], at_once: int) -> Counter[str]:
                 dead = sum(rank.status == -9 for rank in outcome.ranks)
                 found[f"{dead} ranks killed"] += 1
                 found.update(rank.error for rank in outcome.ranks if rank.error)
-                found[f"step {what_is_there(Path(base), name)} is loaded"] += 1
+                found[f"step {loaded_step(Path(base), name)} is loaded"] += 1
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -- disks, damage and pairs -------------------------------------------------------------------------------------------
 
 
 def saved(folder: Path, step: int) -> None:
@@ -109,7 +109,7 @@ def saved(folder: Path, step: int) -> None:
 
 
 def outcome_of(folder: Path) -> str:
-    """Which step is loaded, or "error that names a file"."""
+    """Return which step is loaded, or that an error names the file."""
 
     def program() -> int:
         mesh = sm.init_device_mesh("cpu", (3,), axis_names=("a",))
@@ -125,7 +125,7 @@ def outcome_of(folder: Path) -> str:
 
 
 def disks(count: int) -> Counter[str]:
-    """Saves onto file systems that are too small, from 1 page to enough."""
+    """Save to file systems of 1 to `count` pages; the smallest are too small."""
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="shardmesh-disk-") as base:
         for pages in range(1, 1 + count):
@@ -146,13 +146,13 @@ def _on_small_disk(folder: Path) -> list[str]:
         return [outcome_of(folder)]
     except CheckpointError as error:
         must("No space left on device" in str(error), str(error))
-        must(all(".tmp-" not in path.name for path in folder.iterdir()), f"{folder} was not cleared")
+        must(all(".tmp-" not in path.name for path in folder.iterdir()), f"{folder} still has temporary files")
         there = outcome_of(folder) if any(folder.iterdir()) else "nothing is there"
         return ["the save raised", there]
 
 
 def damage(count: int) -> Counter[str]:
-    """One change of one file of step 2, each time."""
+    """Damage one file of step 2 at a time, and load."""
     found: Counter[str] = Counter()
     rng = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="shardmesh-damage-") as base:
@@ -207,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few of each")
     parser.add_argument("--only", action="append", choices=["calls", "moments", "disks", "damage", "pairs"])
-    parser.add_argument("--at-once", type=int, default=3, help="jobs of four processes")
+    parser.add_argument("--at-once", type=int, default=3, help="number of concurrent jobs of four processes")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

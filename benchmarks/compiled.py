@@ -1,32 +1,38 @@
 """Time of a step as one graph (`sm.jit`), next to eager code and torch.compile.
 
     python benchmarks/compiled.py                          host time: four tensor-parallel MLP blocks, no communication, about two minutes
-    python benchmarks/compiled.py --processes 4            twelve blocks with AdamW on gloo processes, ours only
-    python benchmarks/compiled.py --processes 4 --no-inductor      the same without what takes minutes to compile
+    python benchmarks/compiled.py --processes 4            12 layers on gloo processes: TP + SP next to DTensor, FSDP next to FSDP2
+    python benchmarks/compiled.py --processes 4 --no-inductor      the same without Inductor, which takes minutes to compile
     python benchmarks/compiled.py --json figures.json --markdown tables.md
 
-Host time: one process that takes itself for rank 0 of 4, on torch's `fake` backend, where collectives return at once. A step is forward,
-backward and the gradients of all weights. "plain" is the same arithmetic on local tensors of the same shapes, without collectives.
-Contestants take turns in every round (see measure.py); figures are minima. All that compute the same loss are compared before.
+Host time: one process is rank 0 of 4 on torch's `fake` backend, where collectives return at once. A step is forward, backward
+and the gradients of all weights. "plain" is the same arithmetic on local tensors of the same shapes, without collectives.
+The implementations are interleaved in every round (see measure.py); figures are minima. Losses are compared before timing.
+
+On processes a step is that of the language model of `train.py` (forward, backward, AdamW), see compiled_steps.py. Times are medians;
+ratios of times are medians of the rounds' ratios. "recording" is the call in which `sm.jit` records a graph, runs its passes and
+compares them between ranks, without compiling it.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import time
+import statistics
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as dt
 import torch.nn.functional as F
+from compiled_steps import EAGER_BACKEND, FORMS, INDUCTOR, OURS, Form, Found, on_process
 from measure import Call, interleaved
 from report import environment, environment_line, markdown, show, write_json, write_markdown
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
+from train_model import Size
 
 import shardmesh as sm
 from shardmesh import P
@@ -38,7 +44,7 @@ Weights = list[tuple[Tensor, Tensor, Tensor]]
 
 
 def weights(place: Callable[[Tensor, int | None], Tensor], layers: int = LAYERS, width: int = WIDTH) -> Weights:
-    """Norm, up and down projection of each block; up is split by output features, down by input features."""
+    """Return norm, up and down projection of each block; up is sharded by output features, down by input features."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for _ in range(layers):
@@ -54,7 +60,7 @@ def forward(x: Tensor, blocks: Weights, whole: Callable[[Tensor], Tensor]) -> Te
 
 
 def step_of(blocks: Weights, whole: Callable[[Tensor], Tensor], compute: Callable[..., Tensor] = forward) -> Callable[[Tensor], Any]:
-    """Forward and backward; returns the loss and the gradients."""
+    """Return a function that runs forward and backward, and returns the loss and the gradients."""
     leaves = [w for block in blocks for w in block]
 
     def step(x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
@@ -69,7 +75,7 @@ def step_of(blocks: Weights, whole: Callable[[Tensor], Tensor], compute: Callabl
 
 
 def host_time(rounds: int) -> dict[str, float]:
-    """Microseconds of a step of each contestant."""
+    """Return the microseconds of a step by implementation."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
@@ -101,7 +107,7 @@ def host_time(rounds: int) -> dict[str, float]:
         for _ in range(3):
             step()
     found = {name: times.best * 1e6 for name, times in interleaved(steps, rounds=rounds).items()}
-    found["sm.jit that does nothing, 200 parameters"] = nothing(rounds)
+    found["sm.jit that does nothing, 200 parameters"] = call_overhead(rounds)
     return found
 
 
@@ -109,11 +115,11 @@ def _same(y: Tensor) -> Tensor:
     return y
 
 
-def nothing(rounds: int) -> float:
-    """Microseconds of a call of a function that reaches 200 parameters and does nothing."""
+def call_overhead(rounds: int) -> float:
+    """Return the microseconds of a call of an empty function with 200 parameters."""
     model = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(100)])
     f = sm.jit(lambda module: None, backend="eager")
-    return interleaved({"nothing": lambda: f(model)}, rounds=rounds)["nothing"].best * 1e6
+    return interleaved({"empty": lambda: f(model)}, rounds=rounds)["empty"].best * 1e6
 
 
 def _bound(step: Callable[[Any], Any], x: Any) -> Call:
@@ -128,74 +134,82 @@ def check(losses: dict[str, float]) -> None:
     """Raise unless the losses are equal."""
     low, high = min(losses.values()), max(losses.values())
     if high - low > TOLERANCE * abs(high):
-        raise SystemExit(f"the contestants' losses differ: {losses}")
+        raise SystemExit(f"the losses differ between implementations: {losses}")
 
 
-# -- processes -----------------------------------------------------------------------------------------------------------
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+COLUMNS = ("implementation", "step ms", "calls", "MB received", "peak MB", "recording s")
+RATIO_COLUMNS = ("sm.jit compared with", "ratio", "goal")
+LONGEST_RECORDING = 10  # eager steps that a recording should take at most
 
 
-def on_processes(layers: int, width: int, rounds: int, inductor: bool) -> dict[str, float]:
-    """Milliseconds of a training step of ours on this process and the others, the slowest rank's."""
-    mesh = sm.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), axis_names=("tp",))
-    x = sm.device_put(torch.randn(64, width, generator=torch.Generator().manual_seed(1)), mesh, P("tp"), src_data_rank=None)
-    steps, losses = {}, {}
-    backends = {"ours, eager": None, "ours, sm.jit, eager backend": "eager"} | ({"ours, sm.jit, Inductor": "inductor"} if inductor else {})
-    for name, backend in backends.items():
-        specs = {None: P(), 0: P("tp"), 1: P(None, "tp")}
-        placed = weights(lambda w, dim: sm.device_put(w, mesh, specs[dim], src_data_rank=None), layers, width)  # noqa: B023
-        leaves = [w for block in placed for w in block]
-        leaves = [w.detach().requires_grad_() for w in leaves]
-        blocks: Any = [tuple(leaves[i : i + 3]) for i in range(0, len(leaves), 3)]
-        optimizer = torch.optim.AdamW(leaves, lr=1e-3)
-
-        def step(x: Any, blocks: Any = blocks, optimizer: Any = optimizer) -> Any:
-            loss = forward(x, blocks, lambda y: y.redistribute(P("tp")))  # type: ignore[attr-defined]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        steps[name] = step if backend is None else sm.jit(step, backend=backend)
-        losses[name] = [_value(steps[name](x)) for _ in range(4)][-1]
-    check(losses)
-    group, found = mesh.group(), {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            group.barrier()
-            start = time.perf_counter()
-            step(x)
-            found[name].append(time.perf_counter() - start)
-    return {name: max(group.all_gather_object(min(times))) * 1e3 for name, times in found.items()}
+def rows_of(found: dict[str, Found]) -> list[list[str]]:
+    return [
+        [name, f"{x.times.median * 1e3:.1f}", str(x.calls), f"{x.received / 1e6:.2f}", f"{x.peak / 1e6:.2f}", f"{x.recording:.2f}"]
+        for name, x in found.items()
+    ]
 
 
-# -- the command ---------------------------------------------------------------------------------------------------------
+def ratios_of(form: Form, found: dict[str, Found]) -> list[tuple[str, float, float]]:
+    """Return what `sm.jit` is compared with, the ratio, and what it should be at most."""
+    ours, eager = found[INDUCTOR if INDUCTOR in found else EAGER_BACKEND], found[OURS]
+    goals = [(name, goal) for name, goal in zip((form.peer, OURS), form.goals, strict=True) if name in found]
+    rows = [(f"time: {name}", _ratio(ours, found[name]), goal) for name, goal in goals]
+    rows += [(f"{what}: {OURS}", getattr(ours, what) / getattr(eager, what), 1.0) for what in ("calls", "received", "peak")]
+    return [*rows, (f"recording: a step of {OURS}", found[EAGER_BACKEND].recording / eager.times.median, LONGEST_RECORDING)]
+
+
+def _ratio(ours: Found, other: Found) -> float:
+    """The middle one of the rounds' ratios: what the machine did in a round, it did to both."""
+    return statistics.median(a / b for a, b in zip(ours.times.rounds, other.times.rounds, strict=True))
+
+
+def on_processes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
+    """Measure, print and return tables and figures of all forms."""
+    size = Size(options.layers, options.width, heads=4, f=-(-options.width * 8 // 48) * 16, s=64, b=options.processes)
+    quiet = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
+    found = sm.launch(on_process, options.processes, (size, options.rounds, options.inductor), env=quiet)[0]
+    tables, figures = [], {}
+    for form in FORMS:
+        rows, ratios = rows_of(found[form.name]), ratios_of(form, found[form.name])
+        ratio_rows = [(what, f"{ratio:.2f}", f"{goal:.2f}") for what, ratio, goal in ratios]
+        show(f"{form.name}: {options.layers} layers, {options.processes} gloo processes", COLUMNS, rows)
+        show(form.name, RATIO_COLUMNS, ratio_rows)
+        tables += [f"**{form.name}**", markdown(COLUMNS, rows), markdown(RATIO_COLUMNS, ratio_rows)]
+        figures[form.name] = {"implementations": {name: asdict(x) for name, x in found[form.name].items()}, "ratios": ratios}
+    return tables, figures
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def host_times(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
+    """Measure, print and return a table and the figures of host time."""
+    found = host_time(options.rounds)
+    rows = [(name, f"{value:,.1f}") for name, value in found.items()]
+    show("A step as one graph", ("implementation", "us"), rows)
+    return [markdown(("implementation", "us"), rows)], {"unit": "us", "steps": found}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--processes", type=int, default=0, help="train on so many gloo processes in place of the host time")
-    parser.add_argument("--layers", type=int, default=12, help="blocks, on processes")
-    parser.add_argument("--width", type=int, default=256, help="of the blocks, on processes")
-    parser.add_argument("--inductor", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--processes", type=int, default=0, help="train on this many gloo processes instead of measuring host time")
+    parser.add_argument("--rounds", type=int, help="40 for host time, 10 on processes")
+    parser.add_argument("--layers", type=int, default=12, help="on processes")
+    parser.add_argument("--width", type=int, default=256, help="of the model, on processes")
+    parser.add_argument("--inductor", action=argparse.BooleanOptionalAction, default=True, help="on processes, also what compiles")
     parser.add_argument("--json")
     parser.add_argument("--markdown")
     options = parser.parse_args(arguments)
+    options.rounds = options.rounds or (10 if options.processes else 40)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     torch.set_num_threads(1)
-    if options.processes:
-        arguments_of_ranks = options.layers, options.width, options.rounds, options.inductor
-        found, unit = sm.launch(on_processes, options.processes, args=arguments_of_ranks)[0], "ms"
-    else:
-        found, unit = host_time(options.rounds), "us"
+    tables, figures = (on_processes if options.processes else host_times)(options)
     env = environment()
-    rows = [(name, f"{value:,.1f}") for name, value in found.items()]
-    show("A step as one graph", ("contestant", unit), rows)
     print(environment_line(env))
-    if options.json:
-        write_json(options.json, {"environment": env, "unit": unit, "steps": found})
-    if options.markdown:
-        write_markdown(options.markdown, f"{markdown(('contestant', unit), rows)}\n\n{environment_line(env)}")
+    write_json(options.json, {"environment": env, **figures})
+    write_markdown(options.markdown, "\n\n".join([*tables, environment_line(env)]))
 
 
 if __name__ == "__main__":

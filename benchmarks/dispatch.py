@@ -1,14 +1,14 @@
 """Host time of operators on sharded tensors: plain torch on the same local shapes, torch's DTensor, and shardmesh.
 
     python benchmarks/dispatch.py                          tables on the terminal, about two minutes
-    python benchmarks/dispatch.py --size large             the same with tensors whose arithmetic costs something
+    python benchmarks/dispatch.py --size large             larger tensors, whose arithmetic takes time
     python benchmarks/dispatch.py --only operators         one of: operators, handling, moves, shapes, mlp, stack
     python benchmarks/dispatch.py --json figures.json --markdown tables.md
 
-One process that takes itself for rank 0 of 8, on torch's `fake` backend: collectives return at once, so what is
-measured is the time that Python and the dispatcher need. The contestants take turns in every round (see measure.py), and
-everything is gone through several times, since a disturbance can last longer than all rounds of one case.
-"over plain" is a difference of minima, in microseconds; what ends in "x" is a ratio of medians.
+One process is rank 0 of 8 on torch's `fake` backend: collectives return at once, so the time is that of Python and the
+dispatcher. The implementations are interleaved in every round (see measure.py), and all sections run several times, since
+other load can last longer than all rounds of one case. "over plain" is a difference of minima, in microseconds; values
+ending in "x" are ratios of medians.
 """
 
 from __future__ import annotations
@@ -50,16 +50,18 @@ SIZES = {"small": Size(4, 8, 16, rounds=25), "large": Size(256, 512, 1024, round
 PASSES = 4
 
 
-# -- the contestants ---------------------------------------------------------------------------------------------------
+# -- the implementations -----------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Side:
-    """One way to hold tensors. `split` makes the local tensor this rank's rows, `copied` makes it a replicated value.
+class Implementation:
+    """One way to hold distributed tensors.
 
     Attributes:
-        mesh: its own kind of mesh of 8 ranks, axis "tp".
-        ranks: how many local tensors make up a global one.
+        name: for the tables.
+        mesh: its mesh of 8 ranks; None for plain tensors.
+        ranks: number of local tensors in a global one.
+        place: makes a distributed tensor from this rank's part, sharded along a dim, or replicated for None.
     """
 
     name: str
@@ -68,12 +70,12 @@ class Side:
     place: Callable[[Tensor, int | None], Tensor]
 
     def leaf(self, local: Tensor, dim: int | None, grad: bool) -> Tensor:
-        """A leaf of which `local` is this rank's part: split along `dim`, or replicated."""
+        """Return a leaf with this local part: sharded along `dim`, or replicated if `dim` is None."""
         return self.place(local.clone(), dim).requires_grad_(grad)
 
 
-def sides() -> dict[str, Side]:
-    """Plain torch, DTensor and ours, on one fake process group."""
+def implementations() -> dict[str, Implementation]:
+    """Return plain torch, DTensor and ours, over one fake process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
@@ -88,14 +90,14 @@ def sides() -> dict[str, Side]:
         return sm.from_local(local, ours, [placement], shape=global_shape(local, dim))
 
     return {
-        PLAIN: Side(PLAIN, None, 1, lambda local, dim: local),
-        DTENSOR: Side(DTENSOR, theirs, WORLD, place_dtensor),
-        OURS: Side(OURS, ours, WORLD, place_ours),
+        PLAIN: Implementation(PLAIN, None, 1, lambda local, dim: local),
+        DTENSOR: Implementation(DTENSOR, theirs, WORLD, place_dtensor),
+        OURS: Implementation(OURS, ours, WORLD, place_ours),
     }
 
 
 def global_shape(local: Tensor, dim: int | None) -> list[int]:
-    """The shape of a tensor of which every rank holds a part of this shape."""
+    """Return the global shape of a tensor of which every rank holds a part shaped like `local`."""
     return [size * WORLD if i == dim else size for i, size in enumerate(local.shape)]
 
 
@@ -104,9 +106,9 @@ def global_shape(local: Tensor, dim: int | None) -> list[int]:
 
 @dataclass
 class Operands:
-    """What the operators work on: x, y split by rows, w, b, scale replicated."""
+    """Operands: x and y sharded by rows, w and b replicated."""
 
-    side: Side
+    impl: Implementation
     size: Size
     grad: bool
     x: Tensor = field(init=False)
@@ -120,9 +122,9 @@ class Operands:
         x, y, w, b = (
             torch.randn(s, generator=generator) for s in ((rows, width), (rows, width), (width, width), (width,))
         )
-        self.x, self.y = self.side.leaf(x, 0, self.grad), self.side.leaf(y, 0, self.grad)
-        self.w, self.b = self.side.leaf(w, None, self.grad), self.side.leaf(b, None, self.grad)
-        self.rows, self.shape = rows * self.side.ranks, (width,)
+        self.x, self.y = self.impl.leaf(x, 0, self.grad), self.impl.leaf(y, 0, self.grad)
+        self.w, self.b = self.impl.leaf(w, None, self.grad), self.impl.leaf(b, None, self.grad)
+        self.rows, self.shape = rows * self.impl.ranks, (width,)
 
 
 OPERATORS: dict[str, Callable[[Operands], Any]] = {
@@ -144,26 +146,26 @@ OPERATORS: dict[str, Callable[[Operands], Any]] = {
 }
 
 
-def time_operators(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
-    """Each operator with and without a gradient graph."""
+def time_operators(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes]:
+    """Time each operator with and without an autograd graph."""
     for grad in (False, True):
-        operands = {name: Operands(side, size, grad) for name, side in all_sides.items()}
+        operands = {name: Operands(impl, size, grad) for name, impl in impls.items()}
         for operator, run in OPERATORS.items():
             calls = {name: bound(run, t) for name, t in operands.items()}
-            yield Found(f"{operator}{', grad' if grad else ''}", interleaved(calls, rounds=size.rounds))
+            yield CaseTimes(f"{operator}{', grad' if grad else ''}", interleaved(calls, rounds=size.rounds))
 
 
 def bound(run: Callable[[Any], Any], argument: Any) -> Call:
-    """The call with its argument filled in."""
+    """Return the call with its argument bound."""
     return lambda: run(argument)
 
 
 # -- handling ----------------------------------------------------------------------------------------------------------
 
 
-def time_handling(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
-    """What is not an operator: attributes, entering and leaving, meshes."""
-    operands = {name: Operands(side, size, True) for name, side in all_sides.items()}
+def time_handling(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes]:
+    """Time what is not an operator: attributes, conversion to and from local tensors, meshes."""
+    operands = {name: Operands(impl, size, True) for name, impl in impls.items()}
     reads: dict[str, Callable[[Operands], Any]] = {
         "x.shape": lambda t: t.x.shape,
         "x.dtype": lambda t: t.x.dtype,
@@ -172,16 +174,16 @@ def time_handling(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
         "x.device": lambda t: t.x.device,
     }
     for what, read in reads.items():
-        yield Found(what, interleaved({name: bound(read, t) for name, t in operands.items()}, rounds=size.rounds))
-    for what, calls in _handling_calls(all_sides, operands, torch.randn(size.rows, size.width)).items():
-        yield Found(what, interleaved(calls, rounds=size.rounds))
+        yield CaseTimes(what, interleaved({name: bound(read, t) for name, t in operands.items()}, rounds=size.rounds))
+    for what, calls in _handling_calls(impls, operands, torch.randn(size.rows, size.width)).items():
+        yield CaseTimes(what, interleaved(calls, rounds=size.rounds))
 
 
 def _handling_calls(
-    all_sides: dict[str, Side], operands: dict[str, Operands], local: Tensor
+    impls: dict[str, Implementation], operands: dict[str, Operands], local: Tensor
 ) -> dict[str, dict[str, Call]]:
-    """Things that plain torch has not."""
-    theirs, ours = all_sides[DTENSOR].mesh, all_sides[OURS].mesh
+    """Return calls without an equivalent on plain tensors."""
+    theirs, ours = impls[DTENSOR].mesh, impls[OURS].mesh
     their_2d = init_torch_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     our_2d = sm.init_device_mesh("cpu", (2, 4), axis_names=("dp", "tp"))
     their_rows, our_rows, shape = [dt.Shard(0)], [sm.Shard(0)], global_shape(local, 0)
@@ -209,8 +211,8 @@ def _handling_calls(
 # -- moves -------------------------------------------------------------------------------------------------------------
 
 
-def time_moves(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
-    """redistribute beside the raw collective that it needs ("plain"), on buffers that are ready to be sent."""
+def time_moves(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes]:
+    """Time redistribute and the raw collective that it needs ("plain"), on contiguous buffers."""
     x, full = torch.randn(size.rows * WORLD, size.width), torch.Size((size.rows * WORLD, size.width))
     group, splits = dist.group.WORLD, [size.rows * size.width // WORLD] * WORLD
     rows, columns = x.chunk(WORLD)[0].contiguous(), x.chunk(WORLD, 1)[0].contiguous()
@@ -238,16 +240,16 @@ def time_moves(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
         ("replicated -> rows", x, whole, 0, lambda: None),
     ]
     for what, local, src, dst, raw in cases:
-        yield Found(what, interleaved(_move_calls(all_sides, local, full, src, dst) | {PLAIN: raw}, rounds=size.rounds))
+        yield CaseTimes(what, interleaved(_move_calls(impls, local, full, src, dst) | {PLAIN: raw}, rounds=size.rounds))
 
 
-def _move_calls(all_sides: dict[str, Side], local: Tensor, full: torch.Size, src: Any, dst: Any) -> dict[str, Call]:
+def _move_calls(impls: dict[str, Implementation], local: Tensor, full: torch.Size, src: Any, dst: Any) -> dict[str, Call]:
     def placements(module: Any, where: Any) -> list[Any]:
         return [
             module.Partial() if where == "partial" else module.Replicate() if where is None else module.Shard(where)
         ]
 
-    theirs, ours = all_sides[DTENSOR].mesh, all_sides[OURS].mesh
+    theirs, ours = impls[DTENSOR].mesh, impls[OURS].mesh
     stride = (full[1], 1)
     their_x = dt.DTensor.from_local(local, theirs, placements(dt, src), shape=full, stride=stride)
     our_x = sm.from_local(local, ours, placements(sm, src), shape=full)
@@ -255,14 +257,14 @@ def _move_calls(all_sides: dict[str, Side], local: Tensor, full: torch.Size, src
     return {DTENSOR: lambda: their_x.redistribute(theirs, their_dst), OURS: lambda: our_x.redistribute(our_dst)}
 
 
-# -- shapes never seen -------------------------------------------------------------------------------------------------
+# -- new shapes --------------------------------------------------------------------------------------------------------
 
 
-def time_new_shapes(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
-    """linear and add on shapes that were never seen, four in a row, on meshes of one to four axes.
+def time_new_shapes(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes]:
+    """Time linear and add on new shapes, four in a row, on meshes of one to four axes.
 
-    DTensor needs seconds for each with four, and is left out there. After its milliseconds the processor's caches are cold for
-    whoever comes next; of four in a row that is one.
+    On four axes DTensor takes seconds per call, and is left out. On fewer it takes milliseconds, which leaves caches cold for the
+    next implementation; with four calls in a row this affects one of them.
     """
     for mesh_shape in ((8,), (2, 4), (2, 2, 2), (1, 2, 2, 2)):
         names = ("a", "b", "c", "d")[: len(mesh_shape)]
@@ -274,7 +276,7 @@ def time_new_shapes(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
                 del placers[DTENSOR]
             calls = {name: _on_new_shapes(operator, place, size) for name, place in placers.items()}
             times = interleaved(calls, rounds=3, agree=lambda _: IN_A_ROW)
-            yield Found(f"{what}, new shape, {len(mesh_shape)}-D mesh", times)
+            yield CaseTimes(f"{what}, new shape, {len(mesh_shape)}-D mesh", times)
 
 
 def _dtensor_placer(mesh: Any) -> Callable[[Tensor, int | None], Tensor]:
@@ -303,7 +305,7 @@ _rows = itertools.count(1)
 
 
 def _on_new_shapes(operator: Callable[[Tensor, Tensor], Any], place: Callable[..., Tensor], size: Size) -> Call:
-    """The operator on a longer x each time; the operands are made beforehand."""
+    """Return the operator on an x with more rows in each call; operands are created in advance."""
     weight = place(torch.randn(size.width, size.width), None)
     fresh = iter([place(torch.randn(next(_rows), size.width), 0) for _ in range(12 + 3 * IN_A_ROW)])
     return lambda: operator(next(fresh), weight)
@@ -312,11 +314,10 @@ def _on_new_shapes(operator: Callable[[Tensor, Tensor], Any], place: Callable[..
 # -- a tensor-parallel MLP ---------------------------------------------------------------------------------------------
 
 
-def time_mlp(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
-    """Forward and backward of gelu(x @ w1.T) @ w2.T, w1 split by output features, w2 by input features.
+def time_mlp(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes]:
+    """Time forward and backward of gelu(x @ w1.T) @ w2.T, w1 sharded by output features, w2 by input features.
 
-    "plain" is the local arithmetic alone; "by hand" adds the all_reduce of the result, as a written-out tensor-parallel
-    layer has it.
+    "plain" is the local arithmetic alone; "by hand" adds the all_reduce of the result, as in a hand-written tensor-parallel layer.
     """
     x, w1, w2 = (
         torch.randn(size.rows, size.width),
@@ -324,17 +325,17 @@ def time_mlp(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
         torch.randn(size.width, size.hidden),
     )
     calls = {
-        PLAIN: _mlp_step(all_sides[PLAIN], x, w1, w2, lambda y: y),
-        "by hand": _mlp_step(all_sides[PLAIN], x, w1, w2, lambda y: _AllReduce.apply(y)),
-        DTENSOR: _mlp_step(all_sides[DTENSOR], x, w1, w2, lambda y: y.redistribute(placements=[dt.Replicate()])),
-        "DTensor modules": _module_step(all_sides[DTENSOR].mesh, x, size),
-        OURS: _mlp_step(all_sides[OURS], x, w1, w2, lambda y: y.redistribute([sm.Replicate()])),
+        PLAIN: _mlp_step(impls[PLAIN], x, w1, w2, lambda y: y),
+        "by hand": _mlp_step(impls[PLAIN], x, w1, w2, lambda y: _AllReduce.apply(y)),
+        DTENSOR: _mlp_step(impls[DTENSOR], x, w1, w2, lambda y: y.redistribute(placements=[dt.Replicate()])),
+        "DTensor modules": _module_step(impls[DTENSOR].mesh, x, size),
+        OURS: _mlp_step(impls[OURS], x, w1, w2, lambda y: y.redistribute([sm.Replicate()])),
     }
-    yield Found("TP MLP, forward + backward", interleaved(calls, rounds=2 * size.rounds, batch_s=1e-3))
+    yield CaseTimes("TP MLP, forward + backward", interleaved(calls, rounds=2 * size.rounds, batch_s=1e-3))
 
 
-def _mlp_step(side: Side, x: Tensor, w1: Tensor, w2: Tensor, reduce: Callable[[Any], Any]) -> Call:
-    x, w1, w2 = side.leaf(x, None, False), side.leaf(w1, 0, True), side.leaf(w2, 1, True)
+def _mlp_step(impl: Implementation, x: Tensor, w1: Tensor, w2: Tensor, reduce: Callable[[Any], Any]) -> Call:
+    x, w1, w2 = impl.leaf(x, None, False), impl.leaf(w1, 0, True), impl.leaf(w2, 1, True)
 
     def step() -> None:
         w1.grad = w2.grad = None
@@ -344,7 +345,7 @@ def _mlp_step(side: Side, x: Tensor, w1: Tensor, w2: Tensor, reduce: Callable[[A
 
 
 class _AllReduce(torch.autograd.Function):
-    """Sum over the ranks; the gradient of the sum is every rank's gradient."""
+    """All-reduce with the identity as backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -358,7 +359,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 def _module_step(mesh: Any, x: Tensor, size: Size) -> Call:
-    """The same through nn.Linear and torch's own parallel styles."""
+    """Return the same step with nn.Linear and torch's parallel styles."""
     model = torch.nn.Sequential(
         torch.nn.Linear(size.width, size.hidden * WORLD, bias=False),
         torch.nn.GELU(),
@@ -378,27 +379,29 @@ def _module_step(mesh: Any, x: Tensor, size: Size) -> Call:
 LAYERS, HEADS = 12, 4
 
 
-def time_stack(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
-    """Forward, backward and AdamW step of 12 tensor-parallel transformer blocks; "plain" has the same local shapes, and no
-    communication."""
+def time_stack(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes]:
+    """Time forward, backward and the AdamW step of 12 tensor-parallel transformer blocks.
+
+    "plain" has the same local shapes, and no communication.
+    """
     tokens, width = min(4 * size.rows, 256), min(8 * size.width, 512)
-    calls = {name: _stack_step(side, tokens, width) for name, side in all_sides.items()}
-    yield Found("12 blocks, forward + backward + AdamW", interleaved(calls, rounds=size.rounds, batch_s=1e-3))
+    calls = {name: _stack_step(impl, tokens, width) for name, impl in impls.items()}
+    yield CaseTimes("12 blocks, forward + backward + AdamW", interleaved(calls, rounds=size.rounds, batch_s=1e-3))
 
 
-class _Block:
-    """Pre-norm block on one side's tensors: heads and hidden features are split, the stream is replicated."""
+class _TensorParallelBlock:
+    """Pre-norm transformer block: heads and hidden features are sharded, the residual stream is replicated."""
 
-    def __init__(self, side: Side, width: int) -> None:
+    def __init__(self, impl: Implementation, width: int) -> None:
         def weight(rows: int, columns: int, dim: int | None) -> Tensor:
-            return side.leaf(torch.randn(rows, columns) / columns**0.5, dim, True)
+            return impl.leaf(torch.randn(rows, columns) / columns**0.5, dim, True)
 
-        self.ranks, self.inner = side.ranks, width // WORLD
-        self.norms = [side.leaf(torch.ones(width), None, True) for _ in range(2)]
+        self.ranks, self.inner = impl.ranks, width // WORLD
+        self.norms = [impl.leaf(torch.ones(width), None, True) for _ in range(2)]
         self.query, self.key, self.value = (weight(self.inner, width, 0) for _ in range(3))
         self.out, self.up, self.down = weight(width, self.inner, 1), weight(4 * self.inner, width, 0), weight(width, 4 * self.inner, 1)
         self.whole = {PLAIN: lambda y: y, DTENSOR: lambda y: y.redistribute(placements=[dt.Replicate()])}.get(
-            side.name, lambda y: y.redistribute([sm.Replicate()])
+            impl.name, lambda y: y.redistribute([sm.Replicate()])
         )
 
     def parameters(self) -> list[Tensor]:
@@ -414,9 +417,9 @@ class _Block:
         return x + self.whole(F.linear(F.silu(F.linear(h, self.up)), self.down))
 
 
-def _stack_step(side: Side, tokens: int, width: int) -> Call:
-    blocks = [_Block(side, width) for _ in range(LAYERS)]
-    x = side.leaf(torch.randn(1, tokens, width), None, False)
+def _stack_step(impl: Implementation, tokens: int, width: int) -> Call:
+    blocks = [_TensorParallelBlock(impl, width) for _ in range(LAYERS)]
+    x = impl.leaf(torch.randn(1, tokens, width), None, False)
     optimizer = torch.optim.AdamW([p for block in blocks for p in block.parameters()], lr=1e-3, foreach=True)
 
     def step() -> None:
@@ -434,34 +437,34 @@ def _stack_step(side: Side, tokens: int, width: int) -> Call:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The times of one case, by contestant."""
+class CaseTimes:
+    """The times of one case, by implementation."""
 
     case: str
     times: dict[str, Times]
 
     def above(self, name: str) -> float | None:
-        """Microseconds above plain, between minima."""
+        """Return the difference to plain between minima, in microseconds; None if either was not timed."""
         if PLAIN not in self.times or name not in self.times:
             return None
         return (self.times[name].best - self.times[PLAIN].best) * 1e6
 
     def ratio(self, name: str, base: str) -> float | None:
-        """Ratio of medians."""
+        """Return the ratio of medians; None if either was not timed."""
         if base not in self.times or name not in self.times:
             return None
         return self.times[name].median / self.times[base].median
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON file."""
+        """Return the times for the JSON file."""
         over = {n: round(v, 3) for n in self.times if n != PLAIN and (v := self.above(n)) is not None}
         return {"case": self.case, "times": {n: t.as_dict() for n, t in self.times.items()}, "over_plain_us": over}
 
 
-def merged(passes: Sequence[Sequence[Found]]) -> list[Found]:
-    """The same cases timed several times, as one."""
+def merged(passes: Sequence[Sequence[CaseTimes]]) -> list[CaseTimes]:
+    """Merge several passes over the same cases."""
     return [
-        Found(same[0].case, {n: joined([f.times[n] for f in same]) for n in same[0].times})
+        CaseTimes(same[0].case, {n: joined([f.times[n] for f in same]) for n in same[0].times})
         for same in zip(*passes, strict=True)
     ]
 
@@ -478,8 +481,8 @@ COLUMNS = (
 )
 
 
-def table_row(found: Found) -> list[str]:
-    """One line of the tables: minima, differences of minima, ratios of medians."""
+def table_row(found: CaseTimes) -> list[str]:
+    """Return a row of the tables: minima, differences of minima, ratios of medians."""
     minima = [_number(found.times[n].best * 1e6 if n in found.times else None) for n in (PLAIN, DTENSOR, OURS)]
     above = [_number(found.above(n)) for n in (DTENSOR, OURS)]
     ratios = [_number(found.ratio(DTENSOR, OURS), "x"), _number(found.ratio(OURS, PLAIN), "x")]
@@ -490,11 +493,11 @@ def _number(value: float | None, unit: str = "") -> str:
     return "-" if value is None else f"{value:.2f}{unit}" if abs(value) < 100 else f"{value:.0f}{unit}"
 
 
-MLP_COLUMNS = ("contestant", "min us", "median us", "x plain", "x by hand")
+MLP_COLUMNS = ("implementation", "min us", "median us", "x plain", "x by hand")
 
 
-def mlp_rows(found: Found) -> list[list[str]]:
-    """The MLP has more contestants than the other cases: one line each."""
+def mlp_rows(found: CaseTimes) -> list[list[str]]:
+    """Return the table of the MLP: one row per implementation, of which there are more than in the other cases."""
     return [
         [
             name,
@@ -507,9 +510,9 @@ def mlp_rows(found: Found) -> list[list[str]]:
     ]
 
 
-SECTIONS: dict[str, tuple[str, Callable[[dict[str, Side], Size], Iterator[Found]]]] = {
+SECTIONS: dict[str, tuple[str, Callable[[dict[str, Implementation], Size], Iterator[CaseTimes]]]] = {
     "operators": ("Operators, x split by rows over 8 ranks, no communication needed", time_operators),
-    "handling": ("Attributes, entering and leaving, meshes", time_handling),
+    "handling": ("Attributes, conversion to and from local tensors, meshes", time_handling),
     "moves": ("redistribute; plain is the raw collective on ready buffers", time_moves),
     "shapes": ("The first call on a shape", time_new_shapes),
     "mlp": ("Two-layer tensor-parallel MLP, forward and backward", time_mlp),
@@ -522,9 +525,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module=r"torch\.")
-    all_sides, size = sides(), SIZES[options.size]
+    impls, size = implementations(), SIZES[options.size]
     chosen = {name: SECTIONS[name] for name in options.only or SECTIONS}
-    passes = [{name: list(run(all_sides, size)) for name, (_, run) in chosen.items()} for _ in range(PASSES)]
+    passes = [{name: list(run(impls, size)) for name, (_, run) in chosen.items()} for _ in range(PASSES)]
     figures, document = {}, []
     for section, (title, _) in chosen.items():
         found = merged([timed[section] for timed in passes])

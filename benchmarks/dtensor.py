@@ -1,9 +1,9 @@
-"""torch's DTensor as a contestant: redistribution by either of its planners, and what that moves.
+"""Redistribution by DTensor's two planners, and the bytes that it moves.
 
-Greedy is what `DTensor.redistribute` does: axis by axis. Min-cost is the cheapest sequence of such steps by its own cost
-model, found by Dijkstra's algorithm; in torch 2.13 nothing public and nothing in the environment chooses it, only the
-context manager `torch.distributed.tensor._redistribute.use_min_cost_redistribution_plan()`. Plans are cached by layouts
-without regard to the planner, so each planner gets a mesh of its own: same process groups, other names.
+Greedy is what `DTensor.redistribute` does: axis by axis. Min-cost is the cheapest sequence of such steps by DTensor's cost
+model, found by Dijkstra's algorithm; in torch 2.13 only the private context manager
+`torch.distributed.tensor._redistribute.use_min_cost_redistribution_plan()` selects it. The cache of plans ignores the
+planner, so each planner gets a separate mesh: same process groups, other axis names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOVES_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 def renamed(mesh: sm.DeviceMesh, prefix: str) -> TorchMesh:
-    """A torch mesh over the same process groups with axis names of its own."""
+    """Return a torch mesh over the same process groups with other axis names."""
     groups: Any = mesh.get_all_groups() if mesh.ndim > 1 else mesh.get_group()
     names = tuple(f"{prefix}_{i}" for i in range(mesh.ndim))
     return TorchMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=names)
@@ -37,9 +37,9 @@ def renamed(mesh: sm.DeviceMesh, prefix: str) -> TorchMesh:
 def redistribution(
     local: Tensor, mesh: TorchMesh, src: Sequence[Any], dst: Sequence[Any], shape: tuple[int, int]
 ) -> Call:
-    """The call that redistributes. The first decides for the planner: make it inside `use_min_cost_redistribution_plan`.
+    """Return the call that redistributes. The first call fixes the planner: run it inside `use_min_cost_redistribution_plan`.
 
-    To pending, `DTensor.redistribute` refuses; then it is the function below it, which DTensor uses in backward.
+    `DTensor.redistribute` does not support `Partial` as the destination; the internal function that DTensor uses in backward does.
     """
     x = dt.DTensor.from_local(local, mesh, src, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
     return _to_pending(x, dst) if any(p.is_partial() for p in dst) else lambda: x.redistribute(mesh, dst).to_local()
@@ -50,11 +50,13 @@ def _to_pending(x: dt.DTensor, dst: Sequence[Any]) -> Call:
     return lambda: redistribute_local_tensor(x._local_tensor, x._spec, after)
 
 
-class CountedCollectives(TorchDispatchMode):
-    """Counts the functional collectives of DTensor inside, and the bytes that each brings to this rank.
+class CountFunctional(TorchDispatchMode):
+    """Count DTensor's functional collectives, and the bytes that this rank receives from them.
 
     Attributes:
-        saved_on_gpu: how many fewer it would be if a split moved to another dim by an all_to_all.
+        received: total bytes received.
+        launches: number of collectives.
+        saved_on_gpu: bytes that DTensor saves on a GPU, where it changes the sharded dim by an all_to_all.
     """
 
     def __init__(self) -> None:
@@ -62,7 +64,7 @@ class CountedCollectives(TorchDispatchMode):
         self.received = self.launches = self.saved_on_gpu = 0
         self._shard_dim_alltoall = placement_types.shard_dim_alltoall
 
-    def __enter__(self) -> CountedCollectives:
+    def __enter__(self) -> CountFunctional:
         placement_types.shard_dim_alltoall = self._all_to_all  # type: ignore[assignment]
         return super().__enter__()
 
@@ -86,10 +88,10 @@ class CountedCollectives(TorchDispatchMode):
 
 
 def _received(name: str, args: Sequence[Any], out: Any) -> int:
-    """Bytes that a functional collective brings to this rank.
+    """Return the bytes that this rank receives from a functional collective.
 
     Raises:
-        NotImplementedError: one that has not been needed so far.
+        NotImplementedError: for a collective without a rule.
     """
     x = args[0]
     if name == "all_gather_into_tensor":
@@ -99,7 +101,7 @@ def _received(name: str, args: Sequence[Any], out: Any) -> int:
     if name == "all_reduce":
         n = _group_of(args[-1]).size()
         return 2 * (n - 1) * x.nbytes // n
-    raise NotImplementedError(f"how many bytes does {name} receive?")
+    raise NotImplementedError(f"no rule for the bytes received by {name}")
 
 
 def _group_of(group: Any) -> dist.ProcessGroup:

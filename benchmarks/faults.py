@@ -1,16 +1,16 @@
-"""What becomes of faulty programs: torch.distributed as it is, with TORCH_DISTRIBUTED_DEBUG=DETAIL, and under the watch.
+"""Outcomes of faulty programs with torch.distributed, with TORCH_DISTRIBUTED_DEBUG=DETAIL, and with shardmesh's monitor.
 
-    python benchmarks/faults.py                            all programs, every way: about 25 minutes
+    python benchmarks/faults.py                            all programs, three ways: about 25 minutes
     python benchmarks/faults.py --only is_killed           one program; may be given several times
-    python benchmarks/faults.py --ours                     without torch's runs: a few minutes
+    python benchmarks/faults.py --ours                     shardmesh only: a few minutes
     python benchmarks/faults.py --json figures.json --markdown docs/faults.md
 
-The programs are those of tests/faults/: each runs on four gloo processes, forked from one that has imported everything. For
-torch they run with `torch.distributed.tensor` in the place of `shardmesh`, and with a timeout of 5 s for all groups in the place
-of 30 minutes. What they return is compared with what they return without the fault, each way.
+The programs are those of tests/faults/: each runs on four gloo processes, forked from one that has imported everything. With
+torch they use `torch.distributed.tensor` instead of `shardmesh`, and a timeout of 5 s for all groups instead of 30 minutes.
+Results are compared with those of the same program without the fault.
 
-The latency is the time from the moment when the odd rank turns off the path (it notes the time just before) to the error on
-each other rank. Ours runs one job at a time, so that four processes have the machine for themselves.
+The latency is the time from when the outlier diverges (it records the time just before) to the error on each other rank. Ours
+runs one job at a time, so that no other job competes with its four processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the programs are tests
 
-from fault_words import ABORT, CLOSED, HANG, NOTHING, WRONG, Ours, Seen, ours, percentile, seen
+from fault_outcomes import (
+    ABORT,
+    CLOSED,
+    HANG,
+    NOTHING,
+    WRONG,
+    MonitoredOutcome,
+    TorchOutcome,
+    monitored_outcome,
+    percentile,
+    torch_outcome,
+)
 from report import environment, environment_line, markdown, show, write_json, write_markdown
 
 from tests.faults.fault import STALL_S, Fault
@@ -33,7 +44,7 @@ from tests.faults.programs import FAULTS
 from tests.faults.runner import Outcome, Runner
 
 TORCH_LIMIT_S = 20.0
-AT_ONCE = 4  # of torch's jobs, which mostly wait for their timeout
+AT_ONCE = 4  # concurrent jobs of torch, which mostly wait for their timeout
 PASSES = 3
 COLUMNS = ("fault", "torch", "torch, DETAIL", "shardmesh", "ms, median", "ms, slowest")
 PARTS = {
@@ -48,88 +59,88 @@ PARTS = {
     "torch_training": "DDP and FSDP2",
     "torch_endings": "A rank raises, dies, ends or hangs while others are in torch.distributed calls",
 }
-# Kinds of verdict -> how long after the fault all ranks are to know, in seconds.
+# Target latency by kind of verdict, in seconds.
 TARGETS = {"mismatch": 0.1, "mesh": 0.1, "deadlock": None, "left": 0.3, "lost": 0.3, "raised": 0.3, "stall": STALL_S + 1}
 
 
 @dataclass(frozen=True)
-class Row:
-    """One fault and what becomes of it; `alarm` is whether ours complains without the fault, too."""
+class FaultRow:
+    """The outcomes of one fault; `alarm` is whether ours raises without the fault too."""
 
     fault: Fault
-    torch: Seen | None
-    detail: Seen | None
-    ours: Ours
+    torch: TorchOutcome | None
+    detail: TorchOutcome | None
+    ours: MonitoredOutcome
     alarm: bool
 
 
-def measured(runner: Runner, fault: Fault, passes: int, torch: bool) -> Row:
-    """Runs a fault every way."""
+def measured(runner: Runner, fault: Fault, passes: int, torch: bool) -> FaultRow:
+    """Run a fault all three ways."""
     healthy = runner.run(fault, healthy=True)
-    found = ours(fault, [runner.run(fault) for _ in range(passes)], [rank.value for rank in healthy.ranks])
-    theirs = _of_torch(runner, fault) if torch and fault.twin else (None, None)
-    return Row(fault, *theirs, found, not is_well(healthy))
+    found = monitored_outcome(fault, [runner.run(fault) for _ in range(passes)], [rank.value for rank in healthy.ranks])
+    theirs = _of_torch(runner, fault) if torch and fault.in_torch else (None, None)
+    return FaultRow(fault, *theirs, found, not is_well(healthy))
 
 
-def _of_torch(runner: Runner, fault: Fault) -> tuple[Seen, Seen]:
-    ways = [("torch", True), ("torch", False), ("detail", False)]
-    with ThreadPoolExecutor(len(ways)) as pool:
+def _of_torch(runner: Runner, fault: Fault) -> tuple[TorchOutcome, TorchOutcome]:
+    runs = [("torch", True), ("torch", False), ("detail", False)]
+    with ThreadPoolExecutor(len(runs)) as pool:
         healthy, default, detail = pool.map(
-            lambda way: runner.run(fault, way[0], healthy=way[1], limit_s=TORCH_LIMIT_S), ways
+            lambda run: runner.run(fault, run[0], healthy=run[1], limit_s=TORCH_LIMIT_S), runs
         )
     expected = [rank.value for rank in healthy.ranks]
-    return seen(fault, default, expected), seen(fault, detail, expected)
+    return torch_outcome(fault, default, expected), torch_outcome(fault, detail, expected)
 
 
 def is_well(outcome: Outcome) -> bool:
-    """Whether every rank came to its end."""
+    """Return whether every rank ended normally."""
     return all(rank.done and rank.status == 0 for rank in outcome.ranks)
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------
 
 
-def table_row(row: Row) -> list[str]:
-    """As text."""
+def table_row(row: FaultRow) -> list[str]:
+    """Return a row as text."""
     times = row.ours.latencies_s
     ms = [f"{t * 1000:.0f}" for t in (percentile(times, 50), max(times))] if times else ["-", "-"]
     torch = [found.text if found else "-" for found in (row.torch, row.detail)]
     return [row.fault.text, *torch, row.ours.text, *ms]
 
 
-def parts(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """The rows by module of programs."""
+def parts(rows: Sequence[FaultRow]) -> Iterator[tuple[str, list[FaultRow]]]:
+    """Yield the rows by module of programs."""
     for module, title in PARTS.items():
         members = [row for row in rows if row.fault.program.__module__.endswith(f".{module}")]
         if members:
             yield title, members
 
 
-def summary(rows: Sequence[Row]) -> tuple[Sequence[str], list[list[str]]]:
-    """In how many faults what happens; of torch in those that mean something there."""
-    found: dict[str, list[Seen] | list[Ours]] = {
+def summary(rows: Sequence[FaultRow]) -> tuple[Sequence[str], list[list[str]]]:
+    """Count the outcomes over faults; for torch, over those that run there."""
+    found: dict[str, list[TorchOutcome] | list[MonitoredOutcome]] = {
         "torch": [row.torch for row in rows if row.torch],
         "torch, DETAIL": [row.detail for row in rows if row.detail],
         "shardmesh": [row.ours for row in rows],
     }
     lines = [["faults", *(str(len(column)) for column in found.values())]]
-    for word in (NOTHING, WRONG, HANG, CLOSED, ABORT):
-        lines.append([word, *(str(sum(word in one.words for one in column)) for column in found.values())])
+    for kind in (NOTHING, WRONG, HANG, CLOSED, ABORT):
+        lines.append([kind, *(str(sum(kind in one.kinds for one in column)) for column in found.values())])
     lines.append(["the outlier is named", *(str(sum(one.named for one in column)) for column in found.values())])
     lines.append(["its line is named", *(str(sum(one.line for one in column)) for column in found.values())])
     return ("", *found), lines
 
 
-def latencies(rows: Sequence[Row]) -> tuple[Sequence[str], list[list[str]]]:
-    """Times by kind of verdict."""
+def latencies(rows: Sequence[FaultRow]) -> tuple[Sequence[str], list[list[str]]]:
+    """Return the table of latencies by kind of verdict."""
     by_kind: dict[str, list[float]] = {}
     for row in rows:
         by_kind.setdefault(row.fault.kinds[0], []).extend(row.ours.latencies_s)
     lines = []
     for kind, times in by_kind.items():
         target = TARGETS[kind]
-        told = [f"{percentile(times, p) * 1000:.0f}" for p in (50, 99, 100)] if times else ["-"] * 3
-        lines.append([kind, str(len(times)), *told, "-" if target is None else f"{target * 1000:.0f}"])
+        ms = [f"{percentile(times, p) * 1000:.0f}" for p in (50, 99, 100)] if times else ["-"] * 3
+        lines.append([kind, str(len(times)), *ms, "-" if target is None else f"{target * 1000:.0f}"])
     return ("kind", "errors", "p50 ms", "p99 ms", "slowest ms", "target, p99"), lines
 
 
@@ -158,16 +169,16 @@ was {stall:.0f} s (the default is 5 minutes).
 """
 
 
-def document(rows: Sequence[Row], alarms: Sequence[str], tried: int, command: str) -> str:
-    """docs/faults.md."""
+def document(rows: Sequence[FaultRow], alarms: Sequence[str], tried: int, command: str) -> str:
+    """Return the text of docs/faults.md."""
     text = [HEAD.format(stall=STALL_S)]
     for title, members in parts(rows):
         text += [f"## {title}\n", markdown(COLUMNS, [table_row(row) for row in members]), ""]
     text += ["## In numbers\n", markdown(*summary(rows)), ""]
     text += ["Time from the fault to the error:\n", markdown(*latencies(rows)), ""]
     healthy = "those of `tests/faults/healthy.py`, and the ones above without their fault"
-    said = f"False alarms: {len(alarms)} in {tried} healthy programs ({healthy}). {', '.join(alarms)}"
-    text += [said.rstrip() + "\n", f"`{command}`, {environment_line(environment())}."]
+    line = f"False alarms: {len(alarms)} in {tried} healthy programs ({healthy}). {', '.join(alarms)}"
+    text += [line.rstrip() + "\n", f"`{command}`, {environment_line(environment())}."]
     return "\n".join(text)
 
 
@@ -179,7 +190,7 @@ def main() -> None:
         for fault in chosen:
             if fault.kinds:
                 rows.append(measured(runner, fault, given.passes, not given.ours))
-                tell(rows[-1])
+                print_row(rows[-1])
             if rows[-1].alarm if fault.kinds else not is_well(runner.run(fault)):
                 alarms.append(fault.name)
     for title, members in parts(rows):
@@ -192,26 +203,26 @@ def main() -> None:
     write_markdown(given.markdown, document(rows, alarms, len(chosen), "python benchmarks/faults.py"))
 
 
-def tell(row: Row) -> None:
-    """Prints a row as soon as it is there, and what is not as it should be."""
+def print_row(row: FaultRow) -> None:
+    """Print a row, and deviations from the expected outcome."""
     print(" | ".join(table_row(row)), flush=True)
     for problem in row.ours.wrong:
         print("    " + problem[:500].replace("\n", "\n    "), flush=True)
 
 
-def figures(row: Row) -> Mapping[str, Any]:
-    """For the JSON file."""
+def figures(row: FaultRow) -> Mapping[str, Any]:
+    """Return the figures of a row for the JSON file."""
     times = [round(t, 4) for t in row.ours.latencies_s]
     theirs = {"torch": row.torch, "detail": row.detail}
-    torch = {name: found and {"words": found.words, "named": found.named} for name, found in theirs.items()}
+    torch = {name: found and {"kinds": found.kinds, "named": found.named} for name, found in theirs.items()}
     return {"fault": row.fault.name, **torch, "ours": row.ours.text, "latencies_s": times, "wrong": row.ours.wrong}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=list(FAULTS), metavar="NAME", help="one program")
-    parser.add_argument("--ours", action="store_true", help="without torch's runs")
-    parser.add_argument("--passes", type=int, default=PASSES, help="how often ours runs each program")
+    parser.add_argument("--ours", action="store_true", help="shardmesh only")
+    parser.add_argument("--passes", type=int, default=PASSES, help="number of runs of each program with shardmesh")
     parser.add_argument("--json", help="write all figures here")
     parser.add_argument("--markdown", help="write the document here")
     return parser.parse_args()

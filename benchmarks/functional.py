@@ -1,16 +1,16 @@
-"""Host time of the functional API: going in and out of a mapped function, its collectives, and following types.
+"""Host time of the functional API: entering and leaving a mapped function, its collectives, and type checking.
 
     python benchmarks/functional.py                        tables on the terminal, about six minutes
     python benchmarks/functional.py --only collectives     one of: boundary, collectives, operators
     python benchmarks/functional.py --json figures.json --markdown tables.md
 
-One process that takes itself for rank 0 of 8, on torch's `fake` backend: collectives return at once, so what is measured is the
-time that Python and the dispatcher need. Beside ours stand the raw calls of torch.distributed, torch's functional collectives,
-DTensor's `local_map`, and spmd_types with and without its checker, where it is installed (`pip install spmd-types --no-deps`).
+One process is rank 0 of 8 on torch's `fake` backend: collectives return at once, so the time is that of Python and the dispatcher.
+Ours is compared with raw calls of torch.distributed, torch's functional collectives, DTensor's `local_map`, and spmd_types with and
+without its checker, if it is installed (`pip install spmd-types --no-deps`).
 
-Every contestant goes through a case many times in a row in its own surroundings (a mapped function, a checker that is switched on),
-and they take turns in every round (see measure.py), so that what it costs to get there is shared out. Times are minima,
-differences are between minima, ratios between medians.
+Every implementation runs a case many times in a row inside its own context (a mapped function, an enabled checker), which spreads the
+cost of entering it, and all are interleaved in every round (see measure.py). Times are minima, differences are between minima, ratios
+between medians.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from contestants import AXIS, IN_A_ROW, Setup, in_a_row, our_spec, their_places
-from dispatch import DTENSOR, PLAIN, Found, merged
+from dispatch import DTENSOR, PLAIN, CaseTimes, merged
+from functional_setup import AXIS, IN_A_ROW, Setup, in_a_row, our_spec, their_placements
 from measure import Call, Times, interleaved
-from raw_collectives import CASES, ByHand, Case
+from raw_collectives import CASES, ByHand, CollectiveCase
 from report import environment, environment_line, markdown, show, write_json, write_markdown
 from torch import Tensor
 from torch.distributed.tensor.experimental import local_map
@@ -42,39 +42,39 @@ CHECKS = {ONCE: True, NEVER: False, ALWAYS: "always"}
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How long to measure."""
+class FunctionalConfig:
+    """How many rounds to measure."""
 
     rounds: int
     passes: int
     batch_s: float
 
 
-FULL, QUICK = Effort(rounds=20, passes=3, batch_s=2e-3), Effort(rounds=1, passes=1, batch_s=0)
+FULL, QUICK = FunctionalConfig(rounds=20, passes=3, batch_s=2e-3), FunctionalConfig(rounds=1, passes=1, batch_s=0)
 
 
-def timed(case: str, calls: dict[str, Call], effort: Effort, count: int = IN_A_ROW) -> Found:
-    """The time of one of `count` calls that each contestant makes."""
-    times = interleaved(calls, rounds=effort.rounds, batch_s=effort.batch_s)
-    return Found(case, {name: Times(tuple(s / count for s in t.rounds)) for name, t in times.items()})
+def timed(case: str, calls: dict[str, Call], config: FunctionalConfig, count: int = IN_A_ROW) -> CaseTimes:
+    """Return the time per call, where each implementation makes `count` calls in a row."""
+    times = interleaved(calls, rounds=config.rounds, batch_s=config.batch_s)
+    return CaseTimes(case, {name: Times(tuple(s / count for s in t.rounds)) for name, t in times.items()})
 
 
-# -- going in and out --------------------------------------------------------------------------------------------------
+# -- entering and leaving ----------------------------------------------------------------------------------------------
 
 PARAMETERS = 20
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """A function that does next to nothing.
+    """A function that does almost nothing, to measure the cost of mapping it.
 
     Attributes:
-        name: of the case.
+        name: name of the case.
         f: the function.
-        dims: the dim along which each tensor that goes in is split; None where it is replicated.
-        outs: the same of what comes out.
-        in_dict: whether what goes in is one dict of tensors.
-        backward: whether gradients are taken.
+        dims: the dim along which each input is sharded; None for a replicated input.
+        outs: the same for the outputs.
+        in_dict: whether the inputs are one dict of tensors.
+        backward: whether to compute gradients.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Boundary:
     backward: bool = False
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """What the function is called with."""
+        """Return the arguments of the function."""
         return ({f"p{i}": x for i, x in enumerate(tensors)},) if self.in_dict else tuple(tensors)
 
 
@@ -107,12 +107,12 @@ BOUNDARIES = (
 )
 
 
-def time_boundary(setup: Setup, effort: Effort) -> Iterator[Found]:
-    """A mapped function that does next to nothing, called from outside."""
+def time_boundary(setup: Setup, config: FunctionalConfig) -> Iterator[CaseTimes]:
+    """Time calls of mapped functions that do almost nothing."""
     for boundary in BOUNDARIES:
         for grad in (True,) if boundary.backward else (False, True):
             calls = _boundary_calls(setup, boundary, grad)
-            yield timed(f"{boundary.name}{', grad' if grad and not boundary.backward else ''}", calls, effort)
+            yield timed(f"{boundary.name}{', grad' if grad and not boundary.backward else ''}", calls, config)
 
 
 def _boundary_calls(setup: Setup, boundary: Boundary, grad: bool) -> dict[str, Call]:
@@ -136,7 +136,7 @@ def _bound(boundary: Boundary, f: Callable[..., Any], tensors: Sequence[Any]) ->
 
 
 def _tree(boundary: Boundary, leaves: Sequence[Any]) -> Any:
-    """Specs of results, as the results are."""
+    """Return specs in the tree structure of the results."""
     if len(leaves) == 1:
         return leaves[0]
     return boundary.arguments(leaves)[0] if boundary.in_dict else tuple(leaves)
@@ -153,12 +153,12 @@ def _our_local_map(boundary: Boundary) -> Callable[..., Any]:
 
 
 def _their_map(boundary: Boundary) -> Callable[..., Any]:
-    ins, outs = tuple(map(their_places, boundary.dims)), tuple(map(their_places, boundary.outs))
+    ins, outs = tuple(map(their_placements, boundary.dims)), tuple(map(their_placements, boundary.outs))
     return local_map(boundary.f, outs, ins)
 
 
 def _spmd_boundary(setup: Setup, boundary: Boundary, local: Sequence[Tensor]) -> dict[str, Call]:
-    """spmd_types' `local_map`, which works on the parts themselves; its checker does not look at backward."""
+    """Return calls of spmd_types' `local_map`, which takes local tensors; its checker ignores backward."""
     spmd, group = setup.spmd, setup.group
     ins, outs = (
         [{group: spmd.R if dim is None else spmd.S(dim)} for dim in dims] for dims in (boundary.dims, boundary.outs)
@@ -177,19 +177,19 @@ def _spmd_boundary(setup: Setup, boundary: Boundary, local: Sequence[Tensor]) ->
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def time_collectives(setup: Setup, effort: Effort) -> Iterator[Found]:
-    """Each collective on buffers that are ready to be sent: forward, the same recording a graph, and with backward."""
+def time_collectives(setup: Setup, config: FunctionalConfig) -> Iterator[CaseTimes]:
+    """Time each collective on contiguous buffers: forward without and with an autograd graph, and forward with backward."""
     for case in CASES:
-        yield timed(case.name, _collective_calls(setup, case, False, False), effort)
+        yield timed(case.name, _collective_calls(setup, case, False, False), config)
         if case.differentiable:
-            yield timed(f"{case.name}, grad", _collective_calls(setup, case, True, False), effort)
-            yield timed(f"{case.name}, forward + backward", _collective_calls(setup, case, True, True), effort)
+            yield timed(f"{case.name}, grad", _collective_calls(setup, case, True, False), config)
+            yield timed(f"{case.name}, forward + backward", _collective_calls(setup, case, True, True), config)
 
 
-def _collective_calls(setup: Setup, case: Case, grad: bool, backward: bool) -> dict[str, Call]:
+def _collective_calls(setup: Setup, case: CollectiveCase, grad: bool, backward: bool) -> dict[str, Call]:
     x = torch.randn(case.shape, requires_grad=grad)
     raw = ByHand(case.raw, case.back) if grad else case.raw
-    known = case.back is not None  # pmax has a gradient in no words but ours
+    known = case.back is not None  # only our pmax has a gradient
     theirs = {PLAIN: raw if known or not grad else None, FUNCTIONAL: case.functional if known or not backward else None}
     calls = {name: in_a_row(_step(partial(f, setup.group), x, backward)) for name, f in theirs.items() if f is not None}
     for name, check in ((NEVER, False), (ALWAYS, "always")):
@@ -213,7 +213,7 @@ def _step(run: Callable[[Tensor], Any], x: Tensor, backward: bool) -> Call:
 
 
 def _inside(setup: Setup, run: Callable[[Tensor], Any], x: Tensor, backward: bool, check: Any) -> Call:
-    """Many calls inside one mapped function."""
+    """Return a call of a mapped function that makes many calls."""
 
     def body(x: Tensor) -> Tensor:
         in_a_row(_step(run, x, backward))()
@@ -231,22 +231,22 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear(y, w)": F.linear,
     "y.transpose(0, 1)": lambda y, w: y.transpose(0, 1),
 }
-MANY = 1001  # operators in a body; the time of a body with one is taken off
+MANY = 1001  # operators in a body; the time of a body with one operator is subtracted
 
 
-def time_operators(setup: Setup, effort: Effort) -> Iterator[Found]:
-    """What an operator costs inside a mapped function: a body of 1001 less one of 1, by 1000."""
+def time_operators(setup: Setup, config: FunctionalConfig) -> Iterator[CaseTimes]:
+    """Time an operator inside a mapped function: (body of 1001 operators - body of 1) / 1000."""
     for grad in (False, True):
         for name, operator in OPERATORS.items():
             bodies = {count: _operator_calls(setup, _repeated(operator, count), grad) for count in (1, MANY)}
             calls = {f"{count} {who}": call for count, each in bodies.items() for who, call in each.items()}
-            times = interleaved(calls, rounds=effort.rounds, batch_s=effort.batch_s)
+            times = interleaved(calls, rounds=config.rounds, batch_s=config.batch_s)
             slopes = {who: _slope(times[f"1 {who}"], times[f"{MANY} {who}"]) for who in bodies[1]}
-            yield Found(f"{name}{', grad' if grad else ''}", slopes)
+            yield CaseTimes(f"{name}{', grad' if grad else ''}", slopes)
 
 
 def _slope(one: Times, many: Times) -> Times:
-    """The time of one operator more."""
+    """Return the time of one additional operator."""
     return Times(tuple((s - one.median) / (MANY - 1) for s in many.rounds))
 
 
@@ -260,7 +260,7 @@ def _repeated(operator: Callable[[Tensor, Tensor], Tensor], count: int) -> Calla
 
 
 def _operator_calls(setup: Setup, body: Callable[[Tensor, Tensor], Tensor], grad: bool) -> dict[str, Call]:
-    x, w = torch.randn(8, 8, requires_grad=grad), torch.eye(8, requires_grad=grad)  # numbers stay as they are
+    x, w = torch.randn(8, 8, requires_grad=grad), torch.eye(8, requires_grad=grad)  # values do not grow
     our_x, our_w = setup.our(x, 0), setup.our(w, None)
     calls: dict[str, Call] = {PLAIN: lambda: body(x, w)}
     for name, check in CHECKS.items():
@@ -286,15 +286,15 @@ class Section:
     """A table.
 
     Attributes:
-        title: above it.
-        run: finds its rows.
-        shown: the contestants whose times are shown.
-        over: those for which the difference to plain is shown.
-        ratios: pairs (contestant, base) whose ratio is shown.
+        title: title of the table.
+        run: yields the rows.
+        shown: implementations whose times are shown.
+        over: implementations whose difference to plain is shown.
+        ratios: pairs (implementation, base) whose ratio is shown.
     """
 
     title: str
-    run: Callable[[Setup, Effort], Iterator[Found]]
+    run: Callable[[Setup, FunctionalConfig], Iterator[CaseTimes]]
     shown: tuple[str, ...]
     over: tuple[str, ...]
     ratios: tuple[tuple[str, str], ...]
@@ -304,7 +304,7 @@ class Section:
         over, ratios = (f"{name} over plain" for name in self.over), (" / ".join(pair) for pair in self.ratios)
         return ["case", *(f"{name} us" for name in self.shown), *over, *ratios]
 
-    def row(self, found: Found) -> list[str]:
+    def row(self, found: CaseTimes) -> list[str]:
         times = [found.times[name].best * 1e6 if name in found.times else None for name in self.shown]
         differences = [found.above(name) for name in self.over]
         return [
@@ -315,18 +315,18 @@ class Section:
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """A cell of a table."""
+    """Format a cell of a table."""
     return "-" if value is None else f"{value:.2f}{unit}" if abs(value) < 100 else f"{value:.0f}{unit}"
 
 
 SECTIONS = {
     "boundary": Section(
-        "In and out of a mapped function", time_boundary,
+        "Entering and leaving a mapped function", time_boundary,
         (PLAIN, ONCE, NEVER, ALWAYS, OUR_LOCAL_MAP, DTENSOR, SPMD, SPMD_CHECKED),
         (ONCE, NEVER, DTENSOR, SPMD_CHECKED), ((DTENSOR, ONCE),),
     ),
     "collectives": Section(
-        "Collectives inside a mapped function; plain is the raw call, with a graph an autograd function written by hand around it",
+        "Collectives inside a mapped function; plain is the raw call, inside a hand-written autograd function with a graph",
         time_collectives, (PLAIN, NEVER, ALWAYS, FUNCTIONAL, SPMD, SPMD_CHECKED),
         (NEVER, ALWAYS, FUNCTIONAL, SPMD, SPMD_CHECKED), ((FUNCTIONAL, NEVER), (SPMD, NEVER)),
     ),
@@ -342,9 +342,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module=r"torch\.|spmd_types\.")
-    setup, effort = Setup(), QUICK if options.quick else FULL
+    setup, config = Setup(), QUICK if options.quick else FULL
     chosen = {name: SECTIONS[name] for name in options.only or SECTIONS}
-    passes = [{name: list(part.run(setup, effort)) for name, part in chosen.items()} for _ in range(effort.passes)]
+    passes = [{name: list(part.run(setup, config)) for name, part in chosen.items()} for _ in range(config.passes)]
     figures, document = {}, []
     for name, part in chosen.items():
         found = merged([each[name] for each in passes])
@@ -365,7 +365,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", choices=SECTIONS, action="append", help="a section to run; may be given several times"
     )
-    parser.add_argument("--quick", action="store_true", help="one round of everything, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="one round of everything, as a smoke test")
     parser.add_argument("--json", metavar="PATH", help="write all figures here")
     parser.add_argument("--markdown", metavar="PATH", help="write the tables here")
     return parser.parse_args(arguments)

@@ -1,24 +1,24 @@
-"""What the kernels move, counted without a GPU, beside what the torch operations that they replace move.
+"""Bytes moved by the kernels and by the torch operations that they replace, counted without a GPU.
 
     python benchmarks/kernel_bytes.py                          all cases, minutes; writes benchmarks/results/<date>-kernel-bytes.md
-    python benchmarks/kernel_bytes.py --only "uneven"          cases whose names have this in them; may be given several times
+    python benchmarks/kernel_bytes.py --only "uneven"          cases whose names contain this; may be given several times
     python benchmarks/kernel_bytes.py --size 1                 MB of the full tensor (default 1)
     python benchmarks/kernel_bytes.py --markdown tables.md     writes there instead
 
-Ours: the kernels run in Triton's interpreter, and every address that a program loads from or stores to is written down. Of
-these, those in a case's tensors count; tables are a few KB that the caches hold. From the addresses follow
+Ours: the kernels run in Triton's interpreter, which records every address that a program loads from or stores to. Addresses
+inside a case's tensors count; tables of a few KB, which caches hold, do not. The addresses give
 
     read, written    bytes per element of the full tensor
-    sectors used     of the 32-byte sectors that the 32 lanes of a warp touch at a time, the share of bytes that are wanted
-    from memory      bytes of the sectors per element, each counted once for each program that touches it: what comes from
-                     memory if no program finds in the cache what another one left there
+    sectors used     share of used bytes in the 32-byte sectors that the 32 lanes of a warp access at a time
+    from memory      bytes of the sectors per element, each sector counted once per program: the memory traffic if no
+                     program finds another's data in the cache
 
-Lanes are dealt to warps as Triton's layout pass does: neighbours along the dim that is contiguous in memory, each as many
-elements as lie together, up to 16 bytes (tests/kernels/test_assembly.py checks in the machine code that this is so).
+Lanes are assigned to warps as in Triton's layout pass: neighbours along the dim that is contiguous in memory, each with as many
+contiguous elements as fit into 16 bytes (tests/kernels/test_assembly.py checks this in the machine code).
 
 Torch: the same expression runs on the CPU under a dispatch mode that adds up the bytes of the tensors that each operation
-reads and writes; views are free, and so are new tensors. An operation counts as one launch, which is kind to torch: some
-take several (`cat` of unaligned parts, for instance, or `copy_` between odd strides).
+reads and writes; views and empty tensors are free. An operation counts as one launch, which favours torch: some
+take several (for instance `cat` of unaligned parts, or `copy_` between irregular strides).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from kernel_cases import CASES, RANKS, Case, Work, tensors_in
+from kernel_cases import CASES, RANKS, KernelCase, Work, tensors_in
 from report import environment, environment_line, markdown, show, write_markdown
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,12 +54,13 @@ COLUMNS = ("case", "who", "launches", "read B", "written B", "of ours", "sectors
 
 
 @dataclass
-class Moved:
-    """What some calls move.
+class Traffic:
+    """Memory traffic of some calls.
 
     Attributes:
-        launches: kernels of ours, operations of torch.
-        read, written: bytes.
+        launches: number of our kernels, or of torch's operations.
+        read: bytes read.
+        written: bytes written.
     """
 
     launches: int = 0
@@ -76,43 +77,43 @@ class Moved:
 
 @dataclass(frozen=True)
 class Access:
-    """What one instruction of one program loads or stores.
+    """A load or store instruction of one program.
 
     Attributes:
-        way: "load" or "store".
+        op: "load" or "store".
         program: (launch, program).
-        addresses: of every element.
-        inside: whether the element is accessed.
+        addresses: address of every element.
+        mask: whether each element is accessed.
         itemsize: bytes of an element.
     """
 
-    way: str
+    op: str
     program: tuple[Any, ...]
     addresses: np.ndarray
-    inside: np.ndarray
+    mask: np.ndarray
     itemsize: int
 
     def by_warp(self) -> tuple[np.ndarray, np.ndarray]:
-        """The addresses and whether they are accessed: [accesses of warps, elements of an access]."""
+        """Return addresses and mask, each [accesses by warps, elements of an access]."""
         order = sorted(range(self.addresses.ndim), key=self._step, reverse=True)
-        flat, inside = (x.transpose(order).reshape(-1) for x in (self.addresses, self.inside))
-        width = min(WARP * vector(flat, inside, self.itemsize), flat.size)
-        return flat.reshape(-1, width), inside.reshape(-1, width)
+        flat, mask = (x.transpose(order).reshape(-1) for x in (self.addresses, self.mask))
+        width = min(WARP * vector_width(flat, mask, self.itemsize), flat.size)
+        return flat.reshape(-1, width), mask.reshape(-1, width)
 
     def _step(self, dim: int) -> int:
-        """Bytes between neighbours along a dim of the program's block."""
+        """Return the stride in bytes along a dim of the program's block."""
         if self.addresses.shape[dim] == 1:
             return 1 << 62
         first, second = (np.take(self.addresses, i, dim).flat[0] for i in (0, 1))
         return abs(int(second - first))
 
 
-def vector(flat: np.ndarray, inside: np.ndarray, itemsize: int) -> int:
-    """How many elements a lane moves at a time: the most that lie together everywhere, a power of two, up to 16 bytes."""
+def vector_width(flat: np.ndarray, mask: np.ndarray, itemsize: int) -> int:
+    """Return the vector width of a lane: the largest power of two of elements that are contiguous everywhere, up to 16 bytes."""
     count = VECTOR // itemsize
     while count > 1:
         if flat.size % count == 0:
-            groups = flat.reshape(-1, count)[inside.reshape(-1, count).any(1)]
+            groups = flat.reshape(-1, count)[mask.reshape(-1, count).any(1)]
             if (np.diff(groups, axis=1) == itemsize).all() and (groups[:, 0] % (count * itemsize) == 0).all():
                 return count
         count //= 2
@@ -120,54 +121,54 @@ def vector(flat: np.ndarray, inside: np.ndarray, itemsize: int) -> int:
 
 
 def distinct_by_row(numbers: np.ndarray) -> int:
-    """How many different numbers there are in each row, without -1, all rows together."""
+    """Return the number of distinct values per row, without -1, summed over rows."""
     ordered = np.sort(numbers, axis=1)
     first, others = ordered[:, 0] >= 0, (ordered[:, 1:] != ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     return int(first.sum() + others.sum())
 
 
 @dataclass
-class Traffic(Moved):
-    """What kernels move.
+class KernelTraffic(Traffic):
+    """Memory traffic of kernels.
 
     Attributes:
-        touched: way -> sectors that warps touch, summed over their accesses.
-        sectors: (way, program) -> the sectors that the program touches.
+        touched: number of sectors that warps access, summed over their accesses, by "load" or "store".
+        sectors: the set of sectors that a program accesses, by ("load" or "store", program).
     """
 
     touched: Counter[str] = field(default_factory=Counter)
     sectors: dict[tuple[Any, ...], set[int]] = field(default_factory=lambda: defaultdict(set))
 
     def add(self, access: Access) -> None:
-        addresses, inside = access.by_warp()
-        wanted = distinct_by_row(np.where(inside, addresses, -1)) * access.itemsize
-        if access.way == "load":
-            self.read += wanted
+        addresses, mask = access.by_warp()
+        used = distinct_by_row(np.where(mask, addresses, -1)) * access.itemsize
+        if access.op == "load":
+            self.read += used
         else:
-            self.written += wanted
-        sectors = np.where(inside, addresses // SECTOR, -1)
-        self.touched[access.way] += distinct_by_row(sectors)
-        self.sectors[access.way, access.program].update(np.unique(sectors[inside]).tolist())
+            self.written += used
+        sectors = np.where(mask, addresses // SECTOR, -1)
+        self.touched[access.op] += distinct_by_row(sectors)
+        self.sectors[access.op, access.program].update(np.unique(sectors[mask]).tolist())
 
-    def used(self, way: str) -> float | None:
-        """Of the bytes of the sectors that warps touch, the share that they want."""
-        moved = self.read if way == "load" else self.written
-        return moved / (SECTOR * self.touched[way]) if self.touched[way] else None
+    def used(self, op: str) -> float | None:
+        """Return the share of used bytes in the sectors that warps access; None without accesses."""
+        moved = self.read if op == "load" else self.written
+        return moved / (SECTOR * self.touched[op]) if self.touched[op] else None
 
     @property
     def from_memory(self) -> int:
         return SECTOR * sum(map(len, self.sectors.values()))
 
 
-def traffic_of(work: Work) -> Traffic:
-    """What our kernels move; tables and other small things do not count."""
+def traffic_of(work: Work) -> KernelTraffic:
+    """Return the traffic of our kernels on the case's tensors."""
     accesses: list[Access] = []
-    with using_kernels(), recording(accesses) as launches, np.errstate(all="ignore"):  # as silent as a GPU
+    with using_kernels(), recording(accesses) as launches, np.errstate(all="ignore"):  # a GPU does not warn
         made = tensors_in(work.ours(*work.inputs))
-    traffic = Traffic(len(launches))
+    traffic = KernelTraffic(len(launches))
     data = [(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in (*work.inputs, *made)]
     for access in accesses:
-        first = int(access.addresses[access.inside].flat[0])
+        first = int(access.addresses[access.mask].flat[0])
         if any(start <= first < stop for start, stop in data):
             traffic.add(access)
     return traffic
@@ -175,18 +176,18 @@ def traffic_of(work: Work) -> Traffic:
 
 @contextmanager
 def recording(accesses: list[Access]) -> Iterator[list[str]]:
-    """Inside the block, what the interpreter's programs load and store is added to the list; gives the kernels launched."""
+    """Append the interpreter's loads and stores to the list; yield the list of launched kernels."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     launches: list[str] = []
     run, load, store = GridExecutor.__call__, InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
-    def record(way: str, builder: Any, pointers: Any, mask: Any) -> None:
+    def record(op: str, builder: Any, pointers: Any, mask: Any) -> None:
         addresses = np.atleast_1d(pointers.data).astype(np.int64)
-        inside = np.broadcast_to(mask.data, addresses.shape)
-        if inside.any():
+        where = np.broadcast_to(mask.data, addresses.shape)
+        if where.any():
             itemsize = pointers.get_element_ty().primitive_bitwidth // 8
-            accesses.append(Access(way, (len(launches), builder.grid_idx), addresses, inside, itemsize))
+            accesses.append(Access(op, (len(launches), builder.grid_idx), addresses, where, itemsize))
 
     def recorded_run(executor: Any, *args: Any, **kwargs: Any) -> None:
         launches.append(executor.fn.__name__)
@@ -211,12 +212,12 @@ def recording(accesses: list[Access]) -> Iterator[list[str]]:
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
-class Counting(TorchDispatchMode):
-    """Adds up the bytes that operations read and write; views and new tensors without values are free."""
+class TrafficMode(TorchDispatchMode):
+    """Add up the bytes that operations read and write; views and empty tensors are free."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.moved = Moved()
+        self.moved = Traffic()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -229,12 +230,12 @@ class Counting(TorchDispatchMode):
         name, targets = func.overloadpacket.__name__, written_arguments(func, args, kwargs)
         overwritten = set() if name.endswith("_") and name not in OVERWRITING else {id(x) for x in targets}
         self.moved.launches += 1
-        self.moved.read += sum(held(x) for x in leaves((args, kwargs)) if id(x) not in overwritten)
-        self.moved.written += sum(held(x) for x in (targets or leaves(made)))
+        self.moved.read += sum(distinct_bytes(x) for x in leaves((args, kwargs)) if id(x) not in overwritten)
+        self.moved.written += sum(distinct_bytes(x) for x in (targets or leaves(made)))
 
 
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_reshape_alias", "_unsafe_view"}
-OVERWRITING = {"copy_", "fill_", "zero_"}  # in place without reading what was there
+OVERWRITING = {"copy_", "fill_", "zero_"}  # in place, without reading the old values
 
 
 def leaves(tree: Any) -> list[Tensor]:
@@ -242,59 +243,59 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operation writes to."""
+    """Return the arguments that an operation writes to."""
     given = {**dict(zip([a.name for a in func._schema.arguments], args, strict=False)), **kwargs}
     names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return leaves([given.get(name) for name in names])
 
 
-def held(x: Tensor) -> int:
-    """Bytes of its elements, those that are repeated once."""
+def distinct_bytes(x: Tensor) -> int:
+    """Return the bytes of a tensor's elements, expanded ones counted once."""
     return x.itemsize * math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride or n == 0)
 
 
-def moved_by_torch(call: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Moved:
-    with Counting() as counting:
+def moved_by_torch(call: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Traffic:
+    with TrafficMode() as mode:
         call(*inputs)
-    return counting.moved
+    return mode.moved
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What a case moves.
+class CaseTraffic:
+    """Memory traffic of a case.
 
     Attributes:
-        name: of the case.
-        elements: that bytes are given for each of.
+        name: name of the case.
+        elements: number of elements of the full tensor.
         needed: bytes of the inputs and the results.
-        ours: what our kernels move.
-        peers: what torch's operations move.
+        ours: traffic of our kernels.
+        peers: traffic of torch's operations.
     """
 
     name: str
     elements: int
     needed: int
-    ours: Traffic
-    peers: dict[str, Moved]
+    ours: KernelTraffic
+    peers: dict[str, Traffic]
 
     def rows(self) -> list[list[str]]:
-        """A row of the table for ours and one for each of its peers."""
+        """Return a row of the table for ours and one for each peer."""
         sectors = [percent(self.ours, "load"), percent(self.ours, "store"), figure(self.ours.from_memory, self.elements)]
         first = [self.name, "ours", *amounts(self.ours, self.elements), "", *sectors]
         others = self.peers.items()
         return [first, *([self.name, who, *amounts(them, self.elements), ratio(them, self.ours), "", "", ""] for who, them in others)]
 
 
-def counted(case: Case, size: int) -> Counted:
+def count(case: KernelCase, size: int) -> CaseTraffic:
     work = case.make(size, "cpu")
     peers = {name: moved_by_torch(peer.call, work.inputs) for name, peer in work.peers.items()}
-    return Counted(case.name, work.elements, work.needed(), traffic_of(work), peers)
+    return CaseTraffic(case.name, work.elements, work.needed(), traffic_of(work), peers)
 
 
-def summary(found: Sequence[Counted]) -> str:
+def summary(found: Sequence[CaseTraffic]) -> str:
     least = sum(one.ours.bytes <= one.needed for one in found)
     ratios = [moved.bytes / one.ours.bytes for one in found if one.ours.bytes for moved in one.peers.values()]
     line = f"Ours moves no more than the inputs and the results, each once, in {least} of {len(found)} cases"
@@ -304,13 +305,13 @@ def summary(found: Sequence[Counted]) -> str:
     return f"{line}; torch's operations move {more}."
 
 
-def ratio(moved: Moved, ours: Moved) -> str:
+def ratio(moved: Traffic, ours: Traffic) -> str:
     if ours.bytes:
         return f"{moved.bytes / ours.bytes:.2f}x"
     return "ours is a view" if moved.bytes else "both are views"
 
 
-def amounts(moved: Moved, elements: int) -> list[str]:
+def amounts(moved: Traffic, elements: int) -> list[str]:
     return [str(moved.launches), figure(moved.read, elements), figure(moved.written, elements)]
 
 
@@ -318,12 +319,12 @@ def figure(count: int, elements: int) -> str:
     return f"{count / elements:.2f}"
 
 
-def percent(traffic: Traffic, way: str) -> str:
-    used = traffic.used(way)
+def percent(traffic: KernelTraffic, op: str) -> str:
+    used = traffic.used(op)
     return "" if used is None else f"{100 * used:.0f} %"
 
 
-def document(found: Sequence[Counted], megabytes: float) -> str:
+def document(found: Sequence[CaseTraffic], megabytes: float) -> str:
     environ = environment()
     command = shlex.join(["python", "benchmarks/kernel_bytes.py", *sys.argv[1:]])
     description = (__doc__ or "").split("\n\n", 2)[2]
@@ -346,13 +347,13 @@ def triton_version() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose names have this in them")
-    parser.add_argument("--size", type=float, default=1, metavar="MB", help="of the full tensor (default 1)")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose names contain this")
+    parser.add_argument("--size", type=float, default=1, metavar="MB", help="size of the full tensor (default 1)")
     parser.add_argument("--markdown", metavar="FILE", help="where to write (default: benchmarks/results, by date)")
     args = parser.parse_args()
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which nothing has done yet
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, below
     chosen = [case for case in CASES if not args.only or any(text in case.name for text in args.only)]
-    found = [counted(case, int(args.size * MB)) for case in chosen]
+    found = [count(case, int(args.size * MB)) for case in chosen]
     show("Bytes per element of the full tensor", COLUMNS, [row for one in found for row in one.rows()])
     print(summary(found))
     write_markdown(args.markdown or str(RESULTS / f"{date.today().isoformat()}-kernel-bytes.md"), document(found, args.size))

@@ -1,14 +1,14 @@
-"""What the kernels are compared on: each case is a piece of work, ours and the torch operations that do it elsewhere.
+"""Benchmark cases of the kernels: each case runs our kernel and the torch operations that do the same.
 
-    full tensor  <->  [ rank 0's part | rank 1's part | ... | rank 7's part ]        eight ranks, parts as torch.chunk cuts
+    full tensor  <->  [ rank 0's part | rank 1's part | ... | rank 7's part ]        eight ranks, parts as in torch.chunk
 
-The torch operations are those that PyTorch's own libraries run around their collectives, read in torch 2.13:
+The torch operations are those that PyTorch's libraries run before and after their collectives (read in torch 2.13):
 
     DTensor     P -> S: `Shard._reduce_shard_tensor`, then `funcol.reduce_scatter_single`; S -> R: `Shard._to_replicate_tensor`,
-                over `funcol.all_gather_single`; where chunks are uneven they are padded before and cut after
+                over `funcol.all_gather_single`; uneven chunks are padded before and narrowed after
     FSDP2       `foreach_reduce` (`torch._chunk_cat`) and `foreach_all_gather_copy_out` (`torch.split_with_sizes_copy`)
 
-Used by kernels.py, which times them on a GPU, and by kernel_bytes.py, which counts what they move without one.
+kernels.py times the cases on a GPU; kernel_bytes.py counts the bytes that they move, without a GPU.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from shardmesh.kernels.reduce import combine_many, compile_combine
 RANKS = 8
 BF16, FP32 = torch.bfloat16, torch.float32
 SHORT = {BF16: "bf16", FP32: "fp32"}
-SCALE = 1 / RANKS  # of a mean over the ranks; a power of two, so that it does not matter where it is rounded
+SCALE = 1 / RANKS  # of a mean over ranks; a power of two, so that the order of scaling and rounding does not matter
 
-BOX_COPY, TINY, FUSED, QUANTIZED = 0.90, 0.75, 0.88, 0.85  # of the copy rate: what the project wants on an H200
+BOX_COPY, TINY, FUSED, QUANTIZED = 0.90, 0.75, 0.88, 0.85  # targets on an H200, as fractions of the copy rate
 TWICE = 2.0
 
 Call = Callable[..., Any]
@@ -43,13 +43,13 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Peer:
-    """Torch operations that do the same.
+    """Torch operations that do the same as one of our kernels.
 
     Attributes:
-        call: given the inputs.
-        exact: what makes its result ours, where it has padding; not a part of the work.
-        compiled: whether `torch.compile` of it is timed as well.
-        least: how many times as fast ours is wanted to be; of the compiled form where there is one.
+        call: called with the inputs.
+        exact: removes padding from its result, to compare it with ours; not part of the work.
+        compiled: whether to also time `torch.compile` of it.
+        least: target for the speedup of ours, over the compiled form if there is one.
     """
 
     call: Call
@@ -63,10 +63,10 @@ class Work:
     """A case at some size, on some device.
 
     Attributes:
-        elements: of the full tensor, or of all contributions: what bytes are counted for each of.
-        inputs: what both are given.
-        ours: given the inputs.
-        peers: by name.
+        elements: number of elements of the full tensor, or of all contributions; figures are bytes per element.
+        inputs: inputs of ours and of the peers.
+        ours: called with the inputs.
+        peers: torch's operations, by name.
     """
 
     elements: int
@@ -75,7 +75,7 @@ class Work:
     peers: Mapping[str, Peer]
 
     def needed(self) -> int:
-        """Bytes that must be read or written: the inputs and the results, each once; 0 where the results are views."""
+        """Return the bytes that must be read or written: inputs and results, each once; 0 if the results are views."""
         made = tensors_in(self.ours(*self.inputs))
         if {storage_of(x) for x in made} <= {storage_of(x) for x in self.inputs}:
             return 0
@@ -83,14 +83,14 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Case:
-    """Something that a kernel does.
+class KernelCase:
+    """One operation of a kernel.
 
     Attributes:
-        name: what is done, to which dim.
+        name: the operation and the dim.
         make: (bytes of the full tensor, device) -> work.
-        target: the wanted fraction of the copy rate, where one is.
-        same: whether both give the same bits; else they are close, or (None) not comparable.
+        target: target as a fraction of the copy rate, if any.
+        same: True if results are bitwise equal, False if they are close, None if not comparable.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Case:
 
 
 def tensors_in(made: Any) -> list[Tensor]:
-    """A tensor, or those of a list, as a list."""
+    """Return a tensor, or a sequence of tensors, as a list."""
     return [made] if isinstance(made, Tensor) else list(made)
 
 
@@ -108,8 +108,8 @@ def storage_of(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def disagreeing(case: Case, work: Work) -> list[str]:
-    """The peers whose results are not ours."""
+def disagreeing(case: KernelCase, work: Work) -> list[str]:
+    """Return the peers whose results differ from ours."""
     made = tensors_in(work.ours(*work.inputs))
     return [name for name, peer in work.peers.items() if not agree(made, peer.exact(peer.call(*work.inputs)), case.same)]
 
@@ -122,15 +122,15 @@ def agree(ours: Sequence[Tensor], theirs: Any, same: bool | None) -> bool:
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Up to the order in which a few numbers of about 1 are added."""
+    """Return whether results are equal up to the order of summation of a few numbers near 1."""
     return torch.allclose(a, b, rtol=2 * torch.finfo(a.dtype).eps, atol=1e-5)
 
 
 def chunks(shape: Sequence[int], dim: int) -> list[Box]:
-    """What each rank has, where this dim is cut as torch.chunk cuts it; empty for ranks that get nothing."""
+    """Return the box of each rank when this dim is split as in torch.chunk; empty for ranks without a part."""
     step, n = -(-shape[dim] // RANKS), shape[dim]
-    cuts = [(min(r * step, n), min(r * step + step, n)) for r in range(RANKS)]
-    return [(*((0, m) for m in shape[:dim]), cut, *((0, m) for m in shape[dim + 1 :])) for cut in cuts]
+    bounds = [(min(r * step, n), min(r * step + step, n)) for r in range(RANKS)]
+    return [(*((0, m) for m in shape[:dim]), rows, *((0, m) for m in shape[dim + 1 :])) for rows in bounds]
 
 
 def random(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -141,14 +141,14 @@ def random(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A tensor of some bytes that is cut along a dim.
+class Split:
+    """A tensor of some size in bytes that is split along a dim.
 
     Attributes:
-        name: which dim it is.
-        dim: that is cut.
-        inner: the sizes of all dims but the first, which there are as many of as the bytes ask for.
-        target: as a case's.
+        name: description of the dim.
+        dim: the dim to split.
+        inner: sizes of all dims but the first; the size of the first follows from the bytes.
+        target: target of the case.
     """
 
     name: str
@@ -157,32 +157,32 @@ class Cut:
     target: float = BOX_COPY
 
     def shape(self, elements: int) -> tuple[int, ...]:
-        """The shape of about so many elements; dim 0 is even, but for the cut along it that is named so."""
+        """Return a shape of about this many elements; dim 0 is even unless it is split and the name says uneven."""
         rows = max(RANKS, elements // math.prod(self.inner) // RANKS * RANKS)
         return (rows - 3 * (self.dim == 0 and "uneven" in self.name), *self.inner)
 
 
 EVEN = (
-    Cut("first dim", 0, (1024,)),
-    Cut("middle dim", 1, (64, 512)),
-    Cut("last dim", 1, (1024,)),
-    Cut("last dim, 8 elements a rank", 1, (64,), TINY),
-    Cut("last dim, 1 element a rank", 1, (8,), TINY),
+    Split("first dim", 0, (1024,)),
+    Split("middle dim", 1, (64, 512)),
+    Split("last dim", 1, (1024,)),
+    Split("last dim, 8 elements a rank", 1, (64,), TINY),
+    Split("last dim, 1 element a rank", 1, (8,), TINY),
 )
 UNEVEN = (
-    Cut("first dim, uneven", 0, (1024,)),
-    Cut("middle dim, uneven", 1, (61, 512)),
-    Cut("last dim, uneven", 1, (1021,)),
-    Cut("last dim, 1 or 2 elements a rank", 1, (15,), TINY),
+    Split("first dim, uneven", 0, (1024,)),
+    Split("middle dim, uneven", 1, (61, 512)),
+    Split("last dim, uneven", 1, (1021,)),
+    Split("last dim, 1 or 2 elements a rank", 1, (15,), TINY),
 )
-SINGLE = (*((cut, True) for cut in EVEN), *((cut, False) for cut in UNEVEN))
+SINGLE = (*((split, True) for split in EVEN), *((split, False) for split in UNEVEN))
 
 
-def packing(cut: Cut, even: bool, dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
-    """What reduces and scatters along a dim does before its collective."""
-    x = random(cut.shape(size // dtype.itemsize), dtype, device)
-    pack = compile_pack(x.shape, chunks(x.shape, cut.dim))
-    return Work(x.numel(), (x,), pack, pack_peers(cut.dim) if even else uneven_pack_peers(x.shape, cut.dim))
+def packing(split: Split, even: bool, dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
+    """Return the work before a reduce_scatter along a dim."""
+    x = random(split.shape(size // dtype.itemsize), dtype, device)
+    pack = compile_pack(x.shape, chunks(x.shape, split.dim))
+    return Work(x.numel(), (x,), pack, pack_peers(split.dim) if even else uneven_pack_peers(x.shape, split.dim))
 
 
 def pack_peers(dim: int) -> dict[str, Peer]:
@@ -211,12 +211,12 @@ def uneven_pack_peers(shape: Sequence[int], dim: int) -> dict[str, Peer]:
 
 
 def cat_of_chunks(x: Tensor, dim: int) -> Tensor:
-    """As `funcol.reduce_scatter_single` and FSDP2's `foreach_reduce` lay out what they scatter along this dim."""
+    """Arrange chunks along this dim as `funcol.reduce_scatter_single` and FSDP2's `foreach_reduce` do."""
     return torch.cat(x.chunk(RANKS, dim)) if dim else x
 
 
 def dtensor_pack(x: Tensor, dim: int) -> Tensor:
-    """As DTensor does where chunks are uneven: padded, put together, and laid out."""
+    """Pad, concatenate and arrange uneven chunks as DTensor does."""
     step = -(-x.shape[dim] // RANKS)
     parts = list(x.tensor_split([step * r for r in range(1, RANKS)], dim))
     parts = [pad(part, dim, step - part.shape[dim]).contiguous() for part in parts]
@@ -227,9 +227,9 @@ def pad(x: Tensor, dim: int, more: int) -> Tensor:
     return F.pad(x, [*[0, 0] * (x.ndim - 1 - dim), 0, more]) if more else x
 
 
-def unpacking(cut: Cut, even: bool, dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
-    """What gathers along a dim does after its collective, which gave every rank's part in as many elements."""
-    shape, dim = cut.shape(size // dtype.itemsize), cut.dim
+def unpacking(split: Split, even: bool, dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
+    """Return the work after an all_gather along a dim; every rank's part is padded to the same number of elements."""
+    shape, dim = split.shape(size // dtype.itemsize), split.dim
     part = (*shape[:dim], -(-shape[dim] // RANKS), *shape[dim + 1 :])
     boxes, length = chunks(shape, dim), math.prod(part)
     flat = random((RANKS * length,), dtype, device)
@@ -247,7 +247,7 @@ def unpack_peers(shape: Sequence[int], dim: int, part: Sequence[int]) -> dict[st
 
 
 def uneven_unpack_peers(flat: Tensor, boxes: Sequence[Box], dim: int, part: Sequence[int]) -> dict[str, Peer]:
-    """DTensor's is given the same values, each part padded along the dim, where ours has the padding behind the part."""
+    """Return the peer on the same values: DTensor pads each part along the dim, ours after the part's elements."""
     padded = []
     for values, box in zip(flat.view(RANKS, -1), boxes, strict=True):
         sizes = [stop - start for start, stop in box]
@@ -262,42 +262,41 @@ def dtensor_unpack(flat: Tensor, shape: Sequence[int], dim: int, part: Sequence[
     return whole.narrow(dim, 0, shape[dim]).contiguous()
 
 
-# -- cast and scale on the way -----------------------------------------------------------------------------------------
+# -- cast and scale ----------------------------------------------------------------------------------------------------
 
 
-def casting(cut: Cut, size: int, device: torch.device | str) -> Work:
-    """Gradients in float32, averaged and sent as bfloat16."""
-    x = random(cut.shape(size // FP32.itemsize), FP32, device)
-    pack = compile_pack(x.shape, chunks(x.shape, cut.dim))
+def casting(split: Split, size: int, device: torch.device | str) -> Work:
+    """Return the work of averaging float32 gradients and sending them as bfloat16."""
+    x = random(split.shape(size // FP32.itemsize), FP32, device)
+    pack = compile_pack(x.shape, chunks(x.shape, split.dim))
 
     def ours(x: Tensor) -> Tensor:
         return pack(x, x.new_empty(pack.size, dtype=BF16), scale=SCALE)
 
     def chain(x: Tensor) -> Tensor:
-        return cat_of_chunks(x.to(BF16) * SCALE, cut.dim).view(-1)
+        return cat_of_chunks(x.to(BF16) * SCALE, split.dim).view(-1)
 
     return Work(x.numel(), (x,), ours, {"to(), *, cat of chunks": Peer(chain, compiled=True)})
 
 
 # -- many tensors ------------------------------------------------------------------------------------------------------
 
-LAYER = ((4, 1), (1, 4), (1, 1), (1, 1), (1, 1), (1, 1))  # matrices of a transformer layer, in units of its width
+LAYER = ((4, 1), (1, 4), (1, 1), (1, 1), (1, 1), (1, 1))  # matrices of a transformer layer, in multiples of its width
 
 
 def layer(elements: int, even: bool) -> list[tuple[int, ...]]:
-    """The shapes of a layer's parameters."""
+    """Return the shapes of a transformer layer's parameters."""
     width = max(16, int(math.sqrt(elements / 12)) // 64 * 64) + (0 if even else 3)
     return [*((a * width, b * width) for a, b in LAYER), (width,), (width,)]
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A layer's tensors in one buffer: every rank's parts of all of them together, each padded to one size.
+    """A layer's tensors in one buffer: each rank's parts of all tensors are contiguous, each padded to the same size.
 
     Attributes:
-        shapes: of the tensors.
-        dim: that is cut.
-        sizes: of a rank's part of each.
+        shapes: shapes of the tensors.
+        dim: the dim to split.
     """
 
     shapes: Sequence[tuple[int, ...]]
@@ -305,12 +304,13 @@ class Bucket:
 
     @property
     def parts(self) -> list[tuple[int, ...]]:
-        """The shape of a rank's part of each, padded."""
+        """Padded shape of a rank's part of each tensor."""
         d = self.dim
         return [(*s[:d], -(-s[d] // RANKS), *s[d + 1 :]) for s in self.shapes]
 
     @property
     def sizes(self) -> list[int]:
+        """Number of elements of a rank's part of each tensor."""
         return [math.prod(part) for part in self.parts]
 
     @property
@@ -318,7 +318,7 @@ class Bucket:
         return sum(map(math.prod, self.shapes))
 
     def offsets(self) -> list[list[int]]:
-        """For each tensor, where every rank's part begins."""
+        """Return the offsets of every rank's part, for each tensor."""
         total, starts = sum(self.sizes), accumulate(self.sizes, initial=0)
         return [[r * total + start for r in range(RANKS)] for start, _ in zip(starts, self.shapes, strict=False)]
 
@@ -330,16 +330,16 @@ class Bucket:
 
 
 def bucket_packing(dim: int, even: bool, to: torch.dtype, size: int, device: torch.device | str) -> Work:
-    """What FSDP does with a layer's gradients before it reduces and scatters them."""
+    """Return the work of FSDP on a layer's gradients before the reduce_scatter."""
     bucket = Bucket([s for s in layer(size // 2, even) if len(s) > dim], dim)
     gradients = tuple(random(shape, BF16, device) for shape in bucket.shapes)
     packs, length = bucket.packs(), RANKS * sum(bucket.sizes)
     buffer = torch.zeros(length, dtype=to, device=device)
 
     def fsdp(*gradients: Tensor) -> Tensor:
-        laid_out = [cat_of_chunks(g, dim) for g in gradients]
+        arranged = [cat_of_chunks(g, dim) for g in gradients]
         out = gradients[0].new_empty(length, dtype=to)
-        torch._chunk_cat(laid_out, dim=0, num_chunks=RANKS, out=out.view(RANKS, -1))
+        torch._chunk_cat(arranged, dim=0, num_chunks=RANKS, out=out.view(RANKS, -1))
         return out
 
     peers = {"FSDP2: _chunk_cat": Peer(fsdp)}
@@ -347,7 +347,7 @@ def bucket_packing(dim: int, even: bool, to: torch.dtype, size: int, device: tor
 
 
 def bucket_unpacking(dim: int, even: bool, size: int, device: torch.device | str) -> Work:
-    """What FSDP does with a layer's gathered parameters."""
+    """Return the work of FSDP on a layer's gathered parameters."""
     bucket = Bucket([s for s in layer(size // 2, even) if len(s) > dim], dim)
     gathered = random((RANKS * sum(bucket.sizes),), BF16, device)
     unpacks = bucket.unpacks()
@@ -370,7 +370,7 @@ def bucket_unpacking(dim: int, even: bool, size: int, device: torch.device | str
 
 
 def summing(dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
-    """Eight contributions to a tensor."""
+    """Return the work of summing eight contributions to a tensor."""
     length = size // dtype.itemsize // RANKS
     flat = random((RANKS * length,), dtype, device)
     add = compile_combine((length,), {((0, length),): [r * length for r in range(RANKS)]})
@@ -379,7 +379,7 @@ def summing(dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
 
 
 def bucket_summing(size: int, device: torch.device | str) -> Work:
-    """Eight contributions to each tensor of a layer, all of a rank's together."""
+    """Return the work of summing eight contributions to each tensor of a layer; those of a rank are contiguous."""
     shapes = layer(size // BF16.itemsize // RANKS, even=False)
     sizes = [math.prod(shape) for shape in shapes]
     total, starts = sum(sizes), list(accumulate(sizes, initial=0))[:-1]
@@ -396,21 +396,21 @@ def bucket_summing(size: int, device: torch.device | str) -> Work:
     return Work(flat.numel(), (flat,), lambda flat: combine_many(adds, flat), {"sum(0) of each": Peer(sums)})
 
 
-# -- quantised ---------------------------------------------------------------------------------------------------------
+# -- quantized ---------------------------------------------------------------------------------------------------------
 
 CODES = {"int8": (126.0, torch.int8), "fp8": (416.0, torch.float8_e4m3fn)}  # the largest code, and the dtype of codes
 
 
-def quantizing(cut: Cut, transport: str, size: int, device: torch.device | str) -> Work:
-    """What is sent in one byte for each element, with a scale for each block."""
-    x = random(cut.shape(size // BF16.itemsize), BF16, device)
-    quantize = compile_quantize(x.shape, chunks(x.shape, cut.dim), transport)
-    peer = Peer(partial(quantized, dim=cut.dim, transport=transport), compiled=True, least=1.0)
+def quantizing(split: Split, transport: str, size: int, device: torch.device | str) -> Work:
+    """Return the work of quantizing to one byte per element, with a scale per block."""
+    x = random(split.shape(size // BF16.itemsize), BF16, device)
+    quantize = compile_quantize(x.shape, chunks(x.shape, split.dim), transport)
+    peer = Peer(partial(quantized, dim=split.dim, transport=transport), compiled=True, least=1.0)
     return Work(x.numel(), (x,), quantize, {"in torch": peer})
 
 
 def quantized(x: Tensor, dim: int, transport: str) -> Tensor:
-    """The records of all ranks, where chunks are even and their parts whole blocks."""
+    """Quantize in torch: return the records of all ranks, for even chunks of whole blocks."""
     largest, dtype = CODES[transport]
     blocks = x.unflatten(dim, (RANKS, -1)).movedim(dim, 0).reshape(RANKS, -1, BLOCK).float()
     scale = (blocks.abs().amax(-1, keepdim=True) * (1 / largest)).clamp_min(2.0**-126)
@@ -420,7 +420,7 @@ def quantized(x: Tensor, dim: int, transport: str) -> Tensor:
 
 
 def dequantizing(transport: str, size: int, device: torch.device | str) -> Work:
-    """Eight quantised contributions, added up: the local half of a reduction by exchange."""
+    """Return the work of summing eight quantized contributions: the local part of an all_to_all_reduce."""
     length = max(1, size // BF16.itemsize // RANKS // (4 * BLOCK)) * 4 * BLOCK
     flat = quantized(random((RANKS, length), BF16, device), 0, transport)
     add = compile_dequantize((length,), {((0, length),): [r * record_bytes(length) for r in range(RANKS)]}, transport)
@@ -439,7 +439,7 @@ def dequantized(flat: Tensor, transport: str) -> Tensor:
 
 
 def drawing(draw: Call, torchs: Call, dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
-    """A tensor of numbers that do not depend on the mesh; torch's do, so the values differ."""
+    """Return the work of drawing random numbers that do not depend on the mesh; torch draws other values."""
     shape = (size // dtype.itemsize,)
     box = ((0, shape[0]),)
     return Work(
@@ -452,30 +452,30 @@ def drawing(draw: Call, torchs: Call, dtype: torch.dtype, size: int, device: tor
 
 # -- the list ----------------------------------------------------------------------------------------------------------
 
-CASES: tuple[Case, ...] = (
+CASES: tuple[KernelCase, ...] = (
     *(
-        Case(f"{what}, {cut.name}, {SHORT[dtype]}", partial(make, cut, even, dtype), cut.target)
+        KernelCase(f"{what}, {split.name}, {SHORT[dtype]}", partial(make, split, even, dtype), split.target)
         for what, make in (("pack", packing), ("unpack", unpacking))
-        for cut, even in SINGLE
+        for split, even in SINGLE
         for dtype in (BF16, FP32)
     ),
-    *(Case(f"cast, scale, pack, {cut.name}", partial(casting, cut), FUSED) for cut in EVEN),
-    Case("pack a layer, dim 0", partial(bucket_packing, 0, True, BF16), BOX_COPY),
-    Case("pack a layer, dim 0, uneven", partial(bucket_packing, 0, False, BF16), BOX_COPY),
-    Case("pack a layer, dim 0, to fp32", partial(bucket_packing, 0, True, FP32), FUSED),
-    Case("pack a layer, dim 1", partial(bucket_packing, 1, True, BF16), BOX_COPY),
-    Case("unpack a layer, dim 0", partial(bucket_unpacking, 0, True), BOX_COPY),
-    Case("unpack a layer, dim 0, uneven", partial(bucket_unpacking, 0, False), BOX_COPY),
-    Case("unpack a layer, dim 1", partial(bucket_unpacking, 1, True), BOX_COPY),
-    *(Case(f"sum of 8, {SHORT[dtype]}", partial(summing, dtype), FUSED, same=False) for dtype in (BF16, FP32)),
-    Case("sum of 8, a layer, uneven", bucket_summing, FUSED, same=False),
+    *(KernelCase(f"cast, scale, pack, {split.name}", partial(casting, split), FUSED) for split in EVEN),
+    KernelCase("pack a layer, dim 0", partial(bucket_packing, 0, True, BF16), BOX_COPY),
+    KernelCase("pack a layer, dim 0, uneven", partial(bucket_packing, 0, False, BF16), BOX_COPY),
+    KernelCase("pack a layer, dim 0, to fp32", partial(bucket_packing, 0, True, FP32), FUSED),
+    KernelCase("pack a layer, dim 1", partial(bucket_packing, 1, True, BF16), BOX_COPY),
+    KernelCase("unpack a layer, dim 0", partial(bucket_unpacking, 0, True), BOX_COPY),
+    KernelCase("unpack a layer, dim 0, uneven", partial(bucket_unpacking, 0, False), BOX_COPY),
+    KernelCase("unpack a layer, dim 1", partial(bucket_unpacking, 1, True), BOX_COPY),
+    *(KernelCase(f"sum of 8, {SHORT[dtype]}", partial(summing, dtype), FUSED, same=False) for dtype in (BF16, FP32)),
+    KernelCase("sum of 8, a layer, uneven", bucket_summing, FUSED, same=False),
     *(
-        Case(f"quantise, pack, {cut.name}, {transport}", partial(quantizing, cut, transport), QUANTIZED)
-        for cut in (EVEN[0], EVEN[2])
+        KernelCase(f"quantise, pack, {split.name}, {transport}", partial(quantizing, split, transport), QUANTIZED)
+        for split in (EVEN[0], EVEN[2])
         for transport in FORMATS
     ),
-    Case("uniform, bf16", partial(drawing, uniform, torch.rand, BF16), None, same=None),
-    Case("uniform, fp32", partial(drawing, uniform, torch.rand, FP32), None, same=None),
-    Case("normal, bf16", partial(drawing, normal, torch.randn, BF16), None, same=None),
-    *(Case(f"dequantise, sum of 8, {t}", partial(dequantizing, t), QUANTIZED, same=False) for t in FORMATS),
+    KernelCase("uniform, bf16", partial(drawing, uniform, torch.rand, BF16), None, same=None),
+    KernelCase("uniform, fp32", partial(drawing, uniform, torch.rand, FP32), None, same=None),
+    KernelCase("normal, bf16", partial(drawing, normal, torch.randn, BF16), None, same=None),
+    *(KernelCase(f"dequantise, sum of 8, {t}", partial(dequantizing, t), QUANTIZED, same=False) for t in FORMATS),
 )

@@ -1,23 +1,23 @@
-"""The kernels on a GPU: how near they come to the rate of a copy, and how much faster they are than torch's operations.
+"""Kernel times on a GPU, compared with a copy of the same bytes and with torch's operations.
 
     python benchmarks/kernels.py                      1 MB to 2 GB; writes benchmarks/results/<date>-kernels.md
-    python benchmarks/kernels.py --quick              1 and 64 MB, fewer rounds, nothing compiled by torch
+    python benchmarks/kernels.py --quick              1 and 64 MB, fewer rounds, no torch.compile
     python benchmarks/kernels.py --size 256           MB of the full tensor; may be given several times
-    python benchmarks/kernels.py --only "uneven"      cases whose names have this in them; may be given several times
+    python benchmarks/kernels.py --only "uneven"      cases whose names contain this; may be given several times
     python benchmarks/kernels.py --markdown tables.md --json figures.json
 
-The device-to-device copy rate comes first: what `copy_` of one contiguous tensor reads and writes per second. Then for each
-case (kernel_cases.py) ours, the torch operations that it replaces and, where torch.compile takes it, the same expression
-compiled take turns in random order, and with them a copy of as many bytes as the case must read and write. Before each call the
-L2 cache is overwritten. Times are those between two CUDA events around a call, medians over the rounds:
+The device-to-device copy rate is measured first: bytes that `copy_` of a contiguous tensor reads and writes per second. Each
+case (kernel_cases.py) then runs ours, the torch operations that it replaces, the same under torch.compile where that is possible,
+and a copy of the bytes that the case must read and write, interleaved in random order. The L2 cache is overwritten before each
+call. Times are between two CUDA events around a call, medians over rounds:
 
-    GB/s             bytes that must be read and written (inputs and results, each once), by the median
-    of the copy      the time of the copy of as many bytes, by the time: 1 is what the memory allows
-    ours faster      the time, by ours
-    wanted           what the project aims at on an H200, of the copy for ours and of the ratio for the others
+    GB/s             bytes that must be read and written (inputs and results, each once) / time
+    of the copy      time of the copy of the same bytes / time: 1 is the limit of the memory
+    ours faster      time / time of ours
+    wanted           targets on an H200: of the copy for ours, of the ratio for the others
 
-All results are compared before anything is timed; a contestant whose result is another is named so, and the run fails.
-Without a GPU nothing can be timed: see kernel_bytes.py, which counts what is moved.
+All results are compared before anything is timed; a different result is an error that names the implementation. Timing needs a
+GPU; kernel_bytes.py counts bytes without one.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import CASES, Case, Peer, Work, disagreeing
+from kernel_cases import CASES, KernelCase, Peer, Work, disagreeing
 from report import environment, environment_line, markdown, show, write_json, write_markdown
 
 MB = 1 << 20
 DEVICE = "cuda"
 SIZES, QUICK_SIZES = (1, 16, 128, 1024, 2048), (1, 64)
 ROUNDS, QUICK_ROUNDS = 30, 10
-FLUSHED = 512 * MB  # several times the L2 cache of any GPU, and long enough for the host to prepare the next launch
+FLUSHED = 512 * MB  # several times the L2 cache of any GPU, and long enough for the host to enqueue the next launch
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = ("case", "MB", "who", "us", "GB/s", "of the copy", "wanted", "ours faster", "wanted ")
 COPY, OURS, COMPILED = "copy", "ours", ", compiled"
@@ -54,16 +54,18 @@ Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Timed:
-    """One contestant of a case at a size.
+class TimedPeer:
+    """The time of one implementation of a case at a size.
 
     Attributes:
-        who: ours, or a peer's name.
-        seconds: the median.
-        bytes: that must be moved.
-        copy: the median of a copy of as many bytes.
-        ours: the median of ours.
-        wanted: of ours as a fraction of the copy rate; of others as ours' speed over theirs; None where nothing is.
+        case: name of the case.
+        megabytes: size of the full tensor.
+        who: "ours", or a peer's name.
+        seconds: median time.
+        bytes: bytes that must be moved.
+        copy: median time of a copy of the same bytes.
+        ours: median time of ours.
+        wanted: target: for ours the fraction of the copy rate, for others the speedup of ours; None without a target.
     """
 
     case: str
@@ -81,7 +83,7 @@ class Timed:
 
     @property
     def slower(self) -> float:
-        """How many times as fast ours is."""
+        """Speedup of ours."""
         return self.seconds / self.ours
 
     @property
@@ -101,11 +103,11 @@ class Timed:
 
 
 def medians(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
-    """Seconds of each call, taking turns in random order, each with nothing of its data in the L2 cache."""
+    """Return the median seconds of each call, interleaved in random order, with a flushed L2 cache."""
     flushed = torch.empty(FLUSHED, dtype=torch.uint8, device=DEVICE)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     order = random.Random(0)
-    for call in calls.values():  # compiles, fills caches of tables and of memory
+    for call in calls.values():  # compile, and fill caches of tables and memory
         call()
         call()
     for _ in range(rounds):
@@ -125,14 +127,14 @@ def timed(call: Call) -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def copying(size: int) -> Call:
-    """A copy that reads and writes so many bytes."""
+    """Return a copy that reads and writes this many bytes in total."""
     source = torch.zeros(max(1, size // 2), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def copy_rate(rounds: int) -> float:
-    """Bytes per second that a device-to-device copy of 1 GB reads and writes."""
+    """Return the bytes per second that a device-to-device copy of 1 GB reads and writes."""
     size = 2 * 1024 * MB
     return size / medians({COPY: copying(size)}, rounds)[COPY]
 
@@ -140,30 +142,30 @@ def copy_rate(rounds: int) -> float:
 # -- one case ----------------------------------------------------------------------------------------------------------
 
 
-def measured(case: Case, megabytes: float, rounds: int, compiling: bool) -> list[Timed]:
-    """Ours and its peers; nothing where ours is a view.
+def measured(case: KernelCase, megabytes: float, rounds: int, compiling: bool) -> list[TimedPeer]:
+    """Return the times of ours and its peers; nothing if ours is a view.
 
     Raises:
-        RuntimeError: a peer gives another result.
+        RuntimeError: if a peer gives a different result.
     """
-    torch.compiler.reset()  # torch compiles a function for few shapes before it gives up
+    torch.compiler.reset()  # torch.compile stops after recompiling a function for a few shapes
     work = case.make(int(megabytes * MB), DEVICE)
     size = work.needed()
     if not size:
         return []
     if wrong := disagreeing(case, work):
         raise RuntimeError(f"{case.name}, {megabytes:g} MB: {', '.join(wrong)} and ours give different results")
-    peers = contestants(work, compiling)
+    peers = with_compiled(work, compiling)
     calls = {name: bound(peer.call, work) for name, peer in peers.items()}
     found = medians({COPY: copying(size), OURS: bound(work.ours, work), **calls}, rounds)
     wanted = {OURS: case.target, **{name: peer.least for name, peer in peers.items()}}
     return [
-        Timed(case.name, megabytes, who, found[who], size, found[COPY], found[OURS], wanted[who]) for who in (OURS, *peers)
+        TimedPeer(case.name, megabytes, who, found[who], size, found[COPY], found[OURS], wanted[who]) for who in (OURS, *peers)
     ]
 
 
-def contestants(work: Work, compiling: bool) -> dict[str, Peer]:
-    """The peers as they are, and compiled."""
+def with_compiled(work: Work, compiling: bool) -> dict[str, Peer]:
+    """Return the peers, eager and compiled."""
     compiled = {
         name + COMPILED: Peer(torch.compile(peer.call, dynamic=False), least=peer.least)
         for name, peer in work.peers.items()
@@ -179,18 +181,18 @@ def bound(call: Callable[..., Any], work: Work) -> Call:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def all_measured(cases: Sequence[Case], sizes: Sequence[float], rounds: int, compiling: bool) -> Iterator[Timed]:
+def all_measured(cases: Sequence[KernelCase], sizes: Sequence[float], rounds: int, compiling: bool) -> Iterator[TimedPeer]:
     for case in cases:
         for megabytes in sizes:
             print(f"{case.name}, {megabytes:g} MB", file=sys.stderr, flush=True)
             yield from measured(case, megabytes, rounds, compiling)
 
 
-def summary(found: Sequence[Timed]) -> str:
-    """How many of what is wanted is reached, and what is not."""
+def summary(found: Sequence[TimedPeer]) -> str:
+    """Return how many targets are met, and which are missed."""
     wanted = [one for one in found if one.wanted is not None]
     missed = [f"{one.case}, {one.megabytes:g} MB: {one.who}" for one in wanted if one.missed]
-    return f"{len(wanted) - len(missed)} of {len(wanted)} figures are as wanted." + "".join(f"\n- missed: {one}" for one in missed)
+    return f"{len(wanted) - len(missed)} of {len(wanted)} targets are met." + "".join(f"\n- missed: {one}" for one in missed)
 
 
 def hardware() -> str:
@@ -198,7 +200,7 @@ def hardware() -> str:
     return f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda or torch.version.hip}"
 
 
-def document(found: Sequence[Timed], rate: float) -> str:
+def document(found: Sequence[TimedPeer], rate: float) -> str:
     import triton
 
     environ = environment()
@@ -213,15 +215,15 @@ def document(found: Sequence[Timed], rate: float) -> str:
     ])  # fmt: skip
 
 
-def figures(found: Sequence[Timed], rate: float) -> dict[str, Any]:
+def figures(found: Sequence[TimedPeer], rate: float) -> dict[str, Any]:
     return {"environment": environment(), "device": hardware(), "copy_rate": rate, "cases": [vars(one) for one in found]}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds, nothing compiled by torch")
-    parser.add_argument("--size", type=float, action="append", metavar="MB", help="of the full tensor; may be repeated")
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose names have this in them")
+    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds, no torch.compile")
+    parser.add_argument("--size", type=float, action="append", metavar="MB", help="size of the full tensor; may be given several times")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose names contain this")
     parser.add_argument("--markdown", metavar="FILE", help="where to write (default: benchmarks/results, by date)")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()

@@ -1,12 +1,12 @@
-"""Interleaved timing, for machines that do other things meanwhile.
+"""Interleaved timing of several implementations, for machines with other load.
 
     round 0   plain plain ...   DTensor DTensor ...   ours ours ...
     round 1   ours ours ...   plain plain ...   DTensor DTensor ...
     ...
 
-Every contestant runs one short batch per round, in random order, so a busy spell hits all of them alike and none always
-runs after the same other one. The minimum over the rounds is
-the time without disturbance, the median is what one gets; differences are taken between minima, ratios between medians.
+Every implementation runs one short batch per round, in random order, so other load affects all of them alike and none always
+runs after the same other one. The minimum over the rounds is the time without disturbance, the median the typical time; differences
+are taken between minima, ratios between medians.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Times:
         return statistics.median(self.rounds)
 
     def as_dict(self) -> dict[str, float]:
-        """For the JSON file, in microseconds."""
+        """Return minimum and median in microseconds, for the JSON file."""
         return {"min_us": round(self.best * 1e6, 3), "median_us": round(self.median * 1e6, 3)}
 
 
@@ -53,17 +53,16 @@ def interleaved(
     agree: Callable[[int], int] = lambda count: count,
     together: Call = lambda: None,
 ) -> dict[str, Times]:
-    """Time each call in `rounds` batches of about `batch_s` seconds, the contestants taking turns in random order.
+    """Time each call in `rounds` batches of about `batch_s` seconds, in random order.
 
-    The batches are short, so that some of them run undisturbed on a machine with other work. The order is the same on all
-    ranks.
+    Batches are short, so that some of them run undisturbed on a machine with other load. The order is the same on all ranks.
 
     Args:
         calls: what to time, by name.
-        rounds: how many batches of each.
+        rounds: number of batches of each.
         batch_s: seconds that a batch should take.
-        agree: for calls that are collective, makes the ranks' numbers of calls per batch one number.
-        together: called before each batch: a barrier, for calls that are collective.
+        agree: makes the number of calls per batch equal on all ranks, for collective calls.
+        together: called before each batch: a barrier, for collective calls.
     """
     counts = {name: _calls_per_batch(call, batch_s, agree) for name, call in calls.items()}
     found: dict[str, list[float]] = {name: [] for name in calls}
@@ -77,17 +76,17 @@ def interleaved(
 
 
 def joined(times: Sequence[Times]) -> Times:
-    """The rounds of several measurements of one thing."""
+    """Concatenate the rounds of several measurements of one thing."""
     return Times(tuple(seconds for t in times for seconds in t.rounds))
 
 
 def slowest(times: Sequence[Times]) -> Times:
-    """Of the times of several ranks, in every round the rank that took longest."""
+    """Return the time of the slowest rank in every round, given the times of each rank."""
     return Times(tuple(max(seconds) for seconds in zip(*(t.rounds for t in times), strict=True)))
 
 
 def _calls_per_batch(call: Call, batch_s: float, agree: Callable[[int], int]) -> int:
-    """How many calls fill a batch; warms every cache on the way. The ranks make the same number of calls here, too."""
+    """Return how many calls fill a batch, and warm up caches. Makes the same number of calls on all ranks."""
     call()
     if agree(int(batch_s / _batch(call, 1))) <= 1:
         return 1

@@ -1,21 +1,21 @@
-"""Planning against mesh size: time and memory of `sm.debug.plan`, of its explanation, and of what one rank looks up.
+"""Cost of planning by mesh size: time and memory of `sm.debug.plan`, `sm.debug.explain`, and the lookup of one rank's routes.
 
     python benchmarks/plan_scale.py                          meshes of 8 to 131,072 ranks, one to five axes, minutes
     python benchmarks/plan_scale.py --quick                  one small mesh, seconds
     python benchmarks/plan_scale.py --only "(512, 8, 32)"    one mesh; may be given several times
     python benchmarks/plan_scale.py --json figures.json --markdown tables.md
 
-No devices and no processes: layouts on a `sm.AbstractMesh`, once with all ranks in one node ("flat") and once with
-nodes of 8 (on the smallest meshes of 2 or 4, so that there are some). Every case runs in three parts, each in a fork of
-its own, so that nothing is remembered from another:
+No devices and no processes: layouts are on a `sm.AbstractMesh`, once with all ranks in one node ("flat") and once with
+nodes of 8 (of 2 or 4 on the smallest meshes). Every case runs in three parts, each in a separate fork, so that caches
+start empty:
 
     plan      `sm.debug.plan(src, dst, topology)`
     explain   `str(sm.debug.explain(src, dst, topology=topology))`, which plans again
-    rank      what the rank in the middle of the mesh sends and receives, box by box (`routes` of every exchange)
+    rank      the boxes that the rank in the middle of the mesh sends and receives (`routes` of every step)
 
-Times are CPU times, as nothing waits: those of a machine that does nothing else. "peers" is how many others that rank
-exchanges data with: what the cost may grow with, beside the number of axes. Memory is what Python allocated at most
-(tracemalloc, in a run of its own) and how much larger the process became.
+Times are CPU times, since nothing waits. "peers" is the number of ranks that this rank exchanges data with; the cost may
+grow with it and with the number of axes. Memory is the peak of Python's allocations (tracemalloc, in a separate run) and
+the growth of the process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ EVEN, UNEVEN = (1 << 18, 1 << 18), ((1 << 18) - 5, (1 << 18) - 3)
 
 Specs = Callable[[tuple[str, ...]], tuple[P, P]]
 
-# From the axes of a mesh to the specs before and after; those of the second table need at least two axes.
+# Functions from the axes of a mesh to source and destination specs; those of the second table need at least two axes.
 ON_ANY: dict[str, Specs] = {
     "S0 -> R, all axes": lambda axes: (P(axes), P()),
     "S0 -> S1, all axes": lambda axes: (P(axes), P(None, axes)),
@@ -78,8 +78,15 @@ UNEVEN_PAIRS = ("S0 -> S1, all axes", "FSDP all_gather", "FSDP reduce_scatter", 
 
 
 @dataclass(frozen=True)
-class Case:
-    """One plan: mesh, ranks of a node (None: all share one), the name of the pair, the shape of the tensor."""
+class PlanCase:
+    """One plan.
+
+    Attributes:
+        mesh: shape of the mesh.
+        node_size: ranks per node; None for a single node.
+        pair: name of the pair of specs.
+        shape: shape of the tensor.
+    """
 
     mesh: tuple[int, ...]
     node_size: int | None
@@ -87,7 +94,7 @@ class Case:
     shape: tuple[int, int]
 
     def layouts(self) -> tuple[sm.Layout, sm.Layout]:
-        """Source and destination, on a mesh that nothing is known about yet."""
+        """Return source and destination, on a new mesh without caches."""
         mesh = sm.AbstractMesh(self.mesh, tuple("abcde"[: len(self.mesh)]))
         src, dst = (ON_ANY | ON_SEVERAL)[self.pair](mesh.axis_names)
         return sm.Layout.of(mesh, src, self.shape), sm.Layout.of(mesh, dst, self.shape)
@@ -106,17 +113,23 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of a case: the median of its seconds, how many bytes the process grew by, and what was found out."""
+class PartFigures:
+    """One part of a case.
+
+    Attributes:
+        seconds: median time.
+        grown: bytes by which the process grew.
+        result: what the timed function returned.
+    """
 
     seconds: float
     grown: int
-    found: Any
+    result: Any
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What a case takes: seconds, and bytes; None for what takes longer than the limit."""
+class CaseFigures:
+    """Seconds and bytes of a case; None for a part that exceeds the time limit."""
 
     steps: str | None
     peers: int | None
@@ -127,10 +140,10 @@ class Figures:
     grown: int
 
 
-def cases(meshes: Sequence[tuple[int, ...]]) -> list[Case]:
-    """All pairs on these meshes, flat and with nodes."""
+def cases(meshes: Sequence[tuple[int, ...]]) -> list[PlanCase]:
+    """Return all pairs on these meshes, flat and with nodes."""
     return [
-        Case(mesh, node_size, pair, shape)
+        PlanCase(mesh, node_size, pair, shape)
         for mesh in meshes
         for node_size in (None, min(8, math.prod(mesh) // 4))
         for pair in (ON_ANY | ON_SEVERAL if len(mesh) > 1 else ON_ANY)
@@ -138,26 +151,26 @@ def cases(meshes: Sequence[tuple[int, ...]]) -> list[Case]:
     ]
 
 
-# -- one case, in processes of its own ---------------------------------------------------------------------------------
+# -- one case, in separate processes -----------------------------------------------------------------------------------
 
 
-def time_plan(case: Case) -> Part:
-    """`sm.debug.plan`; finds out the steps."""
+def time_plan(case: PlanCase) -> PartFigures:
+    """Time `sm.debug.plan`; return its steps."""
     return _timed(lambda layouts: _steps(sm.debug.plan(*layouts, topology=case.topology)), case.layouts)
 
 
-def time_explain(case: Case) -> Part:
-    """`str(sm.debug.explain(...))`."""
+def time_explain(case: PlanCase) -> PartFigures:
+    """Time `str(sm.debug.explain(...))`."""
     return _timed(lambda layouts: str(sm.debug.explain(*layouts, topology=case.topology)), case.layouts)
 
 
-def time_rank(case: Case) -> Part:
-    """What one rank sends and receives, the plan being there; finds out how many peers it has."""
+def time_rank(case: PlanCase) -> PartFigures:
+    """Time the lookup of what one rank sends and receives in a given plan; return the number of its peers."""
     return _timed(_peers, lambda: sm.debug.plan(*case.layouts(), topology=case.topology))
 
 
-def allocated(case: Case) -> int:
-    """Bytes that Python holds at most while it plans, looks up one rank and explains."""
+def allocated(case: PlanCase) -> int:
+    """Return the peak of Python's allocations while planning, looking up one rank and explaining."""
     src, dst = case.layouts()
     tracemalloc.start()
     _peers(sm.debug.plan(src, dst, case.topology))
@@ -165,15 +178,15 @@ def allocated(case: Case) -> int:
     return tracemalloc.get_traced_memory()[1]
 
 
-def _timed(call: Callable[[Any], Any], prepare: Callable[[], Any]) -> Part:
-    """The call on what was prepared: anew each time, on a mesh that nothing is known about yet."""
-    before, times, found = _resident(), [], None
+def _timed(call: Callable[[Any], Any], prepare: Callable[[], Any]) -> PartFigures:
+    """Time the call; `prepare` runs before each repetition, so that the mesh has no caches."""
+    before, times, result = _resident(), [], None
     while len(times) < _REPEATS and sum(times) < 1:
         prepared = prepare()
         start = time.process_time()
-        found = call(prepared)
+        result = call(prepared)
         times.append(time.process_time() - start)
-    return Part(statistics.median(times), _resident() - before, found)
+    return PartFigures(statistics.median(times), _resident() - before, result)
 
 
 def _steps(plan: Plan) -> str:
@@ -181,7 +194,7 @@ def _steps(plan: Plan) -> str:
 
 
 def _peers(plan: Plan) -> int:
-    """How many ranks the one in the middle sends to or receives from, over all steps: a ring has all of its group."""
+    """Return how many ranks the middle rank sends to or receives from, over all steps; a ring counts its whole group."""
     me = tuple(n // 2 for n in plan.src.mesh.shape)
     return sum(_peers_in(step, me) for step in plan.steps if not step.is_local)
 
@@ -193,50 +206,50 @@ def _peers_in(step: Step, me: tuple[int, ...]) -> int:
 
 
 def _resident() -> int:
-    """The most bytes that this process has held (Linux counts in KiB)."""
+    """Return the peak memory of this process in bytes (Linux reports KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def warm_up() -> None:
-    """Plan and explain something, on a mesh that is none of those measured: imports and first calls."""
-    for case in (Case((3, 2), None, "FSDP all_gather", UNEVEN), Case((3, 2), 2, "P -> R, all axes", EVEN)):
+    """Run imports and first calls, on a mesh that is not measured."""
+    for case in (PlanCase((3, 2), None, "FSDP all_gather", UNEVEN), PlanCase((3, 2), 2, "P -> R, all axes", EVEN)):
         run_case(case, math.inf, lambda call, case, limit_s: call(case))
 
 
-def in_fork(call: Callable[[Case], Any], case: Case, limit_s: float) -> Any:
-    """The answer of a fork of this process; None if it takes longer than the limit."""
+def in_fork(call: Callable[[PlanCase], Any], case: PlanCase, limit_s: float) -> Any:
+    """Run a call in a fork of this process; return None if it exceeds the limit."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(send, call, case))
+    process = context.Process(target=_send_result, args=(send, call, case))
     process.start()
     send.close()
-    found = receive.recv() if receive.poll(limit_s) else None  # EOFError where the fork failed; it has said why
+    found = receive.recv() if receive.poll(limit_s) else None  # EOFError if the fork failed; its traceback is on stderr
     process.kill()
     process.join()
     return found
 
 
-def _answer(send: Connection, call: Callable[[Case], Any], case: Case) -> None:
+def _send_result(send: Connection, call: Callable[[PlanCase], Any], case: PlanCase) -> None:
     send.send(call(case))
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
 
-Found = tuple[Case, Figures]
+Result = tuple[PlanCase, CaseFigures]
 COLUMNS = ("mesh, nodes, pair", "steps", "peers", "plan ms", "explain ms", "rank ms", "Python MB", "process MB")
 
 
-def run_case(case: Case, limit_s: float, within: Callable[[Callable[[Case], Any], Case, float], Any]) -> Figures:
-    """All parts of a case; Python's memory only where they keep the limit."""
-    parts: list[Part | None] = [within(call, case, limit_s) for call in (time_plan, time_explain, time_rank)]
+def run_case(case: PlanCase, limit_s: float, within: Callable[[Callable[[PlanCase], Any], PlanCase, float], Any]) -> CaseFigures:
+    """Run all parts of a case; measure Python's memory only if all stay within the limit."""
+    parts: list[PartFigures | None] = [within(call, case, limit_s) for call in (time_plan, time_explain, time_rank)]
     plan, explain, rank = (None if part is None else part.seconds for part in parts)
-    steps, peers = (None if part is None else part.found for part in (parts[0], parts[2]))
+    steps, peers = (None if part is None else part.result for part in (parts[0], parts[2]))
     peak = None if None in parts else within(allocated, case, 4 * limit_s)
-    return Figures(steps, peers, plan, explain, rank, peak, max((part.grown for part in parts if part), default=0))
+    return CaseFigures(steps, peers, plan, explain, rank, peak, max((part.grown for part in parts if part), default=0))
 
 
-def table_row(case: Case, figures: Figures, limit_s: float) -> list[str]:
-    """One line of the table."""
+def table_row(case: PlanCase, figures: CaseFigures, limit_s: float) -> list[str]:
+    """Return a row of the table."""
     seconds = [
         f"over {limit_s * 1e3:.0f}" if s is None else f"{s * 1e3:.2f}"
         for s in (figures.plan, figures.explain, figures.rank)
@@ -246,8 +259,8 @@ def table_row(case: Case, figures: Figures, limit_s: float) -> list[str]:
     return [str(case), figures.steps or "-", peers, *seconds, *memory]
 
 
-def summary(found: Sequence[Found], limit_s: float) -> list[str]:
-    """The slowest of each part, what is over a second, and how times grow with the world."""
+def summary(found: Sequence[Result], limit_s: float) -> list[str]:
+    """Summarize: the slowest case of each part, plans over a second, and growth with the world size."""
     lines = [_slowest(part, found, limit_s) for part in ("plan", "explain", "rank")]
     case, most = max(found, key=lambda one: one[1].allocated or 0)
     lines.append(f"Largest allocation of Python: {(most.allocated or 0) / 1e6:.1f} MB ({case}).")
@@ -256,7 +269,7 @@ def summary(found: Sequence[Found], limit_s: float) -> list[str]:
     return [*lines, *_growth(found)]
 
 
-def _slowest(part: str, found: Sequence[Found], limit_s: float) -> str:
+def _slowest(part: str, found: Sequence[Result], limit_s: float) -> str:
     done = [(case, seconds) for case, f in found if (seconds := getattr(f, part)) is not None]
     case, most = max(done, key=lambda one: one[1])
     late = f", {len(found) - len(done)} over {limit_s:g} s" if len(done) < len(found) else ""
@@ -264,8 +277,8 @@ def _slowest(part: str, found: Sequence[Found], limit_s: float) -> str:
     return f"{part}: median {middle * 1e3:.2f} ms, slowest {most * 1e3:.1f} ms ({case}){late}."
 
 
-def _growth(found: Sequence[Found]) -> Iterator[str]:
-    """By number of axes, how planning on the largest mesh compares with the smallest, flat and with nodes."""
+def _growth(found: Sequence[Result]) -> Iterator[str]:
+    """Compare planning on the largest and the smallest mesh, by number of axes, flat and with nodes."""
     for ndim, nodes in product(sorted({len(case.mesh) for case, _ in found}), (False, True)):
         chosen = [(c, f.plan) for c, f in found if len(c.mesh) == ndim and c.has_nodes == nodes and f.plan]
         meshes = sorted({case.mesh for case, _ in chosen}, key=math.prod)
@@ -284,8 +297,8 @@ def _growth(found: Sequence[Found]) -> Iterator[str]:
             )
 
 
-def run(chosen: Sequence[Case], limit_s: float) -> Iterator[Found]:
-    """Every case, in forks; says on the way where it is."""
+def run(chosen: Sequence[PlanCase], limit_s: float) -> Iterator[Result]:
+    """Run every case in forks, and print the progress."""
     mesh = None
     for case in chosen:
         if case.mesh != mesh:
@@ -315,7 +328,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"only the mesh {QUICK[0]}")
     parser.add_argument("--only", choices=[str(m) for m in MESHES], action="append", help="a mesh")
-    parser.add_argument("--limit", type=float, default=5.0, metavar="SECONDS", help="give a part up after so long")
+    parser.add_argument("--limit", type=float, default=5.0, metavar="SECONDS", help="time limit of a part")
     parser.add_argument("--json", metavar="PATH", help="write all figures here")
     parser.add_argument("--markdown", metavar="PATH", help="write the table here")
     return parser.parse_args(arguments)

@@ -1,28 +1,28 @@
-"""Redistribution over real processes: torch's DTensor, with both of its planners, against shardmesh.
+"""Redistribution on gloo processes: shardmesh compared with both planners of torch's DTensor.
 
     python benchmarks/redistribute.py                        4 and 8 gloo processes, about ten minutes
     python benchmarks/redistribute.py --size 4096            tensors of 64 MB instead of 4 MB
     python benchmarks/redistribute.py --only "(2, 4)"        one mesh; may be given several times
-    python benchmarks/redistribute.py --calibrate            ours planned with what `sm.topology.calibrate` measures first
+    python benchmarks/redistribute.py --calibrate            ours planned with the topology from `sm.topology.calibrate`
     python benchmarks/redistribute.py --quick                small tensors, one axis, 2 processes, seconds
     python benchmarks/redistribute.py --json figures.json --markdown tables.md
 
 All pairs of {R, S0, S1} per axis on (4), (2, 4), (4, 2) and (2, 2, 2), pairs with pending values (P) and uneven shapes.
-Every pair runs once for bytes, launches and the right answer; all but most of the 702 on (2, 2, 2) are timed as well.
+Every pair runs once for bytes, launches and a check of the result; all pairs are also timed, except most of the 702 on (2, 2, 2).
 
-The contestants run in the same processes over the same process groups and take turns in random order; a round's time is
-that of its slowest rank. Where ours seems slower than either of DTensor's by more than 5 %, the pair is timed again with
-more rounds, and only that counts. DTensor's planners:
+The implementations run in the same processes over the same process groups, interleaved in random order; a round's time is
+that of its slowest rank. If ours seems more than 5 % slower than either of DTensor's, the pair is timed again with more
+rounds, and only the second measurement counts. DTensor's planners:
 
     greedy      what `DTensor.redistribute` does: axis by axis, from the last to the first
-    min-cost    the cheapest sequence of such steps by its own cost model; how it is chosen, see dtensor.py
+    min-cost    the cheapest sequence of such steps by DTensor's cost model; dtensor.py says how to select it
 
-Bytes received per rank (the largest over the ranks) are counted by one convention for all: (n-1) parts for an
-all_gather or reduce_scatter, 2(n-1)/n of the buffer for an all_reduce, what comes from others for an all_to_all. Ours
-are what `sm.debug.comm_budget` counts at the groups; DTensor's are computed from the arguments of the functional collectives
-that it dispatches (its own CommDebugMode counts calls in the same place). On the CPU, DTensor gathers where it would call
-all_to_all on a GPU; the summary also says what the bytes would be with that. The bound, where nothing pending is
-reduced, is what a rank must hold afterwards and did not hold before, |dst box - src box|.
+Bytes received per rank (the maximum over ranks) are counted by the same convention for all: (n-1) parts for an
+all_gather or reduce_scatter, 2(n-1)/n of the buffer for an all_reduce, the parts from other ranks for an all_to_all. Ours
+are counted by `sm.debug.comm_budget`; DTensor's are computed from the arguments of its functional collectives (where
+CommDebugMode counts calls). On the CPU, DTensor gathers where it would call all_to_all on a GPU; the summary also gives the
+bytes for a GPU. The bound, for pairs that reduce nothing, is the part of a rank's destination box outside its source box,
+|dst box - src box|.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as dt
-from dtensor import CountedCollectives, redistribution, renamed
+from dtensor import CountFunctional, redistribution, renamed
 from measure import Call, Times, interleaved, slowest
 from report import environment, environment_line, markdown, show, write_json, write_markdown
 from torch import Tensor
@@ -90,8 +90,13 @@ UNEVEN = {
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How long to measure: rounds per contestant, `IN_DOUBT` times as many in doubt, and seconds per round."""
+class RedistributeConfig:
+    """How long to measure.
+
+    Attributes:
+        rounds: rounds per implementation; `IN_DOUBT` times as many when a pair is timed again.
+        batch_s: seconds per round.
+    """
 
     rounds: int
     batch_s: float
@@ -102,7 +107,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Pair:
-    """A redistribution: on a mesh of this shape, of a tensor of this shape, from and to a word per axis."""
+    """A redistribution of a tensor of this shape on a mesh of this shape; `src` and `dst` have one word per axis."""
 
     mesh: tuple[int, ...]
     shape: tuple[int, int]
@@ -111,15 +116,15 @@ class Pair:
     timed: bool = True
 
     def placements(self, words: str, module: Any) -> list[Any]:
-        """The words as placements of `torch.distributed.tensor` or of shardmesh."""
+        """Return the words as placements of `torch.distributed.tensor` or shardmesh."""
         return [getattr(module, name)(*arguments) for name, *arguments in map(PLACEMENTS.__getitem__, words.split())]
 
     def layout(self, words: str, mesh: Any) -> sm.Layout:
-        """The words as a layout."""
+        """Return the words as a layout."""
         return sm.Layout.of(mesh, self.placements(words, sm), self.shape)
 
     def bound(self) -> int | None:
-        """Bytes that some rank must receive; None where something pending is reduced: that depends on the algorithm."""
+        """Return the bytes that some rank must receive; None for a reduction, where it depends on the algorithm."""
         if "P" in self.src:
             return None
         mesh = sm.AbstractMesh(self.mesh)
@@ -132,13 +137,13 @@ class Pair:
 
 
 def _missing(have: Any, want: Any) -> int:
-    """Elements of the box `want` that are not in the box `have`."""
+    """Return the number of elements of the box `want` outside the box `have`."""
     common = [max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in zip(have, want, strict=True)]
     return math.prod(stop - start for start, stop in want) - math.prod(common)
 
 
 def pairs_on(mesh: tuple[int, ...], size: int) -> list[Pair]:
-    """All pairs without pending values, some with, some uneven; of very many, only a fixed sample is timed."""
+    """Return all pairs without pending values, some with, and some uneven; only a fixed sample of very many is timed."""
     even, uneven = (size, size), (size - 3, size - 9)
     words = list(map(" ".join, product(("R", "S0", "S1"), repeat=len(mesh))))
     moves = [Pair(mesh, even, src, dst) for src, dst in product(words, words) if src != dst]
@@ -152,11 +157,15 @@ def pairs_on(mesh: tuple[int, ...], size: int) -> list[Pair]:
 
 @dataclass(frozen=True)
 class Result:
-    """What one contestant needs for a pair: per rank the bytes received and the collectives, and the time if it was taken.
+    """The figures of one implementation for a pair.
 
     Attributes:
-        on_gpu: the bytes where all_to_all is one, not an all_gather.
-        again: whether the time is that of the second, longer measurement.
+        received: bytes received per rank.
+        on_gpu: the same on a GPU, where DTensor calls all_to_all instead of all_gather.
+        launches: number of collectives per rank.
+        right: whether the result is correct.
+        times: None for a pair that is not timed.
+        again: whether `times` is the second, longer measurement.
     """
 
     received: int
@@ -167,34 +176,33 @@ class Result:
     again: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON file."""
+        """Return the figures for the JSON file."""
         counts = {"bytes_received": self.received, "bytes_received_on_gpu": self.on_gpu, "launches": self.launches}
         times = {} if self.times is None else {**self.times.as_dict(), "timed_again": self.again}
         return {**counts, "right": self.right, **times}
 
     @property
     def median(self) -> float:
-        """Seconds of the middle round; nan where no time was taken."""
+        """Seconds of the median round; nan if not timed."""
         return math.nan if self.times is None else self.times.median
 
 
 Results = dict[str, Result]
-Found = tuple[Pair, Results]
+PairResults = tuple[Pair, Results]
 
 
 # -- in a rank ---------------------------------------------------------------------------------------------------------
 
 
-def measure_pairs(pairs: Sequence[Pair], effort: Effort, calibrate: bool) -> list[Results]:
-    """Run in every process: pairs on meshes of as many ranks as there are processes."""
-    # After DTensor, gloo's threads outlive destroy_process_group, and now and then a process then aborts while its
-    # interpreter is taken down. So leave without taking it down.
+def measure_pairs(pairs: Sequence[Pair], config: RedistributeConfig, calibrate: bool) -> list[Results]:
+    """Return the results of pairs on meshes of all processes; runs in every process."""
+    # After DTensor, gloo's threads outlive destroy_process_group, and sometimes abort a process at interpreter shutdown.
     atexit.register(os._exit, 0)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    logging.getLogger("torch").setLevel(logging.ERROR)  # DTensor advises on every suboptimal pair
+    logging.getLogger("torch").setLevel(logging.ERROR)  # DTensor logs every suboptimal pair
     meshes = {shape: Meshes.of(shape, calibrate) for shape in dict.fromkeys(pair.mesh for pair in pairs)}
-    return [_measure(pair, meshes[pair.mesh], effort) for pair in _with_progress(pairs)]
+    return [_measure(pair, meshes[pair.mesh], config) for pair in _with_progress(pairs)]
 
 
 def _with_progress(pairs: Sequence[Pair]) -> Iterator[Pair]:
@@ -206,7 +214,7 @@ def _with_progress(pairs: Sequence[Pair]) -> Iterator[Pair]:
 
 @dataclass(frozen=True)
 class Meshes:
-    """One mesh as each contestant has it, over the same process groups."""
+    """One mesh in each implementation, over the same process groups."""
 
     ours: sm.DeviceMesh
     theirs: dict[str, TorchMesh]
@@ -219,7 +227,7 @@ class Meshes:
         return Meshes(mesh, {name: renamed(mesh, name) for name in THEIRS})
 
 
-def _measure(pair: Pair, meshes: Meshes, effort: Effort) -> Results:
+def _measure(pair: Pair, meshes: Meshes, config: RedistributeConfig) -> Results:
     full = torch.arange(math.prod(pair.shape), dtype=torch.float32).remainder_(1000).view(pair.shape)
     src, dst = pair.layout(pair.src, meshes.ours), pair.layout(pair.dst, meshes.ours)
     local, their_src, their_dst = _part(full, src), pair.placements(pair.src, dt), pair.placements(pair.dst, dt)
@@ -229,7 +237,7 @@ def _measure(pair: Pair, meshes: Meshes, effort: Effort) -> Results:
     calls[OURS] = _ours(pair, meshes.ours, local)
     everyone = _gathered({name: _counted(name, call, full, dst) for name, call in calls.items()})
     results = {name: _busiest([counts[name] for counts in everyone]) for name in calls}
-    return _timed(calls, results, effort) if pair.timed else results
+    return _timed(calls, results, config) if pair.timed else results
 
 
 def _ours(pair: Pair, mesh: sm.DeviceMesh, local: Tensor) -> Call:
@@ -238,7 +246,7 @@ def _ours(pair: Pair, mesh: sm.DeviceMesh, local: Tensor) -> Call:
 
 
 def _part(full: Tensor, layout: sm.Layout) -> Tensor:
-    """This rank's part of a tensor; of ranks with a pending sum the first holds the value, the others hold zeros."""
+    """Return this rank's part of a tensor; for a pending sum, the first rank holds the value and the others zeros."""
     part = full[tuple(slice(start, stop) for start, stop in layout.box)].clone()
     coordinate = layout.mesh.coordinate  # type: ignore[attr-defined]
     return part * all(coordinate[layout.mesh.axis_index(axis)] == 0 for axis in layout.pending)
@@ -257,12 +265,12 @@ def _largest(value: int) -> int:
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-def _timed(calls: dict[str, Call], results: Results, effort: Effort) -> Results:
-    """The results with times; measured again where ours seems too slow. The ranks decide alike: they know all times."""
-    times = _times(calls, effort.rounds, effort.batch_s)
+def _timed(calls: dict[str, Call], results: Results, config: RedistributeConfig) -> Results:
+    """Return the results with times; time again if ours seems too slow. All ranks know all times, so they decide alike."""
+    times = _times(calls, config.rounds, config.batch_s)
     again = any(times[OURS].median > TOO_SLOW * times[name].median for name in THEIRS)
     if again:
-        times = _times(calls, IN_DOUBT * effort.rounds, effort.batch_s)
+        times = _times(calls, IN_DOUBT * config.rounds, config.batch_s)
     return {name: replace(results[name], times=times[name], again=again) for name in calls}
 
 
@@ -276,18 +284,18 @@ def _times(calls: dict[str, Call], rounds: int, batch_s: float) -> dict[str, Tim
 
 
 def _counted(name: str, call: Call, full: Tensor, dst: sm.Layout) -> Result:
-    """The first call, on this rank: what it received, and whether the answer is right."""
+    """Run the first call on this rank; return the bytes it received and whether the result is correct."""
     if name == OURS:
         with sm.debug.comm_budget() as used:
             found = call()
         return Result(used.bytes_received, used.bytes_received, used.launches, _is_right(found, full, dst))
-    with CountedCollectives() as theirs, use_min_cost_redistribution_plan(name == MIN_COST):
+    with CountFunctional() as theirs, use_min_cost_redistribution_plan(name == MIN_COST):
         found = call()
     return Result(theirs.received, theirs.received - theirs.saved_on_gpu, theirs.launches, _is_right(found, full, dst))
 
 
 def _is_right(found: Tensor, full: Tensor, dst: sm.Layout) -> bool:
-    """Whether this rank has its part. What is pending may be divided among ranks in any way that has the right sum."""
+    """Return whether this rank's part is correct. For pending values, only their sum must be."""
     if dst.pending:
         found = found.clone()
         dst.mesh.group(tuple(dst.pending)).all_reduce(found)  # type: ignore[attr-defined]
@@ -296,7 +304,7 @@ def _is_right(found: Tensor, full: Tensor, dst: sm.Layout) -> bool:
 
 
 def _busiest(ranks: Sequence[Result]) -> Result:
-    """Of several ranks the most bytes and launches; right if all are."""
+    """Return the maxima of bytes and launches over ranks; correct if all are."""
     received, on_gpu, launches = (max(getattr(r, n) for r in ranks) for n in ("received", "on_gpu", "launches"))
     return Result(received, on_gpu, launches, all(r.right for r in ranks))
 
@@ -310,7 +318,7 @@ COLUMNS = (
 
 
 def table_row(pair: Pair, results: Results) -> list[str]:
-    """One line of the table: largest bytes over ranks, medians of rounds."""
+    """Return a row of the table: maximum bytes over ranks, medians of rounds."""
     bound = pair.bound()
     return [
         f"{pair}{' (again)' if results[OURS].again else ''}",
@@ -328,14 +336,14 @@ MESH_COLUMNS = (
 )  # fmt: skip
 
 
-def mesh_rows(found: Sequence[Found]) -> list[list[str]]:
-    """One line per mesh, and one for all: geometric means, with the worst in brackets."""
+def mesh_rows(found: Sequence[PairResults]) -> list[list[str]]:
+    """Return a row per mesh and one for all: geometric means, and the worst in parentheses."""
     meshes = list(dict.fromkeys(pair.mesh for pair, _ in found))
     rows = [_mesh_row(str(mesh), [f for f in found if f[0].mesh == mesh]) for mesh in meshes]
     return [*rows, _mesh_row("all", found)]
 
 
-def _mesh_row(name: str, found: Sequence[Found]) -> list[str]:
+def _mesh_row(name: str, found: Sequence[PairResults]) -> list[str]:
     over = [_spread([r[who].received / b for b, r in _bounded(found)], max) for who in (GREEDY, MIN_COST, OURS)]
     timed = _communicating(found)
     faster = [_spread([r[who].median / r[OURS].median for _, r in timed], min) for who in THEIRS]
@@ -343,13 +351,13 @@ def _mesh_row(name: str, found: Sequence[Found]) -> list[str]:
     return [name, str(len(found)), str(len(timed)), *over, " : ".join(launches), *faster]
 
 
-def _bounded(found: Sequence[Found]) -> list[tuple[int, Results]]:
-    """Bound and results of the pairs that must communicate and reduce nothing."""
+def _bounded(found: Sequence[PairResults]) -> list[tuple[int, Results]]:
+    """Return bound and results of the pairs that must communicate and reduce nothing."""
     return [(bound, results) for pair, results in found if (bound := pair.bound())]
 
 
-def _communicating(found: Sequence[Found]) -> list[Found]:
-    """The pairs that were timed, have the right answer and are no local copies."""
+def _communicating(found: Sequence[PairResults]) -> list[PairResults]:
+    """Return the pairs that communicate, are timed and have correct results."""
     return [(p, r) for p, r in found if p.timed and r[OURS].launches and all(x.right for x in r.values())]
 
 
@@ -357,8 +365,8 @@ def _spread(values: Sequence[float], worst: Callable[[Sequence[float]], float]) 
     return f"{statistics.geometric_mean(values):.2f} ({worst(values):.2f})" if values else "-"
 
 
-def summary(found: Sequence[Found]) -> list[str]:
-    """What the table says about the aims: bytes, launches, time."""
+def summary(found: Sequence[PairResults]) -> list[str]:
+    """Summarize the table: bytes, launches and time against their targets."""
     lines = [
         _bytes_line(found),
         _launches_line(found),
@@ -369,7 +377,7 @@ def summary(found: Sequence[Found]) -> list[str]:
     return [*lines, *([f"Wrong results: {'; '.join(wrong)}."] if wrong else [])]
 
 
-def _bytes_line(found: Sequence[Found]) -> str:
+def _bytes_line(found: Sequence[PairResults]) -> str:
     bounded = _bounded(found)
     parts = [f"{name} {_spread([r[name].received / b for b, r in bounded], max)}" for name in (GREEDY, MIN_COST, OURS)]
     gpu = [f"{name} {_spread([r[name].on_gpu / b for b, r in bounded], max)}" for name in THEIRS]
@@ -379,13 +387,13 @@ def _bytes_line(found: Sequence[Found]) -> str:
     )
 
 
-def _launches_line(found: Sequence[Found]) -> str:
+def _launches_line(found: Sequence[PairResults]) -> str:
     totals = ", ".join(f"{sum(r[name].launches for _, r in found)} by {name}" for name in (GREEDY, MIN_COST, OURS))
     more = [str(p) for p, r in found if r[OURS].launches > min(r[name].launches for name in THEIRS)]
     return f"Collectives launched: {totals}; pairs in which ours launches more than either: {_listed(more)}."
 
 
-def _time_line(found: Sequence[Found], name: str) -> str:
+def _time_line(found: Sequence[PairResults], name: str) -> str:
     timed = _communicating(found)
     ratios = [r[name].median / r[OURS].median for _, r in timed]
     wasteful = [
@@ -397,7 +405,7 @@ def _time_line(found: Sequence[Found], name: str) -> str:
     )
 
 
-def _slower_line(found: Sequence[Found]) -> str:
+def _slower_line(found: Sequence[PairResults]) -> str:
     slow = []
     for pair, r in found:
         best = min((r[name].median for name in THEIRS if r[name].right), default=math.nan)
@@ -410,19 +418,19 @@ def _listed(items: Sequence[str]) -> str:
     return f"{len(items)}: {'; '.join(items)}" if items else "none"
 
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
+# -- command line ------------------------------------------------------------------------------------------------------
 
 
-def run(pairs: Sequence[Pair], effort: Effort, calibrate: bool) -> Iterator[Found]:
-    """All pairs; the meshes of one size share their processes."""
+def run(pairs: Sequence[Pair], config: RedistributeConfig, calibrate: bool) -> Iterator[PairResults]:
+    """Yield the results of all pairs; meshes of one size share their processes."""
     for ranks in sorted({math.prod(pair.mesh) for pair in pairs}):
         chosen = [pair for pair in pairs if math.prod(pair.mesh) == ranks]
-        results = sm.launch(measure_pairs, ranks, (chosen, effort, calibrate), env={"OMP_NUM_THREADS": "1"})
+        results = sm.launch(measure_pairs, ranks, (chosen, config, calibrate), env={"OMP_NUM_THREADS": "1"})
         yield from zip(chosen, results[0], strict=True)
 
 
 def chosen_pairs(size: int, only: Sequence[str] | None, quick: bool) -> list[Pair]:
-    """Those on the meshes asked for."""
+    """Return the pairs on the chosen meshes."""
     meshes = [QUICK_MESH] if quick else [m for m in MESHES if not only or str(m) in only]
     return [pair for mesh in meshes for pair in pairs_on(mesh, size)]
 
@@ -431,8 +439,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the chosen meshes, print the tables and write the files asked for."""
     options = _options(arguments)
     size = 64 if options.quick else options.size
-    effort = Effort(3, 0) if options.quick else Effort(5, 1e-2)
-    found = list(run(chosen_pairs(size, options.only, options.quick), effort, options.calibrate))
+    config = RedistributeConfig(3, 0) if options.quick else RedistributeConfig(5, 1e-2)
+    found = list(run(chosen_pairs(size, options.only, options.quick), config, options.calibrate))
     rows = [table_row(*one) for one in found if one[0].timed]
     means = mesh_rows(found)
     title = f"redistribute, f32[{size}, {size}] (uneven: [{size - 3}, {size - 9}]), gloo{', ours calibrated' * options.calibrate}"
@@ -455,7 +463,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=1024, help="rows and columns of the tensor, a multiple of 8")
     parser.add_argument("--only", choices=[str(m) for m in MESHES], action="append", help="a mesh to run on")
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine first and plan ours with that")
+    parser.add_argument("--calibrate", action="store_true", help="plan ours with the measured topology of this machine")
     parser.add_argument("--quick", action="store_true", help="small tensors, one axis, 2 processes")
     parser.add_argument("--json", metavar="PATH", help="write all figures here")
     parser.add_argument("--markdown", metavar="PATH", help="write the table here")

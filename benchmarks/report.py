@@ -1,4 +1,4 @@
-"""How the benchmarks tell what they found: tables on the terminal, JSON for programs, Markdown for the record."""
+"""Output of the benchmarks: tables on the terminal, JSON and Markdown files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDEST = 1000  # characters
 
 
 def show(title: str, columns: Row, rows: Sequence[Row]) -> None:
-    """Print a table, with rich where it is installed; the first column is text, the others are numbers."""
+    """Print a table, with rich if it is installed; the first column is text, the others are numbers."""
     try:
         from rich.console import Console
         from rich.markup import escape
@@ -32,7 +32,7 @@ def show(title: str, columns: Row, rows: Sequence[Row]) -> None:
         table.add_row(*map(escape, row))
     console = Console()
     needed = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
-    console.width = max(console.width, needed)  # a narrow terminal wraps lines; it must not lose columns
+    console.width = max(console.width, needed)  # a narrow terminal wraps lines rather than dropping columns
     console.print(table, highlight=False)
 
 
@@ -48,13 +48,13 @@ def _plain(columns: Row, rows: Sequence[Row]) -> str:
 
 
 def markdown(columns: Row, rows: Sequence[Row]) -> str:
-    """The same table for a document."""
+    """Return the table as Markdown."""
     head = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
     return "\n".join(head + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on: hardware, versions, and how busy the machine was."""
+    """Return what the figures depend on: hardware, versions and load of the machine."""
     return {
         "date": date.today().isoformat(),
         "cpu": _cpu_model(),
@@ -75,7 +75,7 @@ def _cpu_model() -> str:
 
 
 def environment_line(env: dict[str, Any]) -> str:
-    """One line of it, for under a table."""
+    """Return the environment as one line, for below a table."""
     return (
         f"{env['date']}, {env['cpu']} with {env['cores']} cores (load {env['load']} when it ended), "
         f"Python {env['python']}, torch {env['torch']}"
@@ -83,12 +83,12 @@ def environment_line(env: dict[str, Any]) -> str:
 
 
 def write_json(path: str | None, results: dict[str, Any]) -> None:
-    """All figures as JSON, where a path is given."""
+    """Write all figures as JSON, if a path is given."""
     if path is not None:
         Path(path).write_text(json.dumps(results, indent=1) + "\n")
 
 
 def write_markdown(path: str | None, text: str) -> None:
-    """The tables as a document, where a path is given."""
+    """Write the tables as a document, if a path is given."""
     if path is not None:
         Path(path).write_text(text.rstrip() + "\n")

@@ -1,11 +1,11 @@
-"""What a training step of `train.py` moves and holds, counted in one way for all contestants.
+"""Communication and memory of a training step of `train.py`, counted the same way for all implementations.
 
-Collectives are counted where everybody's arrive: at torch's dispatcher, as `c10d` operators. Bytes received are (n-1) parts for an
-all_gather or reduce_scatter, 2(n-1)/n of the buffer for an all_reduce, what comes from others for an all_to_all, and the buffer for a
-broadcast, except at its root.
+Collectives of all implementations reach torch's dispatcher as `c10d` operators, and are counted there. Bytes received are (n-1) parts
+for an all_gather or reduce_scatter, 2(n-1)/n of the buffer for an all_reduce, the parts from other ranks for an all_to_all, and the
+buffer for a broadcast, except at its root.
 
-Memory is the blocks behind the tensors that live at one time, as one sees them between two operators: parameters, gradients, optimizer
-state, gathered buffers and activations count; temporaries inside an operator and what gloo holds do not.
+Memory is the total size of live storages between two operators: parameters, gradients, optimizer state, gathered buffers and
+activations count; temporaries inside an operator and gloo's buffers do not.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtenso
 _MOVES_NOTHING = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
 
-class CountedCollectives(TorchDispatchMode):
-    """Counts the collectives inside, and the bytes that they bring to this rank.
+class CountC10d(TorchDispatchMode):
+    """Count collectives, and the bytes that this rank receives from them.
 
     Attributes:
-        by_name: operator -> how many.
+        received: total bytes received.
+        by_name: number of calls by operator.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class CountedCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(cls, DTensor) for cls in types):
-            return NotImplemented  # what DTensor makes of it comes by here then
+            return NotImplemented  # the operators on local tensors arrive here next
         name = func.overloadpacket.__name__
         if func.namespace in _NAMESPACES and name not in _MOVES_NOTHING:
             self.by_name[name] = self.by_name.get(name, 0) + 1
@@ -53,14 +54,14 @@ class CountedCollectives(TorchDispatchMode):
 
 
 def received(name: str, args: Any) -> int:
-    """Bytes that a collective brings to this rank.
+    """Return the bytes that this rank receives from a collective.
 
     Raises:
-        NotImplementedError: one that has not been needed so far.
+        NotImplementedError: for a collective without a rule.
     """
     group = next(found for x in reversed(args) if (found := _group(x)) is not None)
     n, first = group.size(), _bytes(args[0])
-    if name in ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"):  # what comes in
+    if name in ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"):  # the first argument is the output
         return first * (n - 1) // n
     if name in ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"):
         return first * (n - 1)
@@ -70,11 +71,11 @@ def received(name: str, args: Any) -> int:
         return 0 if group.rank() == args[2] else first
     if name == "alltoall_base_":
         return first - _own_share(args[0], args[3], group)
-    if name == "all_gather_into_tensor":  # a functional one: what goes in
+    if name == "all_gather_into_tensor":  # functional: the first argument is the input
         return first * (n - 1)
     if name == "reduce_scatter_tensor":
         return first * (n - 1) // n
-    raise NotImplementedError(f"how many bytes does {name} receive?")
+    raise NotImplementedError(f"no rule for the bytes received by {name}")
 
 
 def _own_share(out: Tensor, splits: list[int], group: dist.ProcessGroup) -> int:
@@ -99,21 +100,21 @@ def _group(x: Any) -> dist.ProcessGroup | None:
 
 
 class Memory(TorchDispatchMode):
-    """Follows the blocks of memory behind all tensors that operators inside give back, until they are let go.
+    """Track the storages of all tensors returned by operators, until they are freed.
 
     Attributes:
-        peak: the most at any time inside `measured`, in bytes.
-        rest: how much it was when that began.
+        peak: largest total size during `measured`, in bytes.
+        rest: total size at its start.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = self.rest = 0
-        self._blocks: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._measuring = False
 
     def measured(self, call: Callable[[], Any]) -> Any:
-        """Make the call whose peak is wanted."""
+        """Run a call and record its peak."""
         gc.collect()
         self.peak = self.rest = self._now()
         self._measuring = True
@@ -128,16 +129,16 @@ class Memory(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for x in pytree.tree_leaves(out):
             if isinstance(x, Tensor) and x.device.type == "cpu":
-                self._follow(x.untyped_storage())
+                self._track(x.untyped_storage())
         if self._measuring:
             self.peak = max(self.peak, self._now())
         return out
 
-    def _follow(self, block: torch.UntypedStorage) -> None:
-        key = block._cdata
-        if key not in self._blocks:
-            self._blocks[key] = weakref.ref(block, lambda _: self._blocks.pop(key, None))
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
 
     def _now(self) -> int:
-        blocks = (ref() for ref in list(self._blocks.values()))
-        return sum(block.nbytes() for block in blocks if block is not None)
+        storages = (ref() for ref in list(self._storages.values()))
+        return sum(storage.nbytes() for storage in storages if storage is not None)

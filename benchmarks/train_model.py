@@ -1,4 +1,4 @@
-"""The model and the data of `train.py`: a byte-level language model in plain PyTorch that knows nothing of meshes.
+"""The model and the data of `train.py`: a byte-level language model in plain PyTorch without any parallelism.
 
 Tensor names end in one letter per dim: b batch, s position, d width of the residual stream, h head, e width of a head, v byte value.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Size:
-    """Shapes of the model and of the batch of all ranks together."""
+    """Shapes of the model and of the global batch."""
 
     layers: int
     d: int
@@ -26,24 +26,24 @@ class Size:
 
 
 class Attention(nn.Module):
-    """Causal self-attention of the heads that this rank has, with rotary positions."""
+    """Causal self-attention with rotary position embeddings, over the local heads of a rank."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.e = size.d // size.heads
         self.q, self.k, self.v, self.o = (nn.Linear(size.d, size.d, bias=False) for _ in range(4))
 
-    def forward(self, x_bsd: Tensor, turns_se: Tensor) -> Tensor:
+    def forward(self, x_bsd: Tensor, rotary_se: Tensor) -> Tensor:
         b, s, _ = x_bsd.shape
         q, k, v = (linear(x_bsd).view(b, s, -1, self.e).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        mixed_bhse = F.scaled_dot_product_attention(rotated(q, turns_se), rotated(k, turns_se), v, is_causal=True)
+        mixed_bhse = F.scaled_dot_product_attention(rotate(q, rotary_se), rotate(k, rotary_se), v, is_causal=True)
         return self.o(mixed_bhse.transpose(1, 2).flatten(2))
 
 
-def rotated(x_bhse: Tensor, turns_se: Tensor) -> Tensor:
-    """Each pair of features turned by the angle of its position (Su et al. 2021, arXiv:2104.09864)."""
+def rotate(x_bhse: Tensor, rotary_se: Tensor) -> Tensor:
+    """Apply rotary position embeddings (Su et al. 2021, arXiv:2104.09864)."""
     first, second = x_bhse.chunk(2, dim=-1)
-    cos, sin = turns_se.chunk(2, dim=-1)
+    cos, sin = rotary_se.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
@@ -60,20 +60,20 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer."""
+    """A transformer layer."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = (nn.RMSNorm(size.d, eps=1e-6) for _ in range(2))
         self.attention, self.mlp = Attention(size), MLP(size)
 
-    def forward(self, x_bsd: Tensor, turns_se: Tensor) -> Tensor:
-        x_bsd = x_bsd + self.attention(self.attention_norm(x_bsd), turns_se)
+    def forward(self, x_bsd: Tensor, rotary_se: Tensor) -> Tensor:
+        x_bsd = x_bsd + self.attention(self.attention_norm(x_bsd), rotary_se)
         return x_bsd + self.mlp(self.mlp_norm(x_bsd))
 
 
 class Model(nn.Module):
-    """Bytes [b, s] to logits [b, s, v]."""
+    """A language model: bytes [b, s] to logits [b, s, v]."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -81,34 +81,34 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([Block(size) for _ in range(size.layers)])
         self.norm = nn.RMSNorm(size.d, eps=1e-6)
         self.head = nn.Linear(size.d, size.vocabulary, bias=False)
-        self.register_buffer("turns_se", turns(size), persistent=False)
+        self.register_buffer("rotary_se", rotary_table(size), persistent=False)
 
     def forward(self, bytes_bs: Tensor) -> Tensor:
         x_bsd = self.embedding(bytes_bs)
         for block in self.blocks:
-            x_bsd = block(x_bsd, self.turns_se)
+            x_bsd = block(x_bsd, self.rotary_se)
         return self.head(self.norm(x_bsd))
 
 
-def turns(size: Size) -> Tensor:
-    """Cosines and sines of the angles by position."""
+def rotary_table(size: Size) -> Tensor:
+    """Return cosines and sines of the rotary angles, [s, e]."""
     e = size.d // size.heads
     angles = torch.outer(torch.arange(size.s).float(), 10_000.0 ** (-torch.arange(0, e, 2) / e))
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
 def make_model(size: Size) -> Model:
-    """With the same values in every process."""
+    """Create the model with the same values in every process."""
     torch.manual_seed(0)
     return Model(size)
 
 
 def batch(size: Size, step: int) -> tuple[Tensor, Tensor]:
-    """Bytes and the bytes that follow them, each [b, s], of all ranks together."""
-    drawn = torch.randint(0, size.vocabulary, (size.b, size.s), generator=torch.Generator().manual_seed(step))
-    return drawn, (drawn * 7 + 3) % size.vocabulary
+    """Return the global batch of a step: bytes and the bytes that follow them, each [b, s]."""
+    bytes_bs = torch.randint(0, size.vocabulary, (size.b, size.s), generator=torch.Generator().manual_seed(step))
+    return bytes_bs, (bytes_bs * 7 + 3) % size.vocabulary
 
 
 def cross_entropy(logits_bsv: Tensor, targets_bs: Tensor) -> Tensor:
-    """The mean over all tokens."""
+    """Return the mean loss over all tokens."""
     return F.cross_entropy(logits_bsv.flatten(0, 1), targets_bs.flatten())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,7 +55,22 @@ def draw_layouts(folder: Path) -> None:
         print(f"{name}.svg")
 
 
+def layers(x: Any, w1: Any, w2: Any) -> Any:
+    """Two layers whose weights are gathered."""
+    return (x @ w1.redistribute(P())).relu() @ w2.redistribute(P())
+
+
+def draw_timelines(folder: Path) -> None:
+    """Writes the timeline of a graph whose collectives start early."""
+    folder.mkdir(exist_ok=True)
+    given = [sm.Layout.of(sm.AbstractMesh((8, 4), ("fsdp", "tp")), P("fsdp"), (n, 4096)) for n in (8192, 4096, 4096)]
+    graph = sm.jit(layers, compiler_options={"overlap": True, "max_live_bytes": 2**28}).lower(*given).compile()
+    sm.debug.timeline(graph, flops=400e12, path=folder / "timeline.svg")
+    print("timeline.svg")
+
+
 if __name__ == "__main__":
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "images"
     main(target)
     draw_layouts(target)
+    draw_timelines(target)

@@ -49,7 +49,7 @@ class SelfAttention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(-2))
 
 
-class MLP(nn.Module):
+class LlamaMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
@@ -63,7 +63,7 @@ class DecoderLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.input_layernorm, self.self_attn = nn.RMSNorm(WIDTH), SelfAttention()
-        self.post_attention_layernorm, self.mlp = nn.RMSNorm(WIDTH), MLP()
+        self.post_attention_layernorm, self.mlp = nn.RMSNorm(WIDTH), LlamaMLP()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x))

@@ -38,7 +38,7 @@ class LoRA(nn.Module):
         return self.inner(x) + F.linear(F.linear(x, self.a), self.b)
 
 
-class Block(nn.Module):
+class LoRABlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
@@ -66,7 +66,7 @@ def problem() -> tuple[nn.Module, Tensor, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         x = torch.randn(ROWS, WIDTH)
-        return nn.Sequential(*[Block() for _ in range(BLOCKS)]), x, x.flip(1).sin()
+        return nn.Sequential(*[LoRABlock() for _ in range(BLOCKS)]), x, x.flip(1).sin()
 
 
 def local_rows(x: Tensor, mesh: sm.DeviceMesh) -> Tensor:
@@ -85,7 +85,7 @@ def main(ranks: int = 4) -> float:
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("fsdp",))
     model, x, y = problem()
     expected = [loss.item() for loss in train(copy.deepcopy(model), x, y)]
-    sm.parallel.fully_shard(model, mesh, units=Block)
+    sm.parallel.fully_shard(model, mesh, units=LoRABlock)
     with sm.debug.comm_budget() as used:
         losses = mean_of(train(model, local_rows(x, mesh), local_rows(y, mesh)), mesh)
     difference = max(abs(ours - other) for ours, other in zip(losses, expected, strict=True))

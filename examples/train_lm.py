@@ -7,11 +7,12 @@
     torchrun --nproc-per-node 8 examples/train_lm.py --mesh fsdp=2,tp=4 --size small --device cuda
     python examples/train_lm.py --parallel dp=2,fsdp=2       with the library's parallel layers: dp, zero1, zero2, fsdp, tp, sp
     python examples/train_lm.py --parallel tp=4 --save out/checkpoints --resume         continue from the newest checkpoint, of any mesh
+    python examples/train_lm.py --jit inductor               compile the step with Inductor; --no-jit runs every step eagerly
 
 The model is plain PyTorch. With `--mesh`, sharding is written by hand: a table gives the layout in which each weight is stored (`STORED`),
 and calls of `reshard(x, spec)` change the layout where needed. Everything else follows from the layouts of the operands: what each rank
 computes, what is pending, and what backward communicates. With `--parallel`, the library's layers shard an unchanged model: see
-`parallelize_model`.
+`parallelize_model`. On a mesh, a whole step (forward, backward, clipping, optimizer) is one graph under `sm.jit`; one process runs eagerly.
 
 Tensor names end in one letter per dim: b batch, s position, t token (b and s together), d width of the residual stream,
 h head, e width of a head, f width of the MLP, v byte value.
@@ -20,6 +21,7 @@ h head, e width of a head, f width of the MLP, v byte value.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import math
 import os
@@ -51,6 +53,7 @@ from shardmesh.parallel import (
 TOLERANCE = 1e-4  # of the relative difference between a loss on the mesh and in one process
 VOCABULARY = 256
 CORPUS_BYTES = 3_000_000
+MAX_NORM = 1.0  # gradients are clipped to this norm
 WARM_UP_STEPS = 25  # a shorter warm-up works too, but amplifies rounding errors and so the difference between runs
 
 
@@ -245,11 +248,26 @@ def read_corpus() -> tuple[Tensor, Tensor]:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
+def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Train on a batch in equal parts, whose gradients are summed; return the mean of their losses. Under `sm.jit` this is one graph."""
+    losses = []
+    # Gradients are reduced over the mesh once, after all parts.
+    with sm.accumulate_grads() if len(parts) > 1 else contextlib.nullcontext():
+        for ids_bs, targets_t in parts:
+            loss = F.cross_entropy(model(ids_bs), targets_t) / len(parts)
+            loss.backward()
+            losses.append(loss.detach())
+    sm.training.clip_grad_norm_(model.parameters(), MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses).sum()
+
+
 class Trainer:
     """Model, optimizer and data. For the same seed they are equal on every mesh, and without a mesh."""
 
     def __init__(self, options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> None:
-        self.size, self.steps, self.mesh = SIZES[options.size], options.steps, mesh
+        self.size, self.steps, self.accumulate, self.mesh = SIZES[options.size], options.steps, options.accumulate, mesh
         self.device = torch.device(options.device) if mesh is None else mesh.device
         self.stream, self.tokens = STREAM, TOKENS
         torch.manual_seed(options.seed)
@@ -263,6 +281,7 @@ class Trainer:
         # The optimizer does not depend on the mesh: its fused kernel updates each rank's part of the weights.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), self.size.lr, betas=(0.9, 0.95), fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.lr_share)
+        self.train_on = train_on if mesh is None or options.jit == "off" else sm.jit(train_on, backend=options.jit)
         self.train_text, self.valid_text = read_corpus()
         self.random, self.done = torch.Generator().manual_seed(options.seed), 0
         self.batches = self.draw(self.train_text, self.random)
@@ -295,14 +314,11 @@ class Trainer:
             yield place(window[:, :-1], self.mesh, self.stream), place(window[:, 1:].flatten(), self.mesh, self.tokens)
 
     def step(self) -> Tensor:
-        ids_bs, targets_t = next(self.batches)
-        loss = F.cross_entropy(self.model(ids_bs), targets_t)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        """Train on the next batch. What changes Python state stays outside of the graph: the data, the schedule, the count of steps."""
+        loss = self.train_on(self.model, self.optimizer, [next(self.batches) for _ in range(self.accumulate)])
         self.schedule.step()
         self.done += 1
-        return loss.detach()
+        return loss
 
     @torch.no_grad()
     def validate(self, count: int = 2) -> float:
@@ -349,7 +365,7 @@ def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run
             if step % options.every == 0 or step in (1, options.steps):
                 done = step - (run.rows[-1].step if run.rows else 0)
                 loss = loss.item()  # before the timer is read: on a GPU this waits for the steps
-                speed = done * trainer.size.b * trainer.size.s / (time.perf_counter() - since)
+                speed = done * trainer.accumulate * trainer.size.b * trainer.size.s / (time.perf_counter() - since)
                 run.rows.append(report.Row(step, loss, trainer.validate(), speed))
                 say(report.line(run.rows[-1]))
                 since = time.perf_counter()
@@ -406,6 +422,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="demo", help="shapes of the model and of a batch")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--every", type=int, default=10, help="steps between two printed losses")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches of which a step sums the gradients")
+    parser.add_argument("--jit", choices=("eager", "inductor", "off"), default="eager", help="backend of the graph of a step on a mesh")
+    parser.add_argument("--no-jit", dest="jit", action="store_const", const="off", help="run every step eagerly")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=devices(), default="cpu")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for metrics.json and loss.png")
@@ -432,8 +451,9 @@ def find_problem(options: argparse.Namespace) -> str | None:
     size, ranks, started = SIZES[options.size], math.prod(options.mesh.values()), int(os.environ.get("WORLD_SIZE", "0"))
     tp, data = (math.prod(n for axis, n in options.mesh.items() if (axis in DATA_AXES) == which) for which in (False, True))
     named = " x ".join(f"{axis}={n}" for axis, n in options.mesh.items())
-    if min(options.steps, options.every, options.save_every) < 1:
-        return f"--steps {options.steps} --every {options.every} --save-every {options.save_every}: all must be at least 1"
+    counts = {f"--{name.replace('_', '-')}": getattr(options, name) for name in ("steps", "every", "save_every", "accumulate")}
+    if min(counts.values()) < 1:
+        return f"{' '.join(f'{name} {n}' for name, n in counts.items())}: all must be at least 1"
     if options.resume and options.save is None:
         return "--resume continues from a checkpoint in the folder of --save: pass --save as well"
     if options.single:

@@ -1,4 +1,4 @@
-"""Fixtures for all tests: pools of worker processes, where tensors lie, and what a test without a GPU skips."""
+"""Configuration of all tests: pools of worker processes, the device, and marks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch
 from tests import device, tiers
 from tests.pool import Pool
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does to what it starts in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # or the tests of Ctrl-C would wait for ever
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by shells for background processes
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # for the tests of Ctrl-C
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # for the kernels; read when the first of them is defined
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the first kernel is defined
 
 gc.disable()  # until all tests are collected: see `pytest_collection_finish`
 
-torch.set_num_threads(1)  # small tensors, and worker processes beside us
+torch.set_num_threads(1)  # tensors are small, and worker processes share the cores
 
-# No deadline: a machine that is busy with other things must not fail a test.
+# No deadline: a busy machine must not fail a test.
 hypothesis.settings.register_profile(
     "thorough",
     max_examples=tiers.THOROUGH,
@@ -40,13 +40,13 @@ hypothesis.settings.load_profile("shardmesh")
 
 @pytest.fixture(scope="session")
 def world4() -> Iterator[Pool]:
-    """Four gloo ranks in processes of their own: `world4(fn, *args) -> [result by rank]`; started by the first call."""
+    """Four gloo ranks in separate processes: `world4(fn, *args) -> [result by rank]`; started by the first call."""
     yield from _pool(4)
 
 
 @pytest.fixture(scope="session")
 def world8() -> Iterator[Pool]:
-    """Eight gloo ranks, as `world4`."""
+    """Eight gloo ranks, used like `world4`."""
     yield from _pool(8)
 
 
@@ -56,8 +56,8 @@ def _pool(size: int) -> Iterator[Pool]:
     pool.close()
 
 
-class RootIsNoTestPackage:
-    """The root's `__init__.py` is that of `shardmesh`: pytest must not import it, under the directory's name, too."""
+class RootIsNotATestPackage:
+    """Keep pytest from importing the root's `__init__.py`, which is `shardmesh`'s, a second time under the directory's name."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -65,12 +65,12 @@ class RootIsNoTestPackage:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", help="where meshes and tensors of tests lie: cpu (the default) or cuda")
+    parser.addoption("--device", default="cpu", help="device of the tests' meshes and tensors: cpu (the default) or cuda")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     device.choose(config.getoption("--device"))
-    config.pluginmanager.register(RootIsNoTestPackage())  # as a plugin: a conftest's own hooks see no folder above it
+    config.pluginmanager.register(RootIsNotATestPackage())  # a plugin, since hooks in a conftest do not apply to folders above it
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -79,12 +79,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+@pytest.hookimpl(tryfirst=True)  # before xdist reads marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if {"world4", "world8"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group("processes"))  # one worker of `pytest -n` has the pools
-    tiers.sort_out(items)
+            item.add_marker(pytest.mark.xdist_group("processes"))  # the pools are on one worker of `pytest -n`
+    tiers.add_marks(items)
     if hasattr(config, "workerinput"):  # of `pytest -n`
         tiers.longest_first(items)
     if torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""The device of the tests' meshes and tensors: `DEVICE`, "cpu" unless `pytest --device cuda` chooses another.
+"""The device of the tests' meshes and tensors: `DEVICE`, "cpu" or the option of `pytest --device cuda`.
 
-Tensors that a test makes without saying where lie there, too: in the test process and in the workers of a pool by
-`torch.set_default_device`, on simulated ranks, whose threads have a default of their own, by `made_here`.
+It is also torch's default device: by `torch.set_default_device` in the test process and the workers of a pool, and by `on_device` on
+simulated ranks, since the default is per thread.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-VARIABLE = "SHARDMESH_TEST_DEVICE"  # in the environment, so that worker processes know it
+VARIABLE = "SHARDMESH_TEST_DEVICE"  # an environment variable, for worker processes
 DEVICE = os.environ.get(VARIABLE, "cpu")
 
 
 def choose(device: str) -> None:
-    """Makes it `DEVICE`, here and in processes started from now on. For the conftest, before it imports test modules."""
+    """Set `DEVICE` in this process and in later child processes. The conftest calls it before test modules are imported."""
     global DEVICE
     DEVICE = os.environ[VARIABLE] = device
-    make_tensors_here()
+    set_default_device()
 
 
-def make_tensors_here() -> None:
-    """Makes `DEVICE` this thread's default for tensors. Not the CPU, which is it already: that would add a mode to torch."""
+def set_default_device() -> None:
+    """Make `DEVICE` this thread's default device. Not for the CPU, torch's default: setting it would add a mode to torch."""
     if DEVICE != "cpu":
         torch.set_default_device(DEVICE)
 
 
-def made_here() -> AbstractContextManager[object]:
-    """The same, inside a block."""
+def on_device() -> AbstractContextManager[object]:
+    """Return a context manager in which `DEVICE` is this thread's default device."""
     return nullcontext() if DEVICE == "cpu" else torch.device(DEVICE)

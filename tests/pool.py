@@ -1,7 +1,7 @@
 """A pool of worker processes for tests: `pool(fn, *args) -> [fn(*args) on rank 0, 1, ...]`.
 
-Importing torch takes seconds, so the workers live as long as the test session. They share one gloo default group and
-have the environment of a launched rank. `fn` must be a top-level function of a test module.
+Importing torch takes seconds, so the workers live as long as the test session. They share one gloo default group, in the
+environment of a launched rank. `fn` must be a top-level function of a test module.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 100.0
-_ATTEMPTS = 3  # to connect
-_SETTLE_S = 3.0  # after one rank failed: how long the others may take to end their call too
+_ATTEMPTS = 3  # to connect to the other ranks
+_SETTLE_S = 3.0  # time limit of the other ranks after one rank failed
 
 
 class WorkerError(RuntimeError):
-    """A worker died or hung, or raised what cannot be pickled."""
+    """A worker died, hung, or raised an exception that cannot be pickled."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What one rank answered: a value, or the text of an error and the error itself where it can be pickled."""
+    """Reply of a rank: a value, or the text of an error, and the error itself if it can be pickled."""
 
     value: Any = None
     error: str = ""
@@ -79,12 +79,12 @@ class Pool:
     folder: tempfile.TemporaryDirectory | None = None
 
     def __call__(self, fn: Callable[..., T], *args: Any, timeout: float = CALL_TIMEOUT_S, **kwargs: Any) -> list[T]:
-        """Runs `fn(*args, **kwargs)` on every rank. An exception comes back as itself, with a note naming its rank."""
+        """Run `fn(*args, **kwargs)` on every rank. Raises the exception of the first rank that failed, with a note naming its rank."""
         call = pickle.dumps((fn, args, kwargs))
         if not self.workers:
             self.start()
-        with self._closing_on(BaseException):  # Ctrl-C too: the workers are in the middle of a call
-            replies = self._ask(call, timeout)
+        with self._closing_on(BaseException):  # also on Ctrl-C, which leaves the workers inside a call
+            replies = self._call(call, timeout)
         self._close_if_diverged(replies)
         _raise_first(replies)
         return [reply.value for reply in replies]
@@ -121,7 +121,7 @@ class Pool:
         )
         environment = self.environment | {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank if self.device == "cpu" else 0),  # gloo lets ranks share an accelerator
+            "LOCAL_RANK": str(rank if self.device == "cpu" else 0),  # gloo ranks can share an accelerator
             device.VARIABLE: self.device,
         }
         with _spawning(environment | {"OMP_NUM_THREADS": "1"}):
@@ -129,10 +129,10 @@ class Pool:
             self.workers.append(Worker(process, mine, stacks))
         theirs.close()
 
-    def _ask(self, call: bytes, timeout: float) -> list[Reply]:
+    def _call(self, call: bytes, timeout: float) -> list[Reply]:
         for worker in self.workers:
             worker.reply = None
-            with contextlib.suppress(OSError):  # a dead worker: its pipe tells when it is read
+            with contextlib.suppress(OSError):  # a dead worker; reading its pipe reports it
                 worker.pipe.send_bytes(call)
         return self._replies(timeout)
 
@@ -141,7 +141,7 @@ class Pool:
         while waiting := {w.pipe: w for w in self.workers if w.reply is None}:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                self._give_up_on(list(waiting.values()), timeout)
+                self._time_out(list(waiting.values()), timeout)
             for pipe in ready:
                 worker = waiting[pipe]  # type: ignore[index]
                 worker.read()
@@ -149,20 +149,20 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + _SETTLE_S)
         return [w.reply for w in self.workers if w.reply]
 
-    def _give_up_on(self, late: list[Worker], timeout: float) -> None:
-        """The late ranks get a reply that says where they were, so that `_replies` ends."""
+    def _time_out(self, late: list[Worker], timeout: float) -> None:
+        """Give late ranks a reply with their stacks, so that `_replies` returns."""
         for worker in late:
             with contextlib.suppress(OSError):
                 os.kill(worker.process.pid or 0, signal.SIGUSR1)
-        time.sleep(0.5)  # faulthandler writes from the signal handler, whatever the process is doing
+        time.sleep(0.5)  # faulthandler writes from the signal handler, even if the main thread is blocked
         for worker in late:
             stacks = worker.stacks.read_text() if worker.stacks.exists() else ""
             limit = f"{timeout} s, or {_SETTLE_S} s after another rank failed"
-            worker.reply = Reply(error=f"did not return ({limit}); it was here:\n{stacks}", when=float("inf"))
+            worker.reply = Reply(error=f"did not return ({limit}); its stacks:\n{stacks}", when=float("inf"))
 
     def _close_if_diverged(self, replies: list[Reply]) -> None:
-        """A new pool for the next test where the ranks no longer agree: one died, hung, or alone raised."""
-        if any(isinstance(_exception(r), WatchError) for r in replies):  # after a verdict no collective runs any more
+        """Close the pool, so that the next call starts a new one, if the ranks diverged: one died, hung or raised alone."""
+        if any(isinstance(_exception(r), WatchError) for r in replies):  # no collective runs after a verdict
             self.close()
             return
         kinds = {(bool(r.error), type(_exception(r)), r.when in (-1.0, float("inf"))) for r in replies}
@@ -197,13 +197,13 @@ def _raise_first(replies: list[Reply]) -> None:
 
 
 def _serve(parent: int, pipe: Connection, stacks: str) -> None:
-    """The life of a worker: reply once when ready, then one reply per call."""
+    """Run a worker: reply once when ready, then once per call."""
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 - open for life
+    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 - stays open
     warnings.filterwarnings("error", module=r"(shardmesh|tests)(\.|$)")
     torch.set_num_threads(1)
-    device.make_tensors_here()
+    device.set_default_device()
     calls = 0
     _reply(pipe, _ensure_group, calls)
     while True:
@@ -219,7 +219,7 @@ def _run(message: bytes, calls: int) -> Any:
 
 
 def _ensure_group(calls: int) -> None:
-    """The default group, again where the last call destroyed it (under a new prefix: the store keeps the old keys)."""
+    """Create the default group if the last call destroyed it, under a new prefix, since the store keeps old keys."""
     if dist.is_initialized():
         return
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -232,7 +232,7 @@ def _ensure_group(calls: int) -> None:
 
 
 def _connect(store: dist.Store) -> None:
-    """The default group, or an error on every rank: on a busy machine a rank of gloo's cannot always reach all others."""
+    """Create the default group, or raise on every rank: on a busy machine gloo sometimes fails to connect to all ranks."""
     rank, size, failed = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=5))

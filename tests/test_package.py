@@ -18,13 +18,13 @@ def pip(*args: str) -> None:
 
 
 def files() -> set[Path]:
-    """Every Python file of the package."""
+    """Return every Python file of the package."""
     found = (f.relative_to(ROOT) for f in ROOT.rglob("*.py"))
     return {f for f in found if f.parts[0] not in NOT_SHIPPED and not f.parts[0].startswith(".")}
 
 
 def sources() -> set[str]:
-    """Every Python file of the package as the wheel should name it."""
+    """Return every Python file of the package as the wheel should name it."""
     return {f"shardmesh/{f.as_posix().removeprefix('namespaces/')}" for f in files()}
 
 

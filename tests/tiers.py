@@ -1,15 +1,15 @@
-"""How much of the tests is run: `make test-fast`, `make test`, `make test-all`.
+"""Selection of tests for `make test-fast`, `make test` and `make test-all`.
 
-A test that only tries more of the same is marked `slow`. A table of cases that differ little is marked as a whole:
+A test that only repeats a property on more cases is marked `slow`. A table of similar cases is marked as a whole:
 
-    @pytest.mark.one_in(4, each=["kind"])     # of its cases one in four, and at least one for each `kind`
+    @pytest.mark.one_in(4, each=["kind"])     # keeps one case in four, and at least one for each `kind`
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("shape", SHAPES)
     def test_sum(kind, shape): ...
 
-The others become `slow`. Which ones stay does not change from run to run, and has no pattern (a checksum of their names decides): every
-fourth one would have the same value of a parameter with four values in all of them. The tests marked `fast` are, of each function that
-needs no process of its own, the first case that is not slow; but see `LEISURELY`.
+The others become `slow`. The selection is the same in every run. It is by a checksum of the names, since every fourth case would have the
+same value of a parameter with four values. The first case of each function that is not slow is marked `fast`, except for functions that use
+processes and those in `NOT_FAST`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from zlib import crc32
 import hypothesis
 import pytest
 
-SLOW_LIMIT_S = 300  # of a test that is slow; all others have pyproject's
-THOROUGH = 50  # examples of each property that does not say how many
-# The groups of tests that one worker of `pytest -n` runs, the longest first: the first ones go to different workers, and what belongs to
-# no group comes last and fills up what time is left.
+SLOW_LIMIT_S = 300  # timeout of a slow test; pyproject.toml has that of other tests
+THOROUGH = 50  # default number of examples of a property
+# Groups of tests that run on one worker of `pytest -n`, the longest first, so that they start on different workers; tests without a group
+# come last and balance the load.
 GROUPS = ("processes", "faults", "shared memory", "jax", "multinode", "tour", "from jax", "assembly", "random_processes")
 
-# Folders and files of which nothing is fast: processes that are started, kernels in an interpreter, what compiles and what is thorough.
-LEISURELY = (
+# Folders and files without fast tests: they start processes, interpret kernels, compile, or are exhaustive.
+NOT_FAST = (
     "benchmarks/", "docs/", "examples/", "faults/", "kernels/", "models/", "multinode/", "test_import.py",
     "test_package.py", "test_pool.py",
     "mesh/launch/test_local_processes.py", "mesh/simulated/test_simulate_anywhere.py",
@@ -44,21 +44,21 @@ LEISURELY = (
 
 
 def slow(*values: Any) -> Any:
-    """A case that is slow, for `pytest.mark.parametrize`."""
+    """Return a slow case for `pytest.mark.parametrize`."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def examples(most: int) -> int:
-    """So many examples of a property by `make test-all`, and by others as many fewer as their profile of hypothesis has (conftest.py)."""
-    return max(5, most * hypothesis.settings().max_examples // THOROUGH)
+def examples(thorough: int) -> int:
+    """Return the number of examples of a property, given that of `make test-all`; scaled by the hypothesis profile (conftest.py)."""
+    return max(5, thorough * hypothesis.settings().max_examples // THOROUGH)
 
 
-def sort_out(items: Sequence[pytest.Item]) -> None:
-    """Marks tests `slow` and `fast`."""
+def add_marks(items: Sequence[pytest.Item]) -> None:
+    """Mark tests `slow` and `fast`."""
     for cases in _by_function(items).values():
         for mark in cases[0].iter_markers("one_in"):
             values = [_values(case, mark.kwargs.get("each", ())) for case in cases]
-            kept = chosen(values, [case.name.partition("[")[2] for case in cases], *mark.args, **mark.kwargs)
+            kept = select_cases(values, [case.name.partition("[")[2] for case in cases], *mark.args, **mark.kwargs)
             for number, case in enumerate(cases):
                 if number not in kept:
                     case.add_marker(pytest.mark.slow)
@@ -69,7 +69,7 @@ def sort_out(items: Sequence[pytest.Item]) -> None:
 
 
 def longest_first(items: list[pytest.Item]) -> None:
-    """Puts them into the order in which workers are to get them (with `--no-loadscope-reorder`)."""
+    """Sort tests by `GROUPS`, for workers of `pytest -n` with `--no-loadscope-reorder`."""
 
     def place(item: pytest.Item) -> int:
         mark = item.get_closest_marker("xdist_group")
@@ -86,7 +86,7 @@ def _by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
 
 
 def _values(case: pytest.Item, wanted: Iterable[str]) -> dict[str, Hashable]:
-    """The values of these parameters, or of attributes of theirs ("case.kind"); of what has no hash, its identity."""
+    """Return the values of parameters, or of their attributes ("case.kind"); ids of values that are not hashable."""
     found = {}
     for name in wanted:
         parameter, _, attribute = name.partition(".")
@@ -104,13 +104,14 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-def chosen(values: Sequence[Mapping[str, Hashable]], names: Sequence[str], n: float, each: Sequence[str] = ()) -> set[int]:
-    """Numbers of the cases that stay: one in n, rounded up, and more only where that leaves out values of the parameters `each`.
-    Of two tests with the same cases the same ones stay.
+def select_cases(values: Sequence[Mapping[str, Hashable]], names: Sequence[str], n: float, each: Sequence[str] = ()) -> set[int]:
+    """Return the numbers of the kept cases: one in n, rounded up, and more only to keep every value of the parameters `each`.
+
+    The selection depends only on the cases, so two tests with the same cases keep the same ones.
 
     Args:
-        values: of each case, those of the parameters `each`.
-        names: of the cases, without the function's.
+        values: values of the parameters `each`, for each case.
+        names: names of the cases, without the function's name.
     """
     order = sorted(range(len(names)), key=lambda number: (crc32(names[number].encode()), number))
     kept, seen = [], set()
@@ -127,6 +128,6 @@ def _mark_fast(cases: Sequence[pytest.Item]) -> None:
     for case in cases:
         if any(case.get_closest_marker(name) for name in ("slow", "gpu", "xdist_group")):
             continue
-        if not any(f"tests/{part}" in case.nodeid for part in LEISURELY):
+        if not any(f"tests/{part}" in case.nodeid for part in NOT_FAST):
             case.add_marker(pytest.mark.fast)
         return

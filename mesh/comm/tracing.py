@@ -22,6 +22,9 @@ class StepRecorder(Protocol):
     def draw(self, part: Callable[..., Any], seed: int, stream: int, parameters: Sequence[Any]) -> Any:
         """Return `part(seed, stream, *parameters)`, a random tensor, and record that a later call draws the one at its own position."""
 
+    def node_of(self, x: Any) -> Any:
+        """Return what stands for a tensor in the graph, None for one that the recording has neither made nor used."""
+
 
 class _Tracing(threading.local):
     recorder: StepRecorder | None = None

@@ -1,5 +1,8 @@
 """Inspect layouts, communication and errors."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from shardmesh.mesh.comm.null import null_world
 from shardmesh.mesh.comm.report import CommReport, comm_budget, comm_report
 from shardmesh.sharding.debug.eval_shape import Evaluated, eval_shape
@@ -10,10 +13,23 @@ from shardmesh.sharding.debug.replicas.check import ReplicaCheck, assert_replica
 from shardmesh.sharding.debug.visualize import visualize
 from shardmesh.sharding.redistribute.plan import plan
 
+if TYPE_CHECKING:
+    from shardmesh.sharding.debug.timeline.timeline import Timeline, TimelineEvent, timeline
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in ("Timeline", "TimelineEvent", "timeline"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module("shardmesh.sharding.debug.timeline.timeline"), name)  # with all of sm.jit
+        return found
+
+
 __all__ = [
     "CommReport",
     "Evaluated",
     "ReplicaCheck",
+    "Timeline",
+    "TimelineEvent",
     "assert_replicated",
     "check_replicas",
     "comm_budget",
@@ -24,5 +40,6 @@ __all__ = [
     "inspect",
     "null_world",
     "plan",
+    "timeline",
     "visualize",
 ]

@@ -141,7 +141,7 @@ def plan_picture(explanation: Explanation, path: str | PathLike[str] | None = No
         2
     """
     panels = plan_panels(explanation)
-    return _drawn(lambda figure_type: _draw_plan(figure_type, explanation, panels), path)
+    return drawn(lambda figure_type: _draw_plan(figure_type, explanation, panels), path)
 
 
 def _draw_plan(figure_type: type[Figure], explanation: Explanation, panels: Sequence[Panel]) -> Figure:
@@ -191,7 +191,7 @@ def layout_picture(layout: Layout, path: str | PathLike[str] | None = None) -> F
     """layout_picture(layout, path) -> Figure: the boxes of every rank, page by page; see `visualize`."""
     panels = page_panels(layout)
     titles = [page_title(layout, page) for page in pages(layout, shown_dims(layout))]
-    return _drawn(lambda figure_type: _draw_layout(figure_type, panels, titles if len(panels) > 1 else [""]), path)
+    return drawn(lambda figure_type: _draw_layout(figure_type, panels, titles if len(panels) > 1 else [""]), path)
 
 
 def _draw_layout(figure_type: type[Figure], panels: Sequence[Panel], titles: Sequence[str]) -> Figure:
@@ -213,7 +213,7 @@ def _draw_layout(figure_type: type[Figure], panels: Sequence[Panel], titles: Seq
 # -- drawing -----------------------------------------------------------------------------------------------------------
 
 
-def _drawn(draw: Callable[[type[Figure]], Figure], path: str | PathLike[str] | None) -> Figure:
+def drawn(draw: Callable[[type[Figure]], Figure], path: str | PathLike[str] | None) -> Figure:
     """Return `draw(Figure)`, drawn in the style of all pictures here, and write it to a file if a path is given.
 
     Raises:

@@ -209,12 +209,10 @@ def _ordered(start: Any) -> Any:
 
     def run(x: Tensor, token: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         group, site = running.calls[args[-1]]
-        return start(x.contiguous(), *args[:-2], group, site, True).result, _TOKEN
+        return start(x.contiguous(), *args[:-2], group, site, True).result, token.new_empty(0)
 
     return run
 
-
-_TOKEN = torch.empty(0)
 
 
 def _ordered_size(size_of: Any) -> Any:

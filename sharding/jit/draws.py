@@ -6,14 +6,18 @@
 
 from __future__ import annotations
 
+import random
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
+from ...mesh.simulated.simulate import SimulatedWorld
 from ..tensor.random import _state
 from .errors import at_line
 
@@ -49,13 +53,14 @@ class Draws:
 
     Attributes:
         relative: whether positions follow from that at the start: no seed was set since.
+        host: whether numbers of other generators were drawn.
     """
 
     def __init__(self, world: World) -> None:
         self._state = _state(world)
         self._start = self._state.drawn
         self._seed_of_torch = torch.default_generator.initial_seed()
-        self.relative = True
+        self.relative, self.host = True, HostGenerators()
 
     def position(self, seed: int, stream: int) -> Position:
         """Return the position of a tensor drawn now."""
@@ -72,6 +77,39 @@ class Draws:
                 "random numbers of torch's generator after it was seeded inside sm.jit",
                 "Call torch.manual_seed outside of the function, or draw ShardedTensors, whose numbers depend on sm.random.manual_seed",
             )
+
+
+class HostGenerators:
+    """Whether a recording draws random numbers of Python or NumPy, which a graph would not.
+
+    The ranks of a simulated world share these generators, and one of them runs until it blocks in a collective:
+
+        recording    draws?    collective: others may draw    draws?    collective    draws?
+                     ~~~~~~                                   ~~~~~~                  ~~~~~~ compared
+    """
+
+    def __init__(self) -> None:
+        self._is_shared = isinstance(current_world(), SimulatedWorld)
+        self._state, self._drew = _state_of_host(), False
+
+    def pause(self) -> None:
+        """Compare before other ranks may run."""
+        if self._is_shared:
+            self._drew = self.drew()
+
+    def resume(self) -> None:
+        """Go on after other ranks may have run."""
+        if self._is_shared:
+            self._state = _state_of_host()
+
+    def drew(self) -> bool:
+        """Return whether this recording has drawn."""
+        return self._drew or self._state != _state_of_host()
+
+
+def _state_of_host() -> Any:
+    name, keys, place, *rest = np.random.get_state()
+    return random.getstate(), name, zlib.crc32(keys.data), place, rest  # type: ignore[union-attr]
 
 
 def advance(world: World, end: Position) -> None:

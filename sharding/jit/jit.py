@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,20 +27,21 @@ from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
 from .backends.find import Backend, find_backend
 from .draws import advance
 from .errors import JitError
-from .lowered import Lowered, lower
+from .hyperparameters import Hyperparameters
+from .inspection.lowered import Compiled, Lowered, lower
+from .passes.agreement import announce
 from .passes.alias import written_inputs
 from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
 from .program import Runner
 from .recording import Recording, record, seal
+from .state.differences import Reasons, changed_gradient, changed_tensor, facts_of, texts_of
 from .state.slots import empty_slots, signature
 from .state.snapshot import _PLAIN, Guard, Snapshot
 
 _ATTEMPTS = 3  # calls whose recordings are dropped before that is an error
 _KEPT = 16  # recordings of one signature, the newest ones
-_MANY = 8  # recordings of one function before a warning
 _ALL_NONE = frozenset({type(None)})
-_Dynamic = set[tuple[int, Any]]
 
 
 class Static(NamedTuple):
@@ -55,18 +55,21 @@ class Entry:
 
     Attributes:
         recording: the program and its inputs and outputs.
+        reason: why it was recorded although there were others; None for the first one.
         runner: its compiled graph; None before the first call.
         calls: how often that has run.
     """
 
     def __init__(self, recording: Recording, guard: Guard, leaves: Sequence[Any], signatures: list[Any]) -> None:
         self.recording, self.calls = recording, 0
+        self.reason: str | None = None
         self.runner: Runner | None = None
         self._guard, self._signatures = guard, signatures
         self._overlap = self._overlaps(leaves)
         self._kept = [x for x, _ in recording.kept]
         self._addresses = [address for _, address in recording.kept]
         self._same_tensors = _tensor_guards(self._kept)
+        self._facts = [facts_of(x) for x in self._kept]
         self._written = written_inputs(recording.program.graph)
         self._gate: list[Tensor] | None = None
         self._fixed = empty_slots(recording.slots, signatures)
@@ -85,17 +88,27 @@ class Entry:
     def change(self, leaves: Sequence[Any]) -> str | None:
         """Return why the recording does not hold for this call, None if it does."""
         found = self._guard.change()
+        for condition in self.recording.conditions:
+            found = found or condition.change()
         if found is not None:
             return found
         if not self._same_gradients(leaves):
-            return "a gradient was set or cleared"
+            slots = self.recording.slots
+            return changed_gradient(slots, self._signatures, [signature(slot.get(leaves)) for slot in slots])
         if not self._same_tensors(*self._kept) or list(map(Tensor.data_ptr, self._kept)) != self._addresses:
-            return "the shape, dtype or memory of a tensor has changed"
+            return self._changed_tensor()
         if self.recording.derived and self._guard.was_written():
             return "what the library had made from parameters is outdated"
         if self._overlaps(leaves) != self._overlap:
             return "an argument shares memory with other state of the function than before"
         return None
+
+    def _changed_tensor(self) -> str:
+        """Return which tensor that is taken by reference has changed."""
+        names = self._guard.names
+        known = zip(self._kept, self._facts, self._addresses, strict=True)
+        x, facts, _ = next(one for one in known if facts_of(one[0]) != one[1] or one[0].data_ptr() != one[2])
+        return changed_tensor(names.get(id(x), "a tensor of the library"), facts, x)
 
     def _differentiable(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Return the leaves of autograd that results depend on; those that are no arguments behind one tensor, made once."""
@@ -137,7 +150,8 @@ class JitFunction:
         self._in, self._out = options["in_shardings"], options["out_shardings"]
         self._entries: weakref.WeakKeyDictionary[World, dict[Any, list[Entry]]] = weakref.WeakKeyDictionary()
         self._attempts: dict[Any, int] = {}
-        self._why: list[str] = []
+        self._reasons = Reasons(f)
+        self._hyperparameters = Hyperparameters()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -156,14 +170,15 @@ class JitFunction:
         if by_key is None:
             by_key = self._entries[world] = {}
         try:
-            entries, why = by_key.setdefault(key, []), "another signature"
+            entries, why = by_key.setdefault(key, []), ""
         except TypeError as error:
             raise TypeError(f"{self!r}: static arguments must be hashable, {error}") from None
         for entry in reversed(entries):
-            why = entry.change(leaves)
-            if why is None:
+            change = entry.change(leaves)
+            if change is None:
                 result = entry(leaves, world, self.backend)
                 break
+            why = why or change
         else:
             result = self._record(leaves, tree, key, entries, why, world)
         if self._donated:
@@ -173,19 +188,21 @@ class JitFunction:
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Record the function on "meta", as rank 0, and return the graph for inspection. Nothing runs, and no argument changes.
 
+        The graph is as recorded; `.compile()` of the result has the passes applied.
+
         Args:
             args, kwargs: as those of a call, or a `Layout`, also on an `AbstractMesh`, in place of a tensor.
 
         Communication: none.
         """
-        return lower(self, self._f, args, kwargs)
+        return lower(self, self._f, args, kwargs, self._options)
 
     @property
-    def recorded(self) -> list[Lowered]:
-        """The graphs that this rank's calls have made."""
+    def recorded(self) -> list[Compiled]:
+        """The graphs that this rank's calls have made, with the passes applied."""
         world = current_world()
         entries = [entry for found in self._entries.get(world, {}).values() for entry in found]
-        return [Lowered(entry.recording.program, world, self, {}) for entry in entries]
+        return [Compiled(entry.recording.program, world, {}, None, self, entry) for entry in entries]
 
     @property
     def __wrapped_function__(self) -> Callable[..., Any]:
@@ -213,10 +230,15 @@ class JitFunction:
     def _record(self, leaves: Sequence[Any], tree: Any, key: Any, entries: list[Entry], why: str, world: World) -> Any:
         reached = [(f"args[{i}]", x.value if type(x) is Static else x) for i, x in enumerate(leaves) if not isinstance(x, Tensor)]
         snapshot = Snapshot([("f", self._f), *reached])
-        dynamic: _Dynamic = {(id(group), "lr") for optimizer in snapshot.optimizers for group in optimizer.param_groups}
-        guard = Guard(snapshot, dynamic)
+        inputs = self._hyperparameters.inputs(snapshot)
+        guard = Guard(snapshot, {one.place for one in inputs})
         count = self._attempts.get((world.rank, key), 0) + 1
-        result, found, before = record(functools.partial(self._call, tree), leaves, snapshot, dynamic, world, count == 1)
+        others = [other for other, known in self._entries[world].items() if known and other != key]
+        reasons = self._reasons.find(why, key, others)
+        name = getattr(self._f, "__qualname__", type(self._f).__name__).rpartition("<locals>.")[2]
+        if self._options.any:
+            announce(world, _meshes(snapshot, leaves), name, texts_of(reasons))
+        result, found, before = record(functools.partial(self._call, tree), leaves, snapshot, inputs, world, count == 1)
         program = run_passes(found if isinstance(found, str) else found.program, self._options, world, _meshes(snapshot, leaves))
         found = program if isinstance(program, str) else found._replace(program=program)  # type: ignore[union-attr]
         if isinstance(found, str):
@@ -228,21 +250,13 @@ class JitFunction:
                 )
             return result
         self._attempts.pop((world.rank, key), None)
-        found.program.name = getattr(self._f, "__qualname__", "a function").rpartition("<locals>.")[2]
+        found.program.name = name
         entries.append(Entry(found, guard, leaves, before))
+        entries[-1].reason = texts_of(reasons) or None
+        if not world.rank:
+            self._reasons.note(self, reasons)
         del entries[:-_KEPT]
-        self._note(why, world)
         return result
-
-    def _note(self, why: str, world: World) -> None:
-        """Count a recording; warn once if there are many."""
-        if world.rank:
-            return
-        self._why.append(why)
-        if len(self._why) == _MANY:
-            warnings.warn(
-                f"{self!r} was recorded {_MANY} times, each time eagerly: {'; '.join(dict.fromkeys(self._why[1:]))}", stacklevel=4
-            )
 
 
 def jit(

@@ -68,9 +68,13 @@ def changes_metadata(graph: fx.Graph) -> bool:
 # -- code ----------------------------------------------------------------------------------------------------------------
 
 
-def compile_eagerly(graph: fx.Graph) -> Runner:
-    """Return the graph as a Python function of its inputs, which frees each value after its last use."""
-    return _Code(graph).function()
+def compile_eagerly(graph: fx.Graph, mark: Callable[[int], None] | None = None) -> Runner:
+    """Return the graph as a Python function of its inputs, which frees each value after its last use.
+
+    Args:
+        mark: called after each node with its number.
+    """
+    return _Code(graph).function(mark)
 
 
 class _Code:
@@ -82,13 +86,14 @@ class _Code:
         self.known: dict[str, Any] = {}
         self._of_object: dict[int, str] = {}
 
-    def function(self) -> Runner:
+    def function(self, mark: Callable[[int], None] | None) -> Runner:
         inputs = [self.names[node] for node in self.nodes if node.op == "placeholder"]
         lines = [f"def run({', '.join(inputs)}):"]
         dying = self._last_uses()
         for i, node in enumerate(self.nodes):
             if node.op == "call_function":
                 lines.append(f"    {self.names[node]} = {self._call(node, i)}")
+                lines += [] if mark is None else [f"    {self._name(mark)}({i})"]
             elif node.op == "output":
                 lines.append(f"    return {self._value(node.args[0])}")
             dead = [self.names[x] for x in dying.get(node, ())]

@@ -35,7 +35,7 @@ from .draws import Draw, Draws
 from .dynamic_shapes import check_shape_is_static
 from .errors import at_line, value_read
 from .host_calls import Exchange, barrier, expect, item
-from .scalars import TracedFloat
+from .scalars import Condition, TracedFloat, among
 from .state.snapshot import is_installed
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ _VIEWS: dict[Any, Any] = {  # operators that return views without saying so, and
     aten._unsafe_view.default: aten.view.default,
 }
 _CONSTANTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
-_OURS_HERE = __file__.rpartition("/")[0] + "/"
+_OURS_HERE, _OPTIMIZERS = __file__.rpartition("/")[0] + "/", torch.optim.__path__[0]
 
 
 class Captured:
@@ -72,7 +72,8 @@ class GraphRecorder(TorchDispatchMode):
         graph: the operators so far.
         captured: the tensors that it takes from outside.
         numbers: placeholders of numbers, by the key that `number` was given; `number_sources` has their sources.
-        passed_as_double: values of traced numbers that an operator is about to get as C++ doubles, and their nodes.
+        passed_as_double: traced numbers that an operator is about to get as C++ doubles.
+        conditions: what the function has found out about numbers that are known before a call.
         draws: the random numbers drawn.
         arguments: placeholders of arguments.
         reachable: ids of the tensors that the function can reach in Python.
@@ -87,7 +88,8 @@ class GraphRecorder(TorchDispatchMode):
         self.constants: list[tuple[fx.Node, Tensor]] = []
         self.numbers: dict[Any, fx.Node] = {}
         self.number_sources: dict[Any, Callable[..., float]] = {}
-        self.passed_as_double: dict[float, fx.Node] = {}
+        self.passed_as_double: list[Any] = []
+        self.conditions: list[Condition] = []
         self.exchanges = 0
         self.draws = Draws(world)
         self.arguments: set[fx.Node] = set()
@@ -119,18 +121,16 @@ class GraphRecorder(TorchDispatchMode):
         with self.graph.inserting_before(self._body):
             return self.graph.placeholder(name)
 
-    def number(self, key: Any, hint: float) -> TracedFloat:
-        """Return a number as an input, the same one for the same key."""
+    def number(self, key: Any, hint: float, now: Callable[[], float] | None = None, name: str | None = None) -> TracedFloat:
+        """Return a number as an input, the same one for the same key; `now` and `name` as in `scalars.py`."""
         if key not in self.numbers:
             self.numbers[key] = self.placeholder(f"number_{len(self.numbers)}")
-        return TracedFloat.of(self, self.numbers[key], hint)
+        return TracedFloat.of(self, self.numbers[key], hint, now, name)
 
     def node_of(self, x: Tensor) -> fx.Node | None:
         """Return the node of a tensor that the recording has made or captured; None for another."""
         found = self._nodes.get(x)
-        if found is not None and found[1] == _storage(x):
-            return found[0]
-        return self._node_of_alias(x)
+        return found[0] if found is not None and found[1] == _storage(x) else self._node_of_alias(x)
 
     def _node_of_alias(self, x: Tensor) -> fx.Node | None:
         """Return a view of a known tensor with the same memory: torch makes some aliases without an operator.
@@ -198,10 +198,8 @@ class GraphRecorder(TorchDispatchMode):
         check_shape_is_static(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws.check_generator()
-        doubles, self.passed_as_double = dict(self.passed_as_double), {}
-        given, recorded = self._arguments(func, flat, doubles)
-        if doubles:
-            raise value_read(f"{func}, which computes with it before it runs,")
+        doubles, self.passed_as_double = self.passed_as_double, []
+        given, recorded = self._arguments(func, flat, among(doubles, func, args, kwargs) if doubles else {})
         real_args, real_kwargs = pytree.tree_unflatten(given, tree)
         written = list(args[0]) if func._schema.is_mutable and func.__name__.startswith("_foreach_") else []
         versions = [x._version for x in written]
@@ -221,16 +219,15 @@ class GraphRecorder(TorchDispatchMode):
         if any(type(x) is ShardedTensor for x in tensors):
             return True
         if self.abstract:
-            if tensors:
-                return all(x.is_meta and _storage(x) in self._stand_ins for x in tensors)
-            return any(frame.f_code in _ON_STAND_INS for frame in _frames())
+            known = tensors and all(x.is_meta and _storage(x) in self._stand_ins for x in tensors)
+            return bool(known) or any(frame.f_code in _ON_STAND_INS for frame in _frames())  # some are older than the recording
         device = kwargs.get("device")
         return (device is not None and torch.device(device).type == "meta") or any(x.is_meta for x in tensors)
 
-    def _arguments(self, func: Any, flat: list[Any], doubles: dict[float, fx.Node]) -> tuple[list[Any], list[Any]]:
-        """Return the arguments to run with and those to record; removes those it finds from `doubles`."""
+    def _arguments(self, func: Any, flat: list[Any], doubles: dict[int, Any]) -> tuple[list[Any], list[Any]]:
+        """Return the arguments to run with and those to record."""
         given, recorded, constants = [], [], func in _CONSTANTS
-        for x in flat:
+        for i, x in enumerate(flat):
             if isinstance(x, torch.SymFloat):
                 given.append(x.node.hint)
                 recorded.append(x.node.node)
@@ -239,7 +236,7 @@ class GraphRecorder(TorchDispatchMode):
                 recorded.append(None if constants else self.input_of(x))
             else:
                 given.append(x)
-                recorded.append(doubles.pop(x) if doubles and type(x) is float and x in doubles else x)
+                recorded.append(doubles[i].node if i in doubles else x)
         return given, recorded
 
     def _constant(self, made: Tensor) -> None:
@@ -364,17 +361,19 @@ class GraphRecorder(TorchDispatchMode):
 
 
 class _Hidden:
-    """Inside, nothing is recorded."""
+    """Inside, nothing is recorded, and other ranks of a simulated world may run."""
 
     def __init__(self, recorder: GraphRecorder) -> None:
         self._recorder, self._modes = recorder, _disable_current_modes()
 
     def __enter__(self) -> None:
         tracing.recorder = None
+        self._recorder.draws.host.pause()
         self._modes.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._modes.__exit__(*error)
+        self._recorder.draws.host.resume()
         tracing.recorder = self._recorder
 
 
@@ -443,8 +442,8 @@ def _writes_or_views(node: fx.Node) -> bool:
 
 
 def _caller() -> FrameType:
-    """Return the innermost frame that is neither of torch nor of this folder."""
+    """Return the innermost frame that is neither of this folder nor of torch, but for its optimizers."""
     frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS_HERE, _TORCH)):
+    while (file := frame.f_code.co_filename).startswith((_OURS_HERE, _TORCH)) and not file.startswith(_OPTIMIZERS) and frame.f_back:
         frame = frame.f_back
     return frame

@@ -10,27 +10,22 @@ What the function did besides running operators decides whether the program can 
 from __future__ import annotations
 
 import functools
-import random
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
-from ...mesh.simulated.simulate import SimulatedWorld
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .errors import JitError
+from .hyperparameters import Hyperparameter, traced
 from .passes.clean import clean
 from .program import Program
 from .recorder import Captured, GraphRecorder
-from .scalars import TracedFloat
+from .scalars import Condition, TracedFloat
 from .state.iterators import counting_resumptions
 from .state.slots import GradSlot, signature, slots_of
 from .state.snapshot import _PLAIN, Snapshot
@@ -73,6 +68,7 @@ class Recording(NamedTuple):
         effects, results, tree: what to do with the outputs.
         kept: tensors by reference and where their memory is.
         derived: whether one of these is a cache of the library, such as gathered parameters, which was made from others.
+        conditions: what must hold of hyperparameters.
     """
 
     program: Program
@@ -82,15 +78,17 @@ class Recording(NamedTuple):
     tree: Any
     kept: list[tuple[Tensor, int]]
     derived: bool
+    conditions: list[Condition]
 
 
 def record(
-    f: Callable[[Leaves], Any], leaves: Leaves, snapshot: Snapshot, dynamic: set[tuple[int, Any]], world: World, first: bool,
+    f: Callable[[Leaves], Any], leaves: Leaves, snapshot: Snapshot, hyperparameters: list[Hyperparameter], world: World, first: bool,
     abstract: bool = False,
 ) -> tuple[Any, Recording | str, list[Any]]:
     """Call `f(leaves)` and record it.
 
     Args:
+        hyperparameters: those that are inputs.
         first: whether no recording of this signature was dropped yet. Then one in which ranks exchange Python objects is dropped, since
             most such exchanges are made once.
         abstract: whether tensors are on "meta" and the program is only inspected.
@@ -103,7 +101,7 @@ def record(
     signatures = [signature(value) for value in before]
     watched = [x for x, _ in (*snapshot.tensors, *snapshot.sharded)] + [x for x in leaves if isinstance(x, Tensor)]
     needs = [x.requires_grad for x in watched]
-    recorder, generators = GraphRecorder(world, abstract), _generators()
+    recorder = GraphRecorder(world, abstract)
     given = [recorder.number(("argument", i), x) if type(x) is float else x for i, x in enumerate(leaves)]
     recorder.reachable.update(map(id, _locals(snapshot)))
     for x in leaves:
@@ -115,11 +113,11 @@ def record(
     try:
         # Backward runs in this thread on every device: others would not know the recorder.
         one_thread, counting = torch.autograd.set_multithreading_enabled(False), counting_resumptions([x for _, x, _ in snapshot.iterators])
-        with _numbers(recorder, snapshot), one_thread, recorder, counting:
+        with traced(recorder, hyperparameters), one_thread, recorder, counting:
             result = f(given)
     finally:
         torch.set_autocast_cache_enabled(cached)
-    if generators != _generators():
+    if recorder.draws.host.drew():
         raise JitError(
             "a function under sm.jit drew random numbers of Python or NumPy, which would be the same in every later call; draw them "
             "outside and pass them, or draw tensors"
@@ -128,7 +126,7 @@ def record(
     finish = _Finish(recorder, leaves, snapshot, slots, before)
     shown = [_shown(x) for x in flat]
     change = "the ranks exchanged what they know once" if first and recorder.exchanges else None
-    change = None if abstract else change or snapshot.change(dynamic) or finish.moved()
+    change = None if abstract else change or snapshot.change({one.place for one in hyperparameters}) or finish.moved()
     if change is None and needs != [x.requires_grad for x in watched]:
         change = "requires_grad of a tensor has changed"
     if change is not None:
@@ -149,14 +147,6 @@ def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[GradSlot]:
             yield from slots_of(x, functools.partial(_constant, x), path, True)
 
 
-def _generators() -> Any:
-    """Return the states of the generators of Python and NumPy; None in a simulated world, where ranks share them."""
-    if isinstance(current_world(), SimulatedWorld):
-        return None
-    name, keys, place, *rest = np.random.get_state()
-    return random.getstate(), name, zlib.crc32(keys.data), place, rest  # type: ignore[union-attr]
-
-
 def _argument(i: int, leaves: Leaves) -> Any:
     return leaves[i]
 
@@ -172,36 +162,6 @@ def _constant(x: Any, leaves: Leaves) -> Any:
 def _slot_value(slot: GradSlot, leaves: Leaves) -> Any:
     found = slot.get(leaves)
     return found._local if isinstance(found, ShardedTensor) else found
-
-
-def _entry(values: dict[Any, Any], key: Any, leaves: Leaves) -> float:
-    return values[key]
-
-
-@contextmanager
-def _numbers(recorder: GraphRecorder, snapshot: Snapshot) -> Iterator[None]:
-    """Make the learning rates of optimizers inputs of the graph in the block.
-
-    Raises: JitError at the end if one was set.
-    """
-    before = []
-    for optimizer in snapshot.optimizers:
-        for group in optimizer.param_groups:
-            if type(group.get("lr")) in (int, float):
-                traced = recorder.number(("entry", id(group), "lr"), float(group["lr"]))
-                before.append((group, group["lr"], traced))
-                group["lr"] = traced
-                recorder.number_sources["entry", id(group), "lr"] = functools.partial(_entry, group, "lr")
-    was_set = False
-    try:
-        yield
-    finally:
-        for group, lr, traced in before:
-            was_set = was_set or group["lr"] is not traced
-            if isinstance(group["lr"], TracedFloat):
-                group["lr"] = lr
-    if was_set:
-        raise JitError("a function under sm.jit has set a learning rate, which a graph would not do; call scheduler.step() outside of it")
 
 
 def _shown(x: Any) -> Any:
@@ -233,9 +193,10 @@ def _layout_of(x: Tensor) -> tuple[Layout | None, int]:
 
 
 def _note_memory(node: fx.Node, x: Tensor | None) -> None:
-    """Record where an input's memory is, so that passes know which inputs share it."""
-    if x is not None and not x.is_meta:
-        node.meta["memory"] = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
+    """Record where an input's memory is, so that passes know which inputs share it; of "meta" tensors where it would be, far apart."""
+    if x is not None:
+        storage = x.untyped_storage()
+        node.meta["memory"] = storage._cdata << 48 if x.is_meta else storage.data_ptr(), storage.nbytes()
 
 
 class _Finish:
@@ -280,7 +241,7 @@ class _Finish:
         order = [node for node in recorder.graph.nodes if node.op == "placeholder"]
         names, sources = [used[node][0] for node in order], [used[node][1] for node in order]
         program = Program(recorder.graph, sources, names, recorder.draws.end(), recorder.world.rank)
-        return Recording(program, self.slots, effects, results, tree, self.kept, self._derived)
+        return Recording(program, self.slots, effects, results, tree, self.kept, self._derived, recorder.conditions)
 
     def _effect(self, slot: GradSlot, old: Any) -> Effect | None:
         now = slot.get(self.leaves)

@@ -1,24 +1,47 @@
 """Python numbers whose values are not known when a graph is made: a learning rate, `step.item()`, a number that was passed.
 
 `TracedFloat` is a `torch.SymFloat`, so operators of torch take it where they take a number; arithmetic on it is recorded as nodes of the
-graph, which compute in Python, in double precision, as the program does. What would need the value itself is an error.
+graph, which compute in Python, in double precision, as the program does. What would need the value itself is an error; for numbers that are
+known before a call, those of optimizers, it is a condition under which the graph holds.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from .errors import value_read
 
 if TYPE_CHECKING:
     from .recorder import GraphRecorder
 
+RATE = "lr"
 _ARGUMENTS = "python_arg_parser.h"  # where torch reads a number that an operator takes as a C++ double
+
+
+class Condition(NamedTuple):
+    """What Python code has found out about numbers that are known before a call.
+
+    Attributes:
+        name: of the number.
+        function, args: what was asked: a function of numbers, or of functions that return them.
+        found: the answer.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    found: Any
+
+    def change(self) -> str | None:
+        """Return what has changed if the answer is another one now."""
+        now = self.function(*[x() if callable(x) else x for x in self.args])
+        return None if now == self.found else f"{self.name} has changed"
 
 
 class _ScalarNode:
@@ -27,10 +50,14 @@ class _ScalarNode:
     Attributes:
         hint: the value in this call.
         node: the node of the graph that computes it.
+        now: for a hyperparameter, and what is computed of some, a function that returns the value before a call.
+        name: that of the hyperparameter.
     """
 
-    def __init__(self, recorder: GraphRecorder, node: fx.Node, hint: float) -> None:
-        self.recorder, self.node, self.hint = recorder, node, hint
+    def __init__(
+        self, recorder: GraphRecorder, node: fx.Node, hint: float, now: Callable[[], float] | None = None, name: str | None = None
+    ) -> None:
+        self.recorder, self.node, self.hint, self.now, self.name = recorder, node, hint, now, name
 
     def is_float(self) -> bool:
         return True
@@ -53,8 +80,21 @@ class _ScalarNode:
     def guard_float(self, file: str, line: int) -> float:
         """Return the value for an operator that takes a C++ double; the recorder finds it among the arguments."""
         if not file.endswith(_ARGUMENTS):
-            raise value_read("float()")
-        self.recorder.passed_as_double[self.hint] = self.node
+            return self.fixed("float()")
+        self.recorder.passed_as_double.append(self)
+        return self.hint
+
+    def fixed(self, what: str) -> float:
+        """Return the value, which is a constant of the graph from now on; an error for learning rates, which change in every call."""
+        if self.name == RATE:
+            raise value_read(what)
+        return self.constant(what)
+
+    def constant(self, what: str) -> float:
+        """Return the value, under the condition that it stays."""
+        if self.now is None:
+            raise value_read(what)
+        self.recorder.conditions.append(Condition(str(self.name), operator.pos, (self.now,), self.hint))
         return self.hint
 
     def str(self) -> str:
@@ -69,19 +109,47 @@ class TracedFloat(torch.SymFloat):
     node: _ScalarNode
 
     @staticmethod
-    def of(recorder: GraphRecorder, node: fx.Node, hint: float) -> TracedFloat:
+    def of(
+        recorder: GraphRecorder, node: fx.Node, hint: float, now: Callable[[], float] | None = None, name: str | None = None
+    ) -> TracedFloat:
         """Return the number that a node computes."""
-        return TracedFloat(_ScalarNode(recorder, node, hint))
+        return TracedFloat(_ScalarNode(recorder, node, hint, now, name))
 
     def __hash__(self) -> int:
         return id(self)
 
 
-def _refused(name: str) -> Callable[..., Any]:
-    def refuse(self: TracedFloat, *_: Any) -> Any:
-        raise value_read(f"{name} of a number that changes from call to call")
+def _read(name: str) -> Callable[..., Any]:
+    function = getattr(float, name)
 
-    return refuse
+    def read(self: TracedFloat, *args: Any) -> Any:
+        return function(self.node.fixed(f"{name} of a number that changes from call to call"), *args)
+
+    return read
+
+
+def _compared(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A comparison: a condition if all numbers are known before a call."""
+
+    def compare(self: TracedFloat, *others: Any) -> Any:
+        if any(not isinstance(x, (int, float, TracedFloat)) for x in others):
+            return NotImplemented
+        args = (self, *others)
+        if any(isinstance(x, TracedFloat) and x.node.now is None for x in args):
+            raise value_read(f"{name} of a number that changes from call to call")
+        found = function(*map(_hint, args))
+        self.node.recorder.conditions.append(Condition(str(self.node.name), function, tuple(map(_now, args)), found))
+        return found
+
+    return compare
+
+
+def _hint(x: Any) -> Any:
+    return x.node.hint if isinstance(x, TracedFloat) else x
+
+
+def _now(x: Any) -> Any:
+    return x.node.now if isinstance(x, TracedFloat) else x
 
 
 def _recorded(function: Callable[..., Any], swapped: bool = False) -> Callable[..., Any]:
@@ -89,10 +157,11 @@ def _recorded(function: Callable[..., Any], swapped: bool = False) -> Callable[.
         if any(not isinstance(x, (int, float, TracedFloat)) for x in others):
             return NotImplemented
         args = (*others, self) if swapped else (self, *others)
-        hints = [x.node.hint if isinstance(x, TracedFloat) else x for x in args]
-        recorder = self.node.recorder
-        made = recorder.call(function, tuple(x.node.node if isinstance(x, TracedFloat) else x for x in args))
-        return TracedFloat.of(recorder, made, function(*hints))
+        traced = [x.node for x in args if isinstance(x, TracedFloat)]
+        node = self.node.recorder.call(function, tuple(x.node.node if isinstance(x, TracedFloat) else x for x in args))
+        known, name = [_now(x) for x in args], next((x.name for x in traced if x.name == RATE), traced[0].name)
+        now = None if any(x.now is None for x in traced) else lambda: function(*[x() if callable(x) else x for x in known])
+        return TracedFloat.of(self.node.recorder, node, function(*map(_hint, args)), now, name)
 
     return call
 
@@ -102,5 +171,32 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "mod", "floordiv"):
     setattr(TracedFloat, f"__r{_name}__", _recorded(getattr(operator, _name), swapped=True))
 for _name in ("neg", "pos", "abs"):
     setattr(TracedFloat, f"__{_name}__", _recorded(getattr(operator, _name)))
-for _name in ("bool", "float", "int", "eq", "ne", "lt", "le", "gt", "ge", "repr", "str", "format", "round", "trunc", "floor", "ceil"):
-    setattr(TracedFloat, f"__{_name}__", _refused(f"__{_name}__"))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(TracedFloat, f"__{_name}__", _compared(f"__{_name}__", getattr(operator, _name)))
+setattr(TracedFloat, "__bool__", _compared("__bool__", operator.truth))  # noqa: B010
+for _name in ("float", "int", "repr", "str", "format", "round", "trunc", "floor", "ceil"):
+    setattr(TracedFloat, f"__{_name}__", _read(f"__{_name}__"))
+
+
+# -- C++ doubles ---------------------------------------------------------------------------------------------------------
+
+
+def among(passed: Sequence[_ScalarNode], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, _ScalarNode]:
+    """Return which of an operator's arguments, flattened, are the traced numbers that were passed as C++ doubles, by index.
+
+    They are told by their values; where several have the same value, by their names. One that is not found is a constant, under the
+    condition that it stays.
+    """
+    given = [(a.name, x) for a, x in zip(func._schema.arguments, args, strict=False)] + list(kwargs.items())
+    flat = [(name, leaf) for name, x in given for leaf in pytree.tree_leaves(x)]
+    found: dict[int, _ScalarNode] = {}
+    for hint in dict.fromkeys(x.hint for x in passed):
+        nodes = [x for x in passed if x.hint is hint or x.hint == hint]
+        places = [i for i, (_, x) in enumerate(flat) if type(x) is float and (x == hint or (x != x and hint != hint))]
+        for node in nodes:
+            named = places if len(nodes) == len(places) == 1 else [i for i in places if flat[i][0] == node.name]
+            if len(named) == 1:
+                found[named[0]] = node
+            else:
+                node.constant(f"{func}, which computes with it before it runs or has another argument of the same value,")
+    return found

@@ -3,11 +3,13 @@
 Dynamo runs the library's code as Python, with a graph break: collectives, hooks and dispatch depend on state that Dynamo does not guard
 (gathered parameters, collectives in flight). Code that the library calls, such as a module's forward, is compiled.
 
-Importing Dynamo takes seconds, so it is not imported here: its rules are set when it is, before or after this library.
+Importing Dynamo takes seconds, so it is not imported here: its rules are set when it is, before or after this library. With
+`fullgraph=True` a graph break is an error, whose hints are replaced by one that says what to do.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.util
 import sys
@@ -18,7 +20,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...mesh.comm.call_site import _OURS
+
 F = TypeVar("F", bound=Callable[..., Any])
+_HINT = (
+    "torch.compile runs operators on ShardedTensors, and all other code of shardmesh, eagerly: a graph breaks here. Leave out "
+    "fullgraph=True; or compile modules that see plain tensors, such as the blocks under fully_shard; or compile the whole step, with its "
+    "collectives and the optimizer, by sm.jit(step)"
+)
+_reasons: list[str] = []  # of functions that are not compiled
 _RULES = "torch._dynamo.trace_rules"
 
 
@@ -35,6 +45,7 @@ def not_compiled(reason: str) -> Callable[[F], F]:
     """Mark a function that compiled code may call; with `fullgraph=True` Dynamo's error shows the reason."""
 
     def mark(f: F) -> F:
+        _reasons.append(reason)
         f._torchdynamo_disable, f._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
         return f
 
@@ -58,6 +69,24 @@ def _add_rules(rules: Any) -> None:
     package = __name__.rpartition(".sharding")[0]
     for folder in ("mesh", "sharding", "kernels"):
         rules.add(f"{package}.{folder}")
+    _explain_breaks()
+
+
+def _explain_breaks() -> None:
+    """Replace the hints of graph breaks at this library's code and objects."""
+    from torch._dynamo import exc
+
+    describe = getattr(exc, "format_graph_break_message", None)
+    if describe is None or hasattr(describe, "__wrapped__"):
+        return
+
+    @functools.wraps(describe)
+    def described(gb_type: str, context: str, explanation: str, hints: list[str]) -> str:
+        text = f"{context} {explanation}"
+        is_ours = "ShardedTensor" in text or any(part in text for part in (*_OURS, *_reasons))
+        return describe(gb_type, context, explanation, [_HINT] if is_ours else hints)
+
+    exc.format_graph_break_message = described
 
 
 class _DynamoFinder(importlib.abc.MetaPathFinder):

@@ -27,7 +27,6 @@ class EMA:
     Attributes:
         decay: as given; it may be changed.
         average: path -> average, initially a copy of the parameter.
-        updates: the number of updates so far.
 
     Raises:
         ValueError: on every rank, a decay outside [0, 1]; a model with no parameter that requires grad.
@@ -46,7 +45,7 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA(decay={decay}): decay must be from 0 to 1, such as 0.999")
-        self.decay, self.updates = decay, 0
+        self.decay, self._updates = decay, torch.zeros((), dtype=torch.int64)  # a tensor, so that a graph of `sm.jit` can count
         self._parameters = {path: p for path, p in model.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise ValueError(f"EMA of {type(model).__name__}: no parameter requires grad, so there is nothing to average")
@@ -68,7 +67,12 @@ class EMA:
         for some in _by_dtype(parameters):
             now = [parameters[i].to(averages[i].dtype) for i in some]
             torch._foreach_lerp_([averages[i] for i in some], now, 1 - self.decay)
-        self.updates += 1
+        self._updates += 1
+
+    @property
+    def updates(self) -> int:
+        """The number of updates so far."""
+        return int(self._updates)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -110,7 +114,8 @@ class EMA:
             if isinstance(theirs, ShardedTensor) and isinstance(mine, ShardedTensor):
                 theirs = theirs.redistribute(mine.mesh, mine.spec)
             mine.copy_(theirs)
-        self.decay, self.updates = state["decay"], state["updates"]
+        self.decay = state["decay"]
+        self._updates.fill_(state["updates"])
 
     def __repr__(self) -> str:
         return f"EMA({len(self.average)} parameters, decay={self.decay}, updates={self.updates})"

@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+@pytest.fixture
+def redistribute(benchmark_module):
+    return benchmark_module("redistribute")
 
 
 @pytest.fixture
-def redistribute(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("redistribute")
+def measure(benchmark_module):
+    return benchmark_module("measure")
 
 
 @pytest.fixture
-def measure(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("measure")
-
-
-@pytest.fixture
-def plan_scale(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("plan_scale")
-
-
-def run_script(name, tmp_path, *arguments):
-    """Its figures and its document."""
-    figures, document = tmp_path / "figures.json", tmp_path / "tables.md"
-    command = [sys.executable, str(BENCHMARKS / name), *arguments, "--json", str(figures), "--markdown", str(document)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return json.loads(figures.read_text()), document.read_text()
+def plan_scale(benchmark_module):
+    return benchmark_module("plan_scale")
 
 
 # -- measure -----------------------------------------------------------------------------------------------------------
@@ -97,8 +77,8 @@ def test_pairs_exist_for_every_guarantee(redistribute):
 
 
 @pytest.mark.slow
-def test_redistribute_runs_and_finds_the_bound_reached(tmp_path):
-    figures, document = run_script("redistribute.py", tmp_path, "--quick")
+def test_redistribute_runs_and_finds_the_bound_reached(run_benchmark):
+    figures, document = run_benchmark("redistribute.py", "--quick")
     assert len(figures["pairs"]) == 15
     for pair in figures["pairs"]:
         ours, theirs = pair["ours"], [pair["greedy"], pair["min-cost"]]
@@ -118,12 +98,12 @@ def test_redistribute_runs_and_finds_the_bound_reached(tmp_path):
     [("S0 -> R, all axes", 31), ("S0 -> S1, all axes", 31), ("FSDP all_gather", 3), ("FSDP all_gather, minor", 3)],
 )
 def test_peers(plan_scale, pair, peers):
-    assert plan_scale.time_rank(plan_scale.Case((4, 8), None, pair, plan_scale.EVEN)).found == peers
+    assert plan_scale.time_rank(plan_scale.PlanCase((4, 8), None, pair, plan_scale.EVEN)).result == peers
 
 
 @pytest.mark.slow
-def test_plan_scale_runs_and_writes_its_figures(tmp_path):
-    figures, document = run_script("plan_scale.py", tmp_path, "--quick")
+def test_plan_scale_runs_and_writes_its_figures(run_benchmark):
+    figures, document = run_benchmark("plan_scale.py", "--quick")
     assert {case["ranks"] for case in figures["cases"]} == {8}
     assert len({case["case"] for case in figures["cases"]}) == len(figures["cases"])
     assert all(case[part] > 0 for case in figures["cases"] for part in ("plan", "explain", "rank", "allocated"))
@@ -134,8 +114,8 @@ def test_plan_scale_runs_and_writes_its_figures(tmp_path):
 
 
 @pytest.mark.slow
-def test_dispatch_runs_and_writes_its_figures(tmp_path):
-    figures, document = run_script("dispatch.py", tmp_path, "--only", "moves")
+def test_dispatch_runs_and_writes_its_figures(run_benchmark):
+    figures, document = run_benchmark("dispatch.py", "--only", "moves")
     cases = figures["sections"]["moves"]
     assert {"plain", "DTensor", "ours"} <= set(cases[0]["times"])
     assert "| partial -> replicated |" in document

@@ -20,13 +20,12 @@ WITHOUT_SPMD_TYPES = "import sys; sys.modules['spmd_types'] = None; "
 
 
 @pytest.fixture
-def raw(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("raw_collectives")
+def raw(benchmark_module):
+    return benchmark_module("raw_collectives")
 
 
 def run_script(tmp_path, *arguments, before=""):
-    """Its figures and its document."""
+    """Run the script; return its figures and its document."""
     figures, document = tmp_path / "figures.json", tmp_path / "tables.md"
     code = before + AS_SCRIPT.format(folder=str(BENCHMARKS), script=str(BENCHMARKS / "functional.py"))
     files = ["--json", str(figures), "--markdown", str(document)]
@@ -36,15 +35,15 @@ def run_script(tmp_path, *arguments, before=""):
     return json.loads(figures.read_text()), document.read_text()
 
 
-def contestants(cases):
-    """By case, who was timed."""
+def implementations(cases):
+    """Return the implementations timed in each case."""
     return {case["case"]: set(case["times"]) for case in cases}
 
 
 @pytest.mark.slow
 def test_every_section_has_its_rows(raw, tmp_path):
     figures, document = run_script(tmp_path)
-    found = {name: contestants(cases) for name, cases in figures["sections"].items()}
+    found = {name: implementations(cases) for name, cases in figures["sections"].items()}
     theirs = {"spmd_types", "spmd_types checked"} if find_spec("spmd_types") else set()
     ours = {"check=False", 'check="always"'}
     entry = {"plain", "check=True", "sm.compat.local_map", "DTensor"} | ours | theirs
@@ -62,14 +61,14 @@ def test_without_spmd_types(tmp_path):
     figures, document = run_script(tmp_path, "--only", "boundary", before=WITHOUT_SPMD_TYPES)
     assert figures["environment"]["spmd_types"] == "not installed"
     assert "spmd_types not installed" in document
-    assert not any(who.startswith("spmd_types") for who in contestants(figures["sections"]["boundary"])["2 arguments, 1 result"])
+    assert not any(who.startswith("spmd_types") for who in implementations(figures["sections"]["boundary"])["2 arguments, 1 result"])
 
 
-# -- the contestants do the same ---------------------------------------------------------------------------------------
+# -- all implementations give the same result -------------------------------------------------------------------------------
 
 
 def ours(case):
-    """The value and the gradient of what a case calls ours, on a gloo rank."""
+    """Return value and gradient of a case's `ours` on a gloo rank."""
     mesh = sm.init_device_mesh("cpu", (8,), axis_names=("x",))
 
     def body(x):
@@ -85,19 +84,19 @@ def ours(case):
 
 
 def by_hand(raw, case):
-    """The same of what it calls raw."""
+    """Return the same of its `raw`."""
     x = part(case, torch.distributed.get_rank()).requires_grad_()
     out = raw.ByHand(case.raw, case.back)(torch.distributed.group.WORLD, x)
     return out, torch.autograd.grad(out, x, torch.arange(out.numel()).view_as(out).to(out.dtype))[0]
 
 
 def part(case, rank):
-    """Data of this rank's own."""
+    """Return the input of this rank."""
     return torch.arange(64.0).view(case.shape) * (rank + 1) + rank
 
 
 def same_on_this_rank():
-    """On a gloo rank: the differentiable cases for which what is raw and what is ours differ."""
+    """Return the differentiable cases in which `raw` and `ours` differ on this gloo rank, and the number of cases."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         raw = importlib.import_module("raw_collectives")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -18,18 +17,8 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpre
 
 
 @pytest.fixture
-def module(monkeypatch):
-    """A file of the folder, by its name."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    # transformers looks for a package named `kernels`, and on pytest's path finds the folder of ours
-    if "kernels" in sys.modules and not (sys.modules["kernels"].__file__ or "").startswith(str(BENCHMARKS)):
-        monkeypatch.delitem(sys.modules, "kernels")
-    return importlib.import_module
-
-
-@pytest.fixture
-def cases(module):
-    return {case.name: case for case in module("kernel_cases").CASES}
+def cases(benchmark_module):
+    return {case.name: case for case in benchmark_module("kernel_cases").CASES}
 
 
 def run_script(name, *arguments):
@@ -37,27 +26,27 @@ def run_script(name, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-# -- the contestants do the same ---------------------------------------------------------------------------------------
+# -- all implementations give the same result --------------------------------------------------------------------------
 
 
-def test_torch_equals_our_torch_implementation(module, cases):
-    disagreeing = module("kernel_cases").disagreeing
+def test_torch_equals_our_torch_implementation(benchmark_module, cases):
+    disagreeing = benchmark_module("kernel_cases").disagreeing
     for case in cases.values():
         assert disagreeing(case, case.make(SMALL, "cpu")) == [], case.name
 
 
 @NO_GPU
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of what stands for infinities
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, for infinities
 @pytest.mark.parametrize("kind", ["pack", "unpack", "cast", "sum", "quantise", "dequantise"])
-def test_torch_equals_our_kernels(module, cases, kind):
-    disagreeing = module("kernel_cases").disagreeing
+def test_torch_equals_our_kernels(benchmark_module, cases, kind):
+    disagreeing = benchmark_module("kernel_cases").disagreeing
     with using_kernels():
         for case in cases.values():
             if case.name.startswith(kind) and "middle" not in case.name:  # which takes seconds in the interpreter
                 assert disagreeing(case, case.make(SMALL, "cpu")) == [], case.name
 
 
-def test_what_must_be_moved(module, cases):
+def test_what_must_be_moved(benchmark_module, cases):
     assert cases["pack, first dim, bf16"].make(SMALL, "cpu").needed() == 0
     assert cases["pack, last dim, bf16"].make(1 << 16, "cpu").needed() == 2 << 16
     assert cases["cast, scale, pack, last dim"].make(1 << 16, "cpu").needed() == (1 << 16) * 6 // 4
@@ -70,8 +59,8 @@ def amounts(moved):
     return moved.launches, moved.read, moved.written
 
 
-def test_bytes_of_torch(module):
-    moved_by_torch = module("kernel_bytes").moved_by_torch
+def test_bytes_of_torch(benchmark_module):
+    moved_by_torch = benchmark_module("kernel_bytes").moved_by_torch
     x = torch.zeros(4, 8)  # 128 bytes
     assert amounts(moved_by_torch(lambda x: x.t().view(8, 2, 2)[1:], (x,))) == (0, 0, 0)
     assert amounts(moved_by_torch(lambda x: x.t().contiguous(), (x,))) == (1, 128, 128)
@@ -82,9 +71,9 @@ def test_bytes_of_torch(module):
     assert amounts(moved_by_torch(lambda x: torch.cat(x.chunk(2, 1), out=out), (x,))) == (1, 128, 128)
 
 
-def test_sectors(module):
-    """A column of 64 float32, and a row of as many: half a warp's worth of the same sectors, all of them."""
-    kernel_bytes, traffic = module("kernel_bytes"), module("kernel_bytes").Traffic()
+def test_sectors(benchmark_module):
+    """Rows of 16 bytes use half of each sector; contiguous elements use all of it."""
+    kernel_bytes, traffic = benchmark_module("kernel_bytes"), benchmark_module("kernel_bytes").KernelTraffic()
     everywhere = torch.ones(64, 4, dtype=torch.bool).numpy()
     rows = (torch.arange(64)[:, None] * 64 + torch.arange(4) * 4).numpy()  # 16 of every 64 bytes
     traffic.add(kernel_bytes.Access("load", (0, 0), rows, everywhere, 4))
@@ -95,8 +84,8 @@ def test_sectors(module):
 
 
 @NO_GPU
-def test_bytes_of_kernels(module, cases):
-    traffic_of = module("kernel_bytes").traffic_of
+def test_bytes_of_kernels(benchmark_module, cases):
+    traffic_of = benchmark_module("kernel_bytes").traffic_of
     size = 1 << 16
     for name, read, written in [
         ("pack, last dim, bf16", size, size),
@@ -106,7 +95,7 @@ def test_bytes_of_kernels(module, cases):
     ]:
         work = cases[name].make(size, "cpu")
         moved = traffic_of(work)
-        result = sum(x.nbytes for x in module("kernel_cases").tensors_in(work.ours(*work.inputs)))
+        result = sum(x.nbytes for x in benchmark_module("kernel_cases").tensors_in(work.ours(*work.inputs)))
         assert (moved.launches, moved.read, moved.written) == (1, read or result, written or result), name
         assert moved.from_memory >= moved.bytes
 
@@ -133,9 +122,9 @@ def test_without_a_gpu():
 
 
 @pytest.fixture
-def kernels(module, monkeypatch):
-    """The script, with everything but the clock: a call takes as many microseconds as its name is long."""
-    kernels = module("kernels")
+def kernels(benchmark_module, monkeypatch):
+    """The script without the clock: a call takes as many microseconds as its name has letters."""
+    kernels = benchmark_module("kernels")
 
     def medians(calls, rounds):
         for call in calls.values():
@@ -156,13 +145,13 @@ def test_tables_of_times(kernels, cases):
     assert (ours.of_copy, ours.missed) == (1.0, False)  # both names have four letters
     assert (dtensor.slower, dtensor.wanted, dtensor.missed) == (len(dtensor.who) / 4, 2.0, False)
     document = kernels.document(found, 4e12)
-    assert "2 of 2 figures are as wanted." in document
+    assert "2 of 2 targets are met." in document
     assert "4000 GB/s" in document
     assert f"| {ours.case} | 0.01 | ours |" in document
 
 
-def test_wrong_results_are_not_timed(kernels, cases, module):
-    peer = module("kernel_cases").Peer
+def test_wrong_results_are_not_timed(kernels, cases, benchmark_module):
+    peer = benchmark_module("kernel_cases").Peer
 
     def make(size, device):
         work = cases["sum of 8, fp32"].make(size, device)

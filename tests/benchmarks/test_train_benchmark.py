@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,33 +15,28 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def train(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("train")
+def train(benchmark_module):
+    return benchmark_module("train")
 
 
 @pytest.mark.slow
-def test_quick_run(train, tmp_path):
-    figures, document = tmp_path / "figures.json", tmp_path / "tables.md"
-    command = [sys.executable, str(BENCHMARKS / "train.py"), "--quick", "--json", str(figures), "--markdown", str(document)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    found = {one["contestant"]: one for one in json.loads(figures.read_text())["contestants"]}
+def test_quick_run(train, run_benchmark):
+    figures, document = run_benchmark("train.py", "--quick")
+    found = {one["implementation"]: one for one in figures["implementations"]}
     assert list(found) == list(train.MAKERS)
     assert all(one["wall"]["min_us"] > 0 and one["peak"] >= one["rest"] > 0 for one in found.values())
-    units = 3  # two blocks, and what is around them: gathered in forward and again in backward, and summed
+    units = 3  # two blocks and the root: each gathered in forward, gathered again in backward, reduced
     assert [found[name]["calls"] for name in ("ours FSDP", "torch FSDP2")] == [3 * units] * 2
     assert [found[name]["calls"] for name in ("ours FSDP, kept", "torch FSDP2, kept")] == [2 * units] * 2
     assert found["ours TP + SP"]["calls"] < found["DTensor TP + SP"]["calls"]
-    text = document.read_text()
-    assert all(f"| {pair.name} |" in text for pair in train.PAIRS)
+    assert all(f"| {pair.name} |" in document for pair in train.PAIRS)
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
 def use(train, *losses):
-    return train.Use(calls=1, received=4, peak=8, rest=2, losses=losses)
+    return train.Usage(calls=1, received=4, peak=8, rest=2, losses=losses)
 
 
 def test_different_losses_raise(train):
@@ -53,8 +46,8 @@ def test_different_losses_raise(train):
 
 
 def test_maximum_over_ranks_counts(train):
-    uses = [train.Use(1, 40, 80, 20, (1.0,)), train.Use(3, 30, 90, 10, (1.0,))]
-    assert train.of_ranks(uses) == train.Use(3, 40, 90, 20, (1.0,))
+    uses = [train.Usage(1, 40, 80, 20, (1.0,)), train.Usage(3, 30, 90, 10, (1.0,))]
+    assert train.max_over_ranks(uses) == train.Usage(3, 40, 90, 20, (1.0,))
 
 
 def test_memory_is_measured_between_operators(train):
@@ -76,7 +69,7 @@ def test_memory_is_measured_between_operators(train):
 
 
 def differences():
-    """On a gloo rank: what `CountedCollectives` says of some calls of ours, and what `comm_budget` does."""
+    """Return the calls and bytes counted by `CountC10d` and by `comm_budget` on this gloo rank."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         counts = importlib.import_module("train_counts")
@@ -85,7 +78,7 @@ def differences():
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("x",))
     part = sm.from_local(torch.ones(3, 8), mesh, sm.P("x"), shape=(12, 8))
     pending = sm.from_local(torch.ones(12, 8), mesh, sm.P(unreduced={"x"}), shape=(12, 8))
-    with counts.CountedCollectives() as counted, sm.debug.comm_budget() as used:
+    with counts.CountC10d() as counted, sm.debug.comm_budget() as used:
         for x, spec in ((part, sm.P()), (part, sm.P(None, "x")), (pending, sm.P()), (pending, sm.P("x"))):
             x.redistribute(spec)
     return counted.calls, counted.received, used.launches, used.bytes_received

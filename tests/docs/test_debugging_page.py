@@ -54,7 +54,7 @@ HANGS = "time.sleep(600)"  # in the program that is looked at while it waits
 # -- programs ----------------------------------------------------------------------------------------------------------
 
 
-class Program(NamedTuple):
+class PageProgram(NamedTuple):
     """A program of the page, and what it shows below it: "text", a "console", or nothing ("")."""
 
     source: str
@@ -62,20 +62,20 @@ class Program(NamedTuple):
     shown: str
 
 
-def programs() -> Iterator[Program]:
+def programs() -> Iterator[PageProgram]:
     first, *others = re.findall(r"```python\n((?:(?!>>>|```).)*?)```\n(?:\n```(text|console)\n(.*?)```)?", PAGE, re.DOTALL)
     for source, kind, shown in others:
-        yield Program(f"{first[0]}\n{source}", kind, shown)
+        yield PageProgram(f"{first[0]}\n{source}", kind, shown)
 
 
-def as_fault(name: str, program: Program) -> Fault:
-    """What the runner of `tests/faults` runs on four processes."""
+def as_fault(name: str, program: PageProgram) -> Fault:
+    """Return the program as a `Fault`, for the runner of `tests/faults`."""
 
     def run(_: Any) -> None:
         run_as_train_py(program.source)
 
     run.__name__ = name
-    return Fault(run, (), (), (), (), (), (), {}, twin=False)
+    return Fault(run, mesh={})
 
 
 def run_as_train_py(source: str) -> None:
@@ -105,7 +105,7 @@ class Runs(NamedTuple):
     start: Callable[[str], Future[Outcome]]
 
     def of(self, name: str) -> list[list[str]]:
-        """The lines that each rank has printed."""
+        """Return the lines printed by each rank."""
         return [output_of(found.output) for found in self.outcomes[name].result().ranks]
 
 
@@ -121,12 +121,12 @@ def runs() -> Iterator[Runs]:
             return pool.submit(runner.run, FAULTS[name], limit_s=LIMIT_S)
 
         outcomes = {name: start(name) for name in [*FAILING, *HEALTHY]}
-        yield Runs(outcomes, Path(runner._folder.name), runner._zygote.pid, start)
+        yield Runs(outcomes, Path(runner._folder.name), runner._server.pid, start)
         pool.shutdown(cancel_futures=True)
 
 
 def not_in(shown: str, printed: list[str]) -> list[str]:
-    """The lines of the page that are not among those printed, in their order."""
+    """Return the lines of the page that are missing in the output, in order."""
     ahead = iter(printed)
     return [line for line in shown.splitlines() if line.strip() and not any(like(line).fullmatch(normal(other)) for other in ahead)]
 
@@ -136,7 +136,7 @@ def like(line: str) -> re.Pattern[str]:
 
 
 def normal(line: str) -> str:
-    """Without what differs from run to run: times, how many ranks had come, where it ran, and so how wide columns are."""
+    """Remove what differs between runs: times, numbers of arrived ranks, paths, and column widths that depend on them."""
     line = re.sub(r"\d\d:\d\d:\d\d\.\d{6}", "TIME", line)
     line = re.sub(r" on \S+, process \d+", " on HOST", line)
     line = re.sub(r"^/.*/shardmesh-\w+-\w+$", "FOLDER", line)
@@ -165,7 +165,7 @@ def test_programs() -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_line_numbers(program: Program) -> None:
+def test_line_numbers(program: PageProgram) -> None:
     for number, line in enumerate(program.source.splitlines(), 1):
         said = re.findall(r"# line (\d+)", line)
         assert said in ([], [str(number)]), line
@@ -203,7 +203,7 @@ def printed_by(command: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def shown_by(command: str) -> tuple[str, str]:
-    """The block of a command, as the page shows it."""
+    """Return the output block of a command on the page."""
     (found,) = [(line, shown) for line, shown in CONSOLES if command in line]
     return found
 
@@ -235,7 +235,7 @@ def test_the_ledger_of_a_job_that_hangs(runs: Runs, monkeypatch: pytest.MonkeyPa
 
 
 def is_waiting(folder: Path) -> bool:
-    """Whether all ranks wait in their second collective but for the last one, which has called one."""
+    """Return whether all ranks wait in their second collective, except the last one, which has called one."""
     words = [buffer.words for _, buffer in sorted(buffers_in(folder).items())]
     return [(w[Header.RECORDS], bool(w[Header.BLOCKED])) for w in words] == [(2, True)] * 3 + [(1, False)]
 
@@ -276,7 +276,7 @@ ADDRESS = job_store.Address("10.0.0.1", 29500, False)
 
 
 def table(heading: str) -> list[list[str]]:
-    """The cells of the rows of a table."""
+    """Return the cells of a table's rows."""
     rows = PAGE.split(heading, 1)[1].split("\n\n", 1)[0].splitlines()[2:]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
 

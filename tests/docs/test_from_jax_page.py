@@ -123,7 +123,7 @@ COMPARED = {
 
 
 def our_names(mesh):
-    """What the expressions may use, from here."""
+    """Return the names that our expressions may use."""
     X = torch.arange(8.0, dtype=torch.float64)
 
     def tolist(tree):
@@ -152,7 +152,7 @@ X = torch.arange(8.0)
 
 
 def whole(f, in_specs, out_specs, *args, **more):
-    """What a mapped function gives, as nested lists."""
+    """Return the result of a mapped function as nested lists."""
     return sm.shard_map(f, in_specs=in_specs, out_specs=out_specs, **more)(*(args or (X,))).full_tensor().tolist()
 
 
@@ -161,7 +161,7 @@ def holds(found):
 
 
 def part(mesh):
-    """The part of X under P("a")."""
+    """Return the part of X under P("a")."""
     return X.chunk(2)[mesh.coordinate[0]].tolist()
 
 

@@ -17,7 +17,7 @@ SHOWN = re.findall(r"```python\n((?:(?!>>>|```).)*?)```\s+```text\n(.*?)```", PA
 
 
 def names():
-    """What the first example of the page defines, and what every page has."""
+    """Return the names defined by the first example of the page, and those of every page."""
     found = {"sm": sm, "P": sm.P, "torch": torch}
     for example in doctest.DocTestParser().get_examples(blocks(PAGE, "python")[0]):
         exec(example.source, found)
@@ -75,7 +75,7 @@ def on_two_ranks(program):
 
 
 def argument(mesh, letter):
-    """A tensor of this type; of its part each rank has 2 elements."""
+    """Return a tensor of this type; each rank's part has 2 elements."""
     return {"S": sm.ones(4, mesh, P("a")), "R": sm.ones(2, mesh, P()), "U": sm.ones((2, 2), mesh, P("a")).sum(0)}[letter]
 
 

@@ -26,7 +26,7 @@ def test_python_examples():
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of what the kernels and others move, of a page or of the whole table."""
+    """Return the cells with the bytes moved by the kernels and others, from a page or from the whole table."""
     table = text.split("| case | who | launches |", 1)[1].split("\n\n", 1)[0]
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 
@@ -74,7 +74,7 @@ def test_limits():
 
 
 def one_rank() -> Peers:
-    """Shared memory of a group of one, who is always there."""
+    """Return the shared memory of a group of one rank."""
     memory = torch.zeros((1 << 22) + PAD_BYTES, dtype=torch.uint8, device=DEVICE)
     address = torch.tensor([memory.data_ptr()], device=DEVICE)
     epochs = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=DEVICE)

@@ -26,10 +26,12 @@ def test_python_examples():
 
 def test_pictures_are_drawn_by_the_script(tmp_path, capsys):
     script = images()
-    assert set(re.findall(r"\(images/(\w+)\.svg\)", PAGE)) == set(script.LAYOUTS)
+    names = [*script.LAYOUTS, "timeline"]
+    assert set(re.findall(r"\(images/(\w+)\.svg\)", PAGE)) == set(names)
     script.draw_layouts(tmp_path)
-    assert capsys.readouterr().out.split() == [f"{name}.svg" for name in script.LAYOUTS]
-    for name in script.LAYOUTS:
+    script.draw_timelines(tmp_path)
+    assert capsys.readouterr().out.split() == [f"{name}.svg" for name in names]
+    for name in names:
         drawn = (DOCS / "images" / f"{name}.svg").read_text()
         texts = [re.findall(r">([^<>\n]+)</text>", svg) for svg in (drawn, (tmp_path / f"{name}.svg").read_text())]
         assert texts[0] == texts[1]

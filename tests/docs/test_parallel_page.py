@@ -17,7 +17,7 @@ import shardmesh.parallel
 from shardmesh import P
 from shardmesh.parallel import MixedPrecisionPolicy, data_parallel, fully_shard, parallelize
 from shardmesh.sharding.parallel.data.schedule import units_in
-from tests.device import DEVICE, made_here
+from tests.device import DEVICE, on_device
 from tests.docs.pages import DOCS, blocks, unknown_names
 from tests.sharding.parallel import models
 from tests.sharding.parallel.plans import on_axes
@@ -43,7 +43,7 @@ def test_names():
 # -- programs ----------------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
+class TanhResidual(nn.Module):
     """The model of the first program: two matrices with the names in its plan."""
 
     def __init__(self, d: int = 8) -> None:
@@ -66,7 +66,7 @@ def _run(words: str, names: dict[str, Any]) -> dict[str, Any]:
 
 def _ranks(count: int, program: Any) -> list[Any]:
     def rank() -> Any:
-        with made_here():
+        with on_device():
             return program()
 
     return sm.simulate(count)(rank)()
@@ -76,9 +76,9 @@ def test_first_program():
     """Also runs the program about micro-batches, with its results."""
 
     def program():
-        model = nn.Sequential(*[Block() for _ in range(2)]).double()
+        model = nn.Sequential(*[TanhResidual() for _ in range(2)]).double()
         batch = torch.ones(4, 8, dtype=torch.float64, device=DEVICE)
-        names = _run("rowwise()}", {"torch": torch, "model": model, "Block": Block, "batch": batch})
+        names = _run("rowwise()}", {"torch": torch, "model": model, "Block": TanhResidual, "batch": batch})
         assert names["loss"].full_tensor().item() > 0
         assert model[0].wq.weight.spec.dims[0] == ("tp", "fsdp")
         x = sm.device_put(torch.ones(4, 8, dtype=torch.float64), names["mesh"], P("fsdp"), src_data_rank=None)
@@ -95,10 +95,10 @@ PORTS = {"DDP(model)": "data_parallel(model, mesh)  ", "fully_shard(block, mesh=
 def _trained_by(words: str) -> list[torch.Tensor]:
     """Return the parameters after a program of the page on a real rank, with different rows on each rank."""
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block()).double()
+    model = nn.Sequential(TanhResidual(), TanhResidual()).double()
     rows = torch.arange(64.0, dtype=torch.float64).reshape(2, 4, 8).cos()
     loader = [batch[dist.get_rank()][None] for batch in rows]
-    _run(words, NAMES | {"model": model, "Block": Block, "loader": loader})
+    _run(words, NAMES | {"model": model, "Block": TanhResidual, "loader": loader})
     return [x.full_tensor().detach() if hasattr(x, "full_tensor") else x.detach() for x in model.parameters()]
 
 
@@ -112,8 +112,8 @@ def test_torch_script_and_its_port(theirs, world4):
 def test_program_with_units():
     def program():
         mesh = sm.init_device_mesh(DEVICE, (3,), axis_names=("fsdp",))
-        model = nn.Sequential(Block(), Block())
-        _run("units=Block)            #", NAMES | {"model": model, "mesh": mesh, "Block": Block})
+        model = nn.Sequential(TanhResidual(), TanhResidual())
+        _run("units=Block)            #", NAMES | {"model": model, "mesh": mesh, "Block": TanhResidual})
         return len(units_in(model))
 
     assert _ranks(3, program) == [3, 3, 3]
@@ -123,8 +123,8 @@ def test_program_with_compiled_blocks():
     def program():
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("fsdp",))
         model = nn.Module()
-        model.blocks = nn.ModuleList([Block(), Block()])
-        _run("block.compile(fullgraph=True)", NAMES | {"model": model, "mesh": mesh, "Block": Block})
+        model.blocks = nn.ModuleList([TanhResidual(), TanhResidual()])
+        _run("block.compile(fullgraph=True)", NAMES | {"model": model, "mesh": mesh, "Block": TanhResidual})
         model.blocks[0](torch.ones(2, 8)).sum().backward()
         return len(units_in(model)), model.blocks[0].wq.weight.grad is not None
 
@@ -237,7 +237,7 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def _model():
-    return nn.Sequential(nn.Linear(D, D, bias=False), *[Block(D) for _ in range(BLOCKS)]).double()
+    return nn.Sequential(nn.Linear(D, D, bias=False), *[TanhResidual(D) for _ in range(BLOCKS)]).double()
 
 
 BY_ROW = {
@@ -255,7 +255,7 @@ COSTS = {row[0]: row[1:] for row in rows("### What a row costs")}
 
 def _split(model: nn.Module, mesh: sm.DeviceMesh, said: dict[str, Any]) -> nn.Module:
     layer: Any = fully_shard if "axes" in said else data_parallel
-    return layer(model, mesh, units=Block, mp_policy=HALF, **said)
+    return layer(model, mesh, units=TanhResidual, mp_policy=HALF, **said)
 
 
 def _gathered(model: nn.Module) -> int:

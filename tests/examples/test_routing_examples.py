@@ -28,7 +28,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def experts_of(count: int, favoured: bool = False) -> dict[str, torch.Tensor]:
-    """Weights in double precision; favoured: all tokens (of positive numbers) choose the same experts."""
+    """Return weights in double precision; with `favoured`, all (positive) tokens choose the same experts."""
     params = {name: p.double() for name, p in moe.problem(count).items()}
     if favoured:
         params["router"][:, : moe.CHOICES] += 100
@@ -85,7 +85,7 @@ SHAPES = [(5, 7), (1, 3), (4, 4)]  # with 1 row, parts are empty
 
 
 def steps(count: int = 3) -> tuple[Any, list[Any]]:
-    """A tree of parameters, a 0-d one among them, and gradients for some steps."""
+    """Return a tree of parameters with a 0-d one, and gradients for some steps."""
     params = {"list": [draw(*shape) for shape in SHAPES], "scale": draw()}
     return params, [pytree.tree_map(lambda p, i=i: draw(*p.shape, seed=7 + i), params) for i in range(count)]
 

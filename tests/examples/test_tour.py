@@ -25,7 +25,7 @@ def is_quiet(cell):
 
 
 def text_of(cell):
-    """What the cell printed, and the value of its last line."""
+    """Return the output of a cell and the value of its last line."""
     parts = [out.text if out.output_type == "stream" else out.get("data", {}).get("text/plain", "") for out in cell.outputs]
     return "\n".join(parts)
 

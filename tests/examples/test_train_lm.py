@@ -16,15 +16,15 @@ import shardmesh as sm
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_lm.py"
 ARGUMENTS = ["--size", "tiny", "--steps", "12", "--every", "4"]
-# Of each step of the tiny model, with 2 layers of 4 weights: an axis of size 1 communicates nothing.
+# Of each eager step of the tiny model, with 2 layers of 4 weights: an axis of size 1 communicates nothing.
 CALLS = {
     "fsdp=2,tp=2": {
         "all_gather": 2 * 4 + 1,  # every weight once, the embedding over both axes
         "reduce_scatter": 2 * 4 + 1,  # their gradients, the embedding's over both axes at once
-        "all_reduce": 2 * (2 + 2) + 1 + 1,  # two sums into the stream, forward and backward; norms; number of targets
+        "all_reduce": 2 * (2 + 2) + 1 + 1 + 1,  # two sums into the stream, forward and backward; norms; number of targets; clipping
     },
-    "fsdp=4,tp=1": {"all_gather": 2 * 4 + 1, "reduce_scatter": 2 * 4 + 1, "all_reduce": 1 + 1},
-    "fsdp=1,tp=4": {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2 * (2 + 2) + 1 + 1},
+    "fsdp=4,tp=1": {"all_gather": 2 * 4 + 1, "reduce_scatter": 2 * 4 + 1, "all_reduce": 1 + 1 + 1},
+    "fsdp=1,tp=4": {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2 * (2 + 2) + 1 + 1 + 1},
 }
 
 
@@ -40,13 +40,21 @@ def check_same_losses(run: report.Run, single: report.Run) -> None:
         assert ours.valid_loss == pytest.approx(theirs.valid_loss, rel=train_lm.TOLERANCE)
 
 
+def eager_and_graph(arguments: list[str]) -> list[report.Run]:
+    options = [train_lm.parse([*arguments, *jit]) for jit in (["--no-jit"], [])]
+    return [sm.simulate(4)(train_lm.train_on_mesh)(one)[0] for one in options]
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("mesh", CALLS)
 def test_training_on_any_mesh_equals_one_process(mesh, single):
-    options = train_lm.parse([*ARGUMENTS, "--mesh", mesh])
-    run = sm.simulate(4)(train_lm.train_on_mesh)(options)[0]
-    check_same_losses(run, single)
-    assert {op: calls for op, (calls, _) in run.collectives.items()} == CALLS[mesh]
+    eager, graph = eager_and_graph([*ARGUMENTS, "--mesh", mesh])
+    check_same_losses(eager, single)
+    assert graph.rows == [replace(a, tokens_per_s=b.tokens_per_s) for a, b in zip(eager.rows, graph.rows, strict=True)]
+    assert {op: calls for op, (calls, _) in eager.collectives.items()} == CALLS[mesh]
+    # The graph packs small ones, and sends the same bytes.
+    assert {op: sent for op, (_, sent) in graph.collectives.items()} == {op: sent for op, (_, sent) in eager.collectives.items()}
+    assert sum(calls for calls, _ in graph.collectives.values()) < sum(CALLS[mesh].values())
 
 
 @pytest.mark.one_in(3)
@@ -55,6 +63,16 @@ def test_training_with_layers_equals_one_process(axes, single):
     run = sm.simulate(4)(train_lm.train_on_mesh)(train_lm.parse([*ARGUMENTS, "--parallel", axes]))[0]
     check_same_losses(run, single)
     assert run.sample == single.sample
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("how", [["--mesh", "fsdp=2,tp=2"], ["--parallel", "fsdp=4"], ["--parallel", "zero2=2,sp=2"]], ids=" ".join)
+def test_accumulating_equals_one_process(how):
+    options = [*ARGUMENTS, "--accumulate", "2"]
+    reference = train_lm.train(train_lm.parse(options), None)
+    eager, graph = eager_and_graph([*options, *how])
+    check_same_losses(eager, reference)
+    assert [(row.loss, row.valid_loss) for row in graph.rows] == [(row.loss, row.valid_loss) for row in eager.rows]
 
 
 @pytest.mark.one_in(2)
@@ -119,6 +137,7 @@ def test_comparison_finds_the_largest_difference(loss, expected):
         (["--mesh", "dp=2,tp=2"], "write the sizes of fsdp and tp"),
         (["--mesh", "fsdp=0,tp=2"], "write the sizes of fsdp and tp"),
         (["--steps", "0"], "all must be at least 1"),
+        (["--accumulate", "0"], "--accumulate 0: all must be at least 1"),
         (["--parallel", "ddp=4"], "write sizes of axes among dp, zero1"),
         (["--parallel", "tp=2,sp=2"], "of tp and sp only one"),
         (["--resume"], "--resume continues from a checkpoint"),

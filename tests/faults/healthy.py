@@ -12,27 +12,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.faults.at import At
 from tests.faults.fault import STALL_S, healthy
+from tests.faults.rank_context import RankContext
 from tests.faults.training import batches, replicated, sharded
 from tests.faults.wrong_calls import SQUARE, SQUARE_MESH
 
 
 @healthy()
-def waits_in_another_order(at: At) -> Any:
+def waits_in_another_order(ctx: RankContext) -> Any:
     """Asynchronous collectives are waited for in another order on each rank"""
     xs = [torch.full((2,), float(n)) for n in range(4)]
-    works = [at.group().all_reduce(x, async_op=True) for x in xs]
+    works = [ctx.group().all_reduce(x, async_op=True) for x in xs]
     for n in range(4):
-        works[(n + at.rank) % 4].wait()
+        works[(n + ctx.rank) % 4].wait()
     return [x[0].item() for x in xs]
 
 
 @healthy()
-def calls_from_different_lines(at: At) -> Any:
-    """The same collective stands in two branches"""
-    x = at.put(SQUARE, at.d.Shard(0))
-    if at.rank == 0:
+def calls_from_different_lines(ctx: RankContext) -> Any:
+    """The same collective is called in two branches"""
+    x = ctx.put(SQUARE, ctx.d.Shard(0))
+    if ctx.rank == 0:
         whole = x.full_tensor()
         print(whole)
     else:
@@ -41,81 +41,81 @@ def calls_from_different_lines(at: At) -> Any:
 
 
 @healthy()
-def makes_tensors_of_its_own(at: At) -> Any:
-    """Rank 0 makes more tensors, and computes with them, without communication"""
-    x = at.put(SQUARE, at.d.Shard(0))
-    if at.rank == 0:
-        more = at.put(SQUARE, at.d.Shard(0)) * 2
+def creates_local_tensors(ctx: RankContext) -> Any:
+    """Rank 0 creates more tensors and computes with them, without communication"""
+    x = ctx.put(SQUARE, ctx.d.Shard(0))
+    if ctx.rank == 0:
+        more = ctx.put(SQUARE, ctx.d.Shard(0)) * 2
         print(more.to_local().sum(), x.to_local().mean(), (x + 1).to_local())
-    y = at.put(SQUARE + 1, at.d.Shard(0))
+    y = ctx.put(SQUARE + 1, ctx.d.Shard(0))
     return (x * 2 + y).full_tensor().sum().item()
 
 
 @healthy(mesh=SQUARE_MESH)
-def works_in_separate_groups(at: At) -> Any:
+def works_in_separate_groups(ctx: RankContext) -> Any:
     """Each row of the mesh does something else, as pipeline stages do"""
     x = torch.ones(4)
-    for _ in range(3 if at.rank < 2 else 5):
-        at.group("tp").all_reduce(x, "max" if at.rank < 2 else "sum")
-    if at.rank >= 2:
-        at.group("tp").barrier()
-    at.group("dp").all_reduce(x)
+    for _ in range(3 if ctx.rank < 2 else 5):
+        ctx.group("tp").all_reduce(x, "max" if ctx.rank < 2 else "sum")
+    if ctx.rank >= 2:
+        ctx.group("tp").barrier()
+    ctx.group("dp").all_reduce(x)
     return x.tolist()
 
 
 @healthy(mesh=SQUARE_MESH)
-def differs_between_rows(at: At) -> Any:
+def differs_between_rows(ctx: RankContext) -> Any:
     """Rows of the mesh reduce other shapes and dtypes"""
-    x = torch.ones(4 + 4 * (at.rank // 2), dtype=torch.float32 if at.rank < 2 else torch.float64)
-    at.group("tp").all_reduce(x)
+    x = torch.ones(4 + 4 * (ctx.rank // 2), dtype=torch.float32 if ctx.rank < 2 else torch.float64)
+    ctx.group("tp").all_reduce(x)
     return x.tolist()
 
 
 @healthy()
-def comes_late(at: At) -> Any:
+def is_late(ctx: RankContext) -> Any:
     """A rank is slow, and the others wait"""
     x = torch.ones(4)
     for turn in range(4):
-        if at.rank == turn:
+        if ctx.rank == turn:
             time.sleep(0.3)
-        at.group().all_reduce(x)
+        ctx.group().all_reduce(x)
     return x.tolist()
 
 
 @healthy()
-def starts_late(at: At) -> Any:
-    """A rank comes to its first collective late"""
-    if at.rank == 2:
+def starts_late(ctx: RankContext) -> Any:
+    """A rank is late for its first collective"""
+    if ctx.rank == 2:
         time.sleep(1.0)
-    return at.put(SQUARE, at.d.Shard(0)).full_tensor().sum().item()
+    return ctx.put(SQUARE, ctx.d.Shard(0)).full_tensor().sum().item()
 
 
 @healthy()
-def has_nothing_left_to_do(at: At) -> Any:
-    """Ranks end long before others, who need them no more"""
+def ends_early(ctx: RankContext) -> Any:
+    """Ranks end long before others that do not need them any more"""
     x = torch.ones(4)
-    at.group().all_reduce(x)
-    if at.rank in (1, 3):
+    ctx.group().all_reduce(x)
+    if ctx.rank in (1, 3):
         time.sleep(0.6)
     return x.tolist()
 
 
 @healthy(mesh=SQUARE_MESH)
-def one_row_ends_first(at: At) -> Any:
-    """A group ends while the other goes on"""
+def one_row_ends_first(ctx: RankContext) -> Any:
+    """The ranks of one group end while the others continue"""
     x = torch.ones(4)
-    at.group().all_reduce(x)
-    for _ in range(1 if at.rank < 2 else 20):
-        at.group("tp").all_reduce(x, "max")
-        time.sleep(0.01 * (at.rank >= 2))
+    ctx.group().all_reduce(x)
+    for _ in range(1 if ctx.rank < 2 else 20):
+        ctx.group("tp").all_reduce(x, "max")
+        time.sleep(0.01 * (ctx.rank >= 2))
     return x.tolist()
 
 
 @healthy()
-def handles_an_error(at: At) -> Any:
-    """A rank raises and catches an error of its own"""
-    x = at.put(SQUARE, at.d.Shard(0))
-    if at.rank == 1:
+def handles_an_error(ctx: RankContext) -> Any:
+    """A rank raises and catches an error"""
+    x = ctx.put(SQUARE, ctx.d.Shard(0))
+    if ctx.rank == 1:
         try:
             raise ValueError("no such file, never mind")
         except ValueError:
@@ -124,127 +124,127 @@ def handles_an_error(at: At) -> Any:
 
 
 @healthy()
-def raises_everywhere(at: At) -> Any:
+def raises_everywhere(ctx: RankContext) -> Any:
     """All ranks raise the same error, and catch it"""
-    x = at.put(SQUARE, at.d.Shard(0))
+    x = ctx.put(SQUARE, ctx.d.Shard(0))
     try:
-        x @ at.put(torch.ones(5, 5), at.d.Replicate())
+        x @ ctx.put(torch.ones(5, 5), ctx.d.Replicate())
     except RuntimeError:
         return x.full_tensor().sum().item()
     return None
 
 
 @healthy()
-def forks_a_child(at: At) -> Any:
-    """A rank forks a child, which ends, as data loaders do; and runs a program"""
+def forks_a_child(ctx: RankContext) -> Any:
+    """A rank forks a child that exits, as data loaders do, and runs a program"""
     x = torch.ones(4)
-    at.group().all_reduce(x)
-    if at.rank == 2:
+    ctx.group().all_reduce(x)
+    if ctx.rank == 2:
         pid = os.fork()
         if pid == 0:
             os._exit(7)
         os.waitpid(pid, 0)
         subprocess.run([sys.executable, "-S", "-c", "raise SystemExit(3)"], check=False)
-    at.group().all_reduce(x)
+    ctx.group().all_reduce(x)
     return x.tolist()
 
 
 @healthy()
-def loads_in_workers(at: At) -> Any:
-    """Batches come from worker processes; one rank leaves its loader before it is done"""
+def loads_in_workers(ctx: RankContext) -> Any:
+    """Batches come from worker processes; all ranks stop iterating early"""
     loader = torch.utils.data.DataLoader(list(range(8)), batch_size=2, num_workers=1)
     total = torch.zeros(1)
     for n, batch in enumerate(loader):
         if n == 2:
             break
         total += batch.sum()
-        at.group().all_reduce(total, "max")
+        ctx.group().all_reduce(total, "max")
     return total.item()
 
 
 @healthy()
-def raises_in_a_thread(at: At) -> Any:
+def raises_in_a_thread(ctx: RankContext) -> Any:
     """A thread of a rank, which does not communicate, ends with an error"""
     x = torch.ones(4)
 
     def fail() -> None:
         raise ValueError("in a thread of logging")
 
-    if at.rank == 1:
+    if ctx.rank == 1:
         thread = threading.Thread(target=fail)
         thread.start()
         thread.join()
-    at.group().all_reduce(x)
+    ctx.group().all_reduce(x)
     return x.tolist()
 
 
 @healthy()
-def starts_again(at: At) -> Any:
-    """The default group is destroyed, and another one made"""
+def starts_again(ctx: RankContext) -> Any:
+    """The default group is destroyed and created again"""
     x = torch.ones(4)
-    at.group().all_reduce(x)
-    at.group().barrier()
+    ctx.group().all_reduce(x)
+    ctx.group().barrier()
     dist.destroy_process_group()
-    at.start({"x": 4})
-    at.group().all_reduce(x)
+    ctx.start({"x": 4})
+    ctx.group().all_reduce(x)
     return x.tolist()
 
 
 @healthy()
-def trains(at: At) -> Any:
+def trains(ctx: RankContext) -> Any:
     """Training with replicated and with sharded weights, losses printed by rank 0"""
     found = []
     for make in (replicated, sharded):
-        model, optimizer = make(at)
-        for x in batches(at):
+        model, optimizer = make(ctx)
+        for x in batches(ctx):
             loss = model(x).square().mean().full_tensor()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if at.rank == 0:
+            if ctx.rank == 0:
                 print(loss.item())
             found.append(round(loss.item(), 5))
     return found
 
 
 @healthy()
-def has_uneven_parts(at: At) -> Any:
+def has_uneven_parts(ctx: RankContext) -> Any:
     """Parts of different sizes, some of them empty"""
     found = []
     for rows in (1, 3, 5, 7):
-        x = at.put(torch.arange(rows * 3.0).reshape(rows, 3), at.d.Shard(0))
-        found.append(x.full_tensor().sum().item() + x.redistribute(at.mesh, [at.d.Shard(1)]).full_tensor().sum().item())
+        x = ctx.put(torch.arange(rows * 3.0).reshape(rows, 3), ctx.d.Shard(0))
+        found.append(x.full_tensor().sum().item() + x.redistribute(ctx.mesh, [ctx.d.Shard(1)]).full_tensor().sum().item())
     return found
 
 
 @healthy()
-def prints_what_it_has(at: At) -> Any:
-    """Rank 0 looks at its tensors, layouts and parameters"""
-    model, _ = sharded(at)
-    x = at.put(SQUARE, at.d.Shard(0))
-    if at.rank == 0:
+def prints_its_tensors(ctx: RankContext) -> Any:
+    """Rank 0 prints its tensors, layouts and parameters"""
+    model, _ = sharded(ctx)
+    x = ctx.put(SQUARE, ctx.d.Shard(0))
+    if ctx.rank == 0:
         print(model, x.placements, x.shape, [p.to_local().shape for p in model.parameters()])
     return x.full_tensor().sum().item()
 
 
 @healthy()
-def calls_many_times(at: At) -> Any:
+def calls_many_times(ctx: RankContext) -> Any:
     """Thousands of small collectives, with ranks running ahead"""
     x = torch.ones(4)
     for turn in range(1500):
-        at.group().broadcast(x, src=turn % 4)
-        if turn % 500 == at.rank:
+        ctx.group().broadcast(x, src=turn % 4)
+        if turn % 500 == ctx.rank:
             time.sleep(0.02)
     return x.tolist()
 
 
 @healthy()
-def is_slow_within_the_limit(at: At) -> Any:
-    """A rank is away for half of the time after which it would be an error"""
-    at.stalls_soon()
+def is_slow_within_the_limit(ctx: RankContext) -> Any:
+    """A rank is late by 60 % of the timeout"""
+    ctx.set_short_timeout()
     x = torch.ones(4)
-    at.group().all_reduce(x)
-    if at.rank == 3:
+    ctx.group().all_reduce(x)
+    if ctx.rank == 3:
         time.sleep(STALL_S * 0.6)
-    at.group().all_reduce(x)
+    ctx.group().all_reduce(x)
     return x.tolist()

@@ -1,9 +1,9 @@
 """The lines of random programs.
 
     a b c     sharded matrices of n x n                 v    a sharded vector
-    p         a sharded matrix on a part of the mesh    t u  plain tensors, other values on each rank
+    p         a sharded matrix on a part of the mesh    t u  plain tensors, different on each rank
 
-Every line keeps these shapes, so that any line may follow any other, on each rank.
+Every line keeps these shapes, so that lines may follow each other in any order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def shifted(group, t, by):
     group.permute(out, t, dst=(group.rank + by) % group.size, src=(group.rank - by) % group.size)
     return out
 
-# torch.distributed's own calls; in a simulated world, which torch knows nothing of, the same of a group of the library's.
+# Calls of torch.distributed; in a simulated world, where torch has no groups, the equivalent on a group of the library.
 
 def raw_all_reduce(mesh, t, op="sum"):
     if active_world() is None:
@@ -100,7 +100,7 @@ def in_thread(fn):
 def whole(*xs):
     return [x.full_tensor() for x in xs]
 
-def program(mesh, rank, odd):
+def program(mesh, rank, is_outlier):
     t = torch.arange(24, dtype=torch.float64) + rank
     u = torch.cos(torch.arange(24, dtype=torch.float64) * (rank + 1))
     coming = work = None
@@ -113,51 +113,51 @@ class Line:
     """One line of a program, or several that belong together.
 
     Attributes:
-        wrong: the same line with one wrong argument.
-        is_own: whether it is something that a rank does for itself, so that doing it differently changes nothing.
+        wrong: variants of the line with one wrong argument.
+        is_local: whether it affects only this rank, so that a different line changes nothing.
     """
 
     text: str
     wrong: tuple[str, ...] = ()
-    is_own: bool = False
+    is_local: bool = False
 
 
-class Lines:
+class LineGenerator:
     """Draws lines for a mesh with these axes.
 
     Args:
-        least: the size of its smallest axis.
-        raw: whether the program also calls torch.distributed itself.
+        least: size of its smallest axis.
+        raw: whether the program also calls torch.distributed directly.
     """
 
     def __init__(self, draw: random.Random, axes: tuple[str, ...], least: int, raw: bool = False) -> None:
         self._draw, self._axes, self._least = draw, axes, least
-        self._makes_own = draw.random() < 0.7
+        self._creates_local = draw.random() < 0.7
         self._kinds: tuple[tuple[int, Callable[[], list[Line]]], ...] = (
             (6, self._redistribute), (2, self._gather), (5, self._operator), (2, self._in_place), (2, self._many),
             (2, self._mapped), (3, self._layer), (1, self._trained), (2, self._vector), (3, self._part_of_mesh), (2, self._make),
-            (2, self._async), (4, self._collective), (1, self._barrier), (1, self._local), (5, self._own),
+            (2, self._async), (4, self._collective), (1, self._barrier), (1, self._plain), (5, self._local),
             *(((8, self._raw),) if raw else ()),
         )  # fmt: skip
 
     def first(self) -> list[Line]:
-        """Those that make the tensors."""
+        """Return the lines that create the tensors."""
         made = [self._made(name, one, "mesh") for name, one in (("a", 1), ("b", 2), ("c", 3))]
         part = self._axis()
         return [*made, Line("v = a.sum(0)"), self._made("p", 4, f'mesh["{part}"]', (part,))]
 
     def several(self, count: int) -> list[Line]:
-        """That many lines, or a few more where some belong together."""
+        """Draw this many lines, or a few more if some belong together."""
         weights, kinds = zip(*self._kinds, strict=True)
         return [line for make in self._draw.choices(kinds, weights, k=count) for line in make()]
 
-    # -- what lines are made of ----------------------------------------------------------------------------------------
+    # -- parts of lines -----------------------------------------------------------------------------------------------
 
     def _axis(self) -> str:
         return self._draw.choice(self._axes)
 
     def _spec(self, axes: tuple[str, ...] | None = None, dims: int = 2) -> str:
-        """How a tensor lies: each axis splits one of its dims, or none."""
+        """Draw a spec: each axis shards one of the dims, or none."""
         axes = self._axes if axes is None else axes
         split: list[list[str]] = [[] for _ in range(dims)]
         for axis in self._draw.sample(axes, len(axes)):
@@ -173,7 +173,7 @@ class Lines:
                 return found
 
     def _two(self) -> tuple[str, str, str]:
-        """Two sharded matrices, which may be the same, and one that is not the second."""
+        """Draw two sharded matrices, which may be the same, and one that differs from the second."""
         one, two = self._draw.choice("abc"), self._draw.choice("abc")
         return one, two, self._draw.choice([x for x in "abc" if x != two])
 
@@ -246,7 +246,7 @@ class Lines:
         return [self._draw.choice([sum_, move, Line(f"{one} = {one} + v * 0.1", (f"{one} = {two} + v * 0.2 * {other}",))])]
 
     def _part_of_mesh(self) -> list[Line]:
-        """Each row of the mesh for itself."""
+        """Return lines in which each row of the mesh works separately."""
         axis = self._axis()
         spec = self._spec((axis,))
         make = self._made("p", self._draw.randrange(9), f'mesh["{axis}"]', (axis,))
@@ -271,13 +271,13 @@ class Lines:
         spec = self._spec()
         begin = f"coming = {two}.redistribute({spec}, async_op=True)"
         wrong = (begin.replace(f"{two}.", f"{other}."), f"coming = {two}.redistribute({self._other_spec(spec)}, async_op=True)")
-        between = self._draw.choice([self._operator, self._local, self._collective])()
+        between = self._draw.choice([self._operator, self._plain, self._collective])()
         return [Line(begin, wrong), *between, Line(f"{one} = coming.wait()")]
 
     # -- plain tensors -------------------------------------------------------------------------------------------------
 
     def _collective(self) -> list[Line]:
-        """A collective of a group, on a plain tensor."""
+        """Return a collective of a group on a plain tensor."""
         one, other = self._draw.sample("tu", 2)
         group, *others = self._groups()
         name, wrong = self._draw.choice([
@@ -295,7 +295,7 @@ class Lines:
         return [Line(name.format(group, one), tuple(found))]
 
     def _groups(self) -> list[str]:
-        """The groups of the mesh, one of them drawn to be the first; those of its axes and the whole."""
+        """Return the groups of the mesh's axes and of the whole mesh, in random order."""
         found = [f'mesh.group("{axis}")' for axis in self._axes] + ["mesh.group(mesh.axis_names)"] * (len(self._axes) > 1)
         return self._draw.sample(found, len(found))
 
@@ -304,7 +304,7 @@ class Lines:
         return [Line(self._draw.choice([f"{group}.barrier()", f"{group}.all_gather_object(rank)"]))]
 
     def _raw(self) -> list[Line]:
-        """A call of torch.distributed, which is for all ranks."""
+        """Return a call of torch.distributed on all ranks."""
         one, other = self._draw.sample("tu", 2)
         name, wrong = self._draw.choice([
             ("raw_all_reduce(mesh, {})", ["raw_all_reduce(mesh, {}, 'max')", "raw_all_reduce(mesh, {}.float())", "raw_barrier(mesh)"]),
@@ -320,29 +320,29 @@ class Lines:
         between = self._draw.choice([self._operator, self._in_place, self._redistribute])()
         return [Line(f"work = raw_start(mesh, {one})", (f"work = raw_start(mesh, {one}.float())",)), *between, Line("work.wait()")]
 
-    def _local(self) -> list[Line]:
+    def _plain(self) -> list[Line]:
         return [Line(self._draw.choice(["t = t * 0.5", "u = u + 1", "t, u = u, t"]))]
 
-    # -- what a rank may do for itself ---------------------------------------------------------------------------------
+    # -- lines of a single rank ----------------------------------------------------------------------------------------
 
-    def _own(self) -> list[Line]:
+    def _local(self) -> list[Line]:
         rank = self._draw.randrange(3)
         if self._draw.random() < 0.6:
-            return [Line(f"if rank == {rank}:\n    {self._for_itself()}", is_own=True)]
+            return [Line(f"if rank == {rank}:\n    {self._on_one_rank()}", is_local=True)]
         one, two, _ = self._two()
         branch = f"{one} = {two}.redistribute({self._spec()})"
         if self._draw.random() < 0.5:
             branch = f"{one} = {self._tensor()}"
-        line = Line(f"if rank == {rank}:\n    {branch}\nelse:\n    {branch}", is_own=True)
-        return [Line("mesh.group(mesh.axis_names).barrier()"), line] if self._makes_own else [line]
+        line = Line(f"if rank == {rank}:\n    {branch}\nelse:\n    {branch}", is_local=True)
+        return [Line("mesh.group(mesh.axis_names).barrier()"), line] if self._creates_local else [line]
 
-    def _for_itself(self) -> str:
-        """What a rank does that the others need not know of.
+    def _on_one_rank(self) -> str:
+        """Return code that one rank may run alone.
 
-        In programs in which ranks make tensors for themselves, those that take a line of their own to make one of all ranks' do so
-        after a barrier. One that made a tensor for itself and then, with no collective in between, one of the same layout on a line
-        of its own, would know it by nothing that another rank knows it by: neither the line nor any count. That cannot be told from
-        one that makes another tensor than the others, so it is no false alarm.
+        In programs where single ranks create tensors, a branch that creates a shared tensor on different lines follows a barrier.
+        Otherwise a rank could create a tensor alone, and then, without a collective in between, a shared one of the same layout on a
+        line that differs from the other ranks': neither line nor count would identify the shared tensor across ranks. This cannot be
+        distinguished from creating a different tensor, so the error would be no false alarm.
         """
         one, two, _ = self._two()
         looks = [
@@ -351,7 +351,7 @@ class Lines:
         makes = [
             f"extra = {self._tensor()} * 2", f"extra = [{self._tensor()} for _ in range(3)]", f"in_thread(lambda: {self._tensor()} * 2)",
         ]  # fmt: skip
-        return self._draw.choice(looks + makes * self._makes_own)
+        return self._draw.choice(looks + makes * self._creates_local)
 
     def _tensor(self) -> str:
         return f"sm.device_put(value(7), mesh, {self._spec()}, src_data_rank=None)"

@@ -1,14 +1,14 @@
 """The outcome of a random program with one outlier.
 
-    named       an error, of the odd rank and nobody else
-    tie         an error that blames nobody, where votes of two cannot tell
-    unnamed     an error that blames nobody, though there is a majority
-    innocent    an error that blames another rank
-    nothing     no error, and results as if nothing had happened: what the rank did differently changed nothing
-    local       no error and other results, but no collective moved what the odd rank did differently: nothing could be seen
-    unseen      no error and other results, but what collectives moved was other data in the program's own ones alone, on plain tensors:
-                nobody knows how those were made, and they differ between the ranks of correct programs, too
-    silent      no error and other results
+    named       an error that names the outlier and no other rank
+    tie         an error that names no rank, since two ranks differ and there is no majority
+    unnamed     an error that names no rank, although there is a majority
+    wrong rank  an error that names another rank
+    nothing     no error and correct results: the divergence had no effect
+    local       no error and different results, but all collectives moved the same data: the divergence was not observable
+    unseen      no error and different results, but only collectives that the program calls on plain tensors moved different data:
+                such tensors have no lineage, and differ between ranks in correct programs too
+    silent      no error and different results otherwise
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ import torch
 from shardmesh.mesh import current_world, simulate
 from shardmesh.mesh.errors import WatchError
 from shardmesh.mesh.monitor.recording.trace_buffer import Header
-from tests.faults.random_programs import Program, mesh_of, run
+from tests.faults.random_programs import RandomProgram, mesh_of, run
 
 RIGHT = ("named", "tie", "nothing", "local", "unseen")
 
 
-class Moved(NamedTuple):
-    """What a rank put into a collective.
+class CollectiveInput(NamedTuple):
+    """The data that a rank passed to a collective.
 
     Attributes:
-        is_plain: whether the program called it itself, on a plain tensor.
+        ranks: the ranks of the group.
+        rank: this rank.
+        is_plain: whether the program called the collective directly, on a plain tensor.
+        data: a copy of the input.
     """
 
     ranks: tuple[int, ...]
@@ -42,86 +45,100 @@ class Moved(NamedTuple):
     data: Any
 
 
-def simulated(program: Program, *, odd: bool = True, moved: list[Moved] | None = None) -> tuple[list[Any], int]:
-    """(each rank's results, how many collectives all ranks called) in a simulated world; `moved` takes what went into them."""
+def run_simulated(
+    program: RandomProgram, *, diverging: bool = True, inputs: list[CollectiveInput] | None = None
+) -> tuple[list[Any], int]:
+    """Run a program in a simulated world.
+
+    Args:
+        diverging: False runs it without its divergence.
+        inputs: receives the inputs of all collectives.
+
+    Returns:
+        Each rank's results, and the number of collectives called by all ranks.
+    """
     called: list[int] = []
 
     def one_rank() -> Any:
         world: Any = current_world()
-        if moved is not None and world.rank == 0:
-            world.scheduler.run_collective = _noting(world.scheduler.run_collective, moved)
-        result = run(program, mesh_of(program), world.rank, odd and program.odd == world.rank)
+        if inputs is not None and world.rank == 0:
+            world.scheduler.run_collective = _recording(world.scheduler.run_collective, inputs)
+        result = run(program, mesh_of(program), world.rank, diverging and program.outlier == world.rank)
         called.append(world.trace_buffer.words[Header.RECORDS])
         return result
 
     return simulate(program.size, prints="plain")(one_rank)(), sum(called)
 
 
-def _noting(meet: Callable[..., Any], moved: list[Moved]) -> Callable[..., Any]:
-    def noted(ranks: tuple[int, ...], rank: int, call: Any, move: Any) -> Any:
-        moved.append(Moved(ranks, rank, _is_of_program(), _input(call, ranks.index(rank))))
-        return meet(ranks, rank, call, move)
+def _recording(run_collective: Callable[..., Any], inputs: list[CollectiveInput]) -> Callable[..., Any]:
+    def recorded(ranks: tuple[int, ...], rank: int, call: Any, move: Any) -> Any:
+        inputs.append(CollectiveInput(ranks, rank, _called_by_program(), _input(call, ranks.index(rank))))
+        return run_collective(ranks, rank, call, move)
 
-    return noted
+    return recorded
 
 
-def _input(call: Any, place: int) -> Any:
-    if call.op == "barrier" or (call.op == "broadcast" and call.buffers[1] != place):
+def _input(call: Any, group_rank: int) -> Any:
+    if call.op == "barrier" or (call.op == "broadcast" and call.buffers[1] != group_rank):
         return None
     if call.op == "all_gather_object":
-        return pickle.loads(call.buffers[0])  # the bytes depend on which of its parts are the same object
+        return pickle.loads(call.buffers[0])  # the pickled bytes depend on which parts are the same object
     found = call.buffers[0 if call.op in ("all_reduce", "broadcast") else 1]
     return found.clone() if isinstance(found, torch.Tensor) else found
 
 
-def _is_of_program() -> bool:
+def _called_by_program() -> bool:
     return not any("/sharding/" in frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
 
 
-def outcome(program: Program) -> tuple[str, BaseException | None]:
-    """What becomes of a program in a simulated world, and the error."""
+def outcome(program: RandomProgram) -> tuple[str, BaseException | None]:
+    """Return the outcome of a program in a simulated world, and its error."""
     try:
-        found, _ = simulated(program)
+        found, _ = run_simulated(program)
     except (Exception, SystemExit) as error:
-        return judged_error(program, error), error
-    return judged_results(program, found, simulated(program, odd=False)[0]), None
+        return classify_error(program, error), error
+    return classify_results(program, found, run_simulated(program, diverging=False)[0]), None
 
 
-def judged_error(program: Program, error: BaseException) -> str:
+def classify_error(program: RandomProgram, error: BaseException) -> str:
     if isinstance(error, WatchError):
-        return judged_verdict(program, error.verdict.kind, error.ranks, len(error.verdict.seen))
-    notes = getattr(error, "__notes__", [])  # simulate raises what a rank raised, and says which
-    return "named" if any(f"raised on rank {program.odd} of" in note for note in notes) else "innocent"
+        return classify_verdict(program, error.verdict.kind, error.ranks, len(error.verdict.seen))
+    notes = getattr(error, "__notes__", [])  # simulate adds the rank to the error
+    return "named" if any(f"raised on rank {program.outlier} of" in note for note in notes) else "wrong rank"
 
 
-def judged_verdict(program: Program, kind: str, blamed: Sequence[int], voters: int) -> str:
-    """Args: voters: how many ranks the verdict tells of. In a mismatch they are of one group, else maybe of several groups of two."""
-    if blamed:
-        return "named" if tuple(blamed) == (program.odd,) else "innocent"
+def classify_verdict(program: RandomProgram, kind: str, named: Sequence[int], voters: int) -> str:
+    """Return the outcome for a verdict that names these ranks.
+
+    Args:
+        voters: number of ranks in the verdict. In a mismatch they are from one group, otherwise maybe from several groups of two.
+    """
+    if named:
+        return "named" if tuple(named) == (program.outlier,) else "wrong rank"
     has_majority = voters > 2 and (kind == "mismatch" or len(program.mesh) == 1)
     return "unnamed" if has_majority else "tie"
 
 
-def judged_results(program: Program, found: Sequence[Any], right: Sequence[Any]) -> str:
+def classify_results(program: RandomProgram, found: Sequence[Any], right: Sequence[Any]) -> str:
     if all(map(same, found, right)):
         return "nothing"
-    with_odd: list[Moved] = []
-    without: list[Moved] = []
-    simulated(program, moved=with_odd)
-    simulated(program, odd=False, moved=without)
-    other = [one for one, right in zip_longest(_in_order(with_odd), _in_order(without)) if not same(one, right)]
-    if not other:
+    diverging: list[CollectiveInput] = []
+    correct: list[CollectiveInput] = []
+    run_simulated(program, inputs=diverging)
+    run_simulated(program, diverging=False, inputs=correct)
+    different = [one for one, right in zip_longest(_in_order(diverging), _in_order(correct)) if not same(one, right)]
+    if not different:
         return "local"
-    return "unseen" if all(one is not None and one.is_plain for one in other) else "silent"
+    return "unseen" if all(one is not None and one.is_plain for one in different) else "silent"
 
 
-def _in_order(moved: list[Moved]) -> list[Moved]:
-    """By group and rank, since groups take turns as they like."""
-    return sorted(moved, key=lambda one: (one.ranks, one.rank))
+def _in_order(inputs: list[CollectiveInput]) -> list[CollectiveInput]:
+    """Sort by group and rank, since the order between groups varies."""
+    return sorted(inputs, key=lambda one: (one.ranks, one.rank))
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether results are equal bit for bit; nan is nan."""
+    """Return whether results are bitwise equal; NaNs are equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):

@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from tests.faults.fault import RANKS, Fault
-from tests.faults.zygote import Job
+from tests.faults.fork_server import Job
 
 _START_S = 180.0
 _POLL_S = 0.01
@@ -31,17 +31,17 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What one rank did.
+    """The outcome of one rank.
 
     Attributes:
-        error: class of the error that its program raised; "" where it came to its end or was killed.
-        text: of the error.
-        verdict: the error's, as a dict, or None.
+        error: class of the error that its program raised; "" if it returned or was killed.
+        text: text of the error.
+        verdict: verdict of the error as a dict, or None.
         value: what the program returned.
         done: whether it returned.
-        status: how the process ended: its exit status, or minus a signal; None if it had to be killed.
-        latency_s: seconds from the fault to the error; None without one of both.
-        output: what it printed, traceback included.
+        status: exit status of the process, or minus a signal; None if it hung and was killed.
+        latency_s: seconds from the fault to the error; None if either is missing.
+        output: everything it printed, with tracebacks.
     """
 
     error: str
@@ -56,24 +56,24 @@ class RankOutcome:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job; `killed` are the ranks that hung."""
+    """Outcome of a job; `killed` are the ranks that hung."""
 
     ranks: list[RankOutcome]
     killed: list[int]
 
 
 class Runner:
-    """Owns the zygote; may be used by several threads. What it started has ended when its block is left.
+    """Runs jobs by a fork server; safe for several threads. All its processes have ended when the `with` block is left.
 
     Args:
-        table: the module that has the programs, as `FAULTS`: a mapping by their names.
+        table: module with a mapping `FAULTS` of programs by name.
     """
 
     def __init__(self, table: str = "tests.faults.programs") -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
         self._folder = tempfile.TemporaryDirectory(prefix="shardmesh-faults-")
-        self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.zygote", table],
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.fork_server", table],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -81,68 +81,67 @@ class Runner:
             env=environment,
         )
         self._sending, self._jobs = threading.Lock(), 0
-        assert self._zygote.stdout
-        if self._zygote.stdout.readline() != "ready\n":
-            raise RuntimeError(f"the zygote did not start: exit status {self._zygote.wait(_START_S)}")
+        assert self._server.stdout
+        if self._server.stdout.readline() != "ready\n":
+            raise RuntimeError(f"the fork server did not start: exit status {self._server.wait(_START_S)}")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        assert self._zygote.stdin
-        assert self._zygote.stdout
-        self._zygote.stdin.close()
+        assert self._server.stdin
+        assert self._server.stdout
+        self._server.stdin.close()
         try:
-            self._zygote.wait(10)
+            self._server.wait(10)
         except subprocess.TimeoutExpired:
-            self._zygote.kill()
-            self._zygote.wait()
-        self._zygote.stdout.close()
+            self._server.kill()
+            self._server.wait()
+        self._server.stdout.close()
         self._folder.cleanup()
 
-    def run(self, fault: Fault, way: str = "ours", *, healthy: bool = False, limit_s: float = 30.0) -> Outcome:
-        """Runs a program, and waits for it.
+    def run(self, fault: Fault, backend: str = "ours", *, healthy: bool = False, limit_s: float = 30.0) -> Outcome:
+        """Run a program and wait for it.
 
         Args:
-            way: see `Job`.
-            healthy: no rank goes wrong.
-            limit_s: seconds after which ranks that have not ended are killed.
+            backend: see `Job`.
+            healthy: run it without outliers.
+            limit_s: seconds after which hanging ranks are killed.
         """
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with self._sending:
             self._jobs += 1
             folder = Path(self._folder.name, f"{self._jobs}-{fault.name}"[:60])
             folder.mkdir()
-            job = Job(fault.name, way, () if healthy else fault.odd, str(folder), store.port, limit_s)
+            job = Job(fault.name, backend, () if healthy else fault.outliers, str(folder), store.port, limit_s)
             self._send(job)
         return _outcome(folder, self._ended(folder, limit_s + 40))
 
     def _send(self, job: Job) -> None:
-        assert self._zygote.stdin
-        self._zygote.stdin.write(job.to_json() + "\n")
-        self._zygote.stdin.flush()
+        assert self._server.stdin
+        self._server.stdin.write(job.to_json() + "\n")
+        self._server.stdin.flush()
 
     def _ended(self, folder: Path, limit_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + limit_s
         while not (folder / "ended.json").exists():
-            if self._zygote.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the supervisor of {folder} is gone; zygote's exit status: {self._zygote.poll()}")
+            if self._server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the supervisor of {folder} has ended; exit status of the fork server: {self._server.poll()}")
             time.sleep(_POLL_S)
         return json.loads((folder / "ended.json").read_text())
 
 
 def _outcome(folder: Path, ended: dict[str, Any]) -> Outcome:
-    notes = [_notes(folder / f"{rank}.notes") for rank in range(RANKS)]
-    began = [note["when"] for rank in notes for note in rank if note["event"] == "fault"]
-    fault = min(began, default=None)
+    logs = [_events(folder / f"{rank}.events") for rank in range(RANKS)]
+    fault = min((event["when"] for log in logs for event in log if event["event"] == "fault"), default=None)
     ranks = []
-    for rank, events in enumerate(notes):
+    for rank, events in enumerate(logs):
         output = (folder / f"{rank}.output").read_text(errors="replace")
         ranks.append(_rank_outcome(events, ended["statuses"].get(str(rank)), fault, output))
     return Outcome(ranks, ended["killed"])
 
 
-def _notes(path: Path) -> list[dict[str, Any]]:
+def _events(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

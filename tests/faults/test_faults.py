@@ -1,6 +1,6 @@
-"""Faulty programs on four gloo processes each: every surviving rank names the outlier, the difference and the line; nothing hangs.
+"""Faulty programs on four gloo processes: every surviving rank names the outlier, the difference and the line; nothing hangs.
 
-And healthy ones, in which ranks do different things: nobody complains.
+Healthy programs, in which ranks do different things, raise no error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.judge import problems
+from tests.faults.expectations import problems
 from tests.faults.programs import FAULTS
 from tests.faults.runner import Outcome, Runner
 from tests.tiers import slow
@@ -27,10 +27,10 @@ HEALTHY = [name for name, fault in FAULTS.items() if not fault.kinds]
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Outcome]]]:
-    """Of each program of this module that is to be tested; they run from now on."""
+    """Start every selected program of this module; return the futures of the outcomes by name."""
     names = dict.fromkeys(_program(item) for item in request.session.items)
     with Runner() as runner, ThreadPoolExecutor(AT_ONCE) as pool:
-        chosen = sorted((FAULTS[name] for name in names if name in FAULTS), key=lambda fault: not fault.stalls)
+        chosen = sorted((FAULTS[name] for name in names if name in FAULTS), key=lambda fault: not fault.has_short_timeout)
         yield {fault.name: pool.submit(runner.run, fault, limit_s=LIMIT_S) for fault in chosen}
         pool.shutdown(cancel_futures=True)
 
@@ -39,8 +39,8 @@ def _program(item: Any) -> str:
     return item.callspec.params.get("program", "") if hasattr(item, "callspec") else ""
 
 
-def _one_of_each(names: list[str]) -> Iterator[Any]:
-    """Programs that the ranks must say the same of, and whose odd ranks end alike: all but the first are slow."""
+def _one_per_outcome(names: list[str]) -> Iterator[Any]:
+    """Yield the programs; of several with the same verdict and end of the outlier, all but the first are slow."""
     seen = set()
     for name in names:
         kind = (FAULTS[name].kinds, FAULTS[name].fields, FAULTS[name].ends)
@@ -48,7 +48,7 @@ def _one_of_each(names: list[str]) -> Iterator[Any]:
         seen.add(kind)
 
 
-@pytest.mark.parametrize("program", _one_of_each(FAULTY))
+@pytest.mark.parametrize("program", list(_one_per_outcome(FAULTY)))
 def test_fault_is_named(program: str, outcomes: dict[str, Future[Outcome]]) -> None:
     assert not problems(FAULTS[program], outcomes[program].result())
 
@@ -63,8 +63,8 @@ def test_table() -> None:
     """Every rank is the outlier in several programs, and every faulty program has an expected error."""
     assert len(FAULTY) >= 60
     for rank in range(4):
-        assert sum(FAULTS[name].odd == (rank,) for name in FAULTY) >= 10
+        assert sum(FAULTS[name].outliers == (rank,) for name in FAULTY) >= 10
     for name in FAULTY:
         fault = FAULTS[name]
-        assert fault.places("rest") or fault.places("odd")
+        assert fault.places("others") or fault.places("outlier")
         assert fault.says

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.random_outcome import RIGHT, outcome, simulated
+from tests.faults.random_outcome import RIGHT, outcome, run_simulated
 from tests.faults.random_programs import KINDS, MORE_MESHES, faulty_program, healthy_program
 
-# benchmarks/watch_random.py has thousands.
+# benchmarks/monitor_random.py has thousands.
 PROGRAMS, PARTS = 75, 5
 CALLS = 8_000
 
@@ -30,7 +30,7 @@ def test_outlier_is_named_or_changes_nothing(part: int) -> None:
         if what not in RIGHT:
             wrong.append(f"seed {seed}: {what}: {program.divergence}: {error}")
     assert not wrong, "\n".join(wrong)
-    assert found["named"] > PROGRAMS / PARTS / 3  # most divergences are seen, and few are about what nobody can see
+    assert found["named"] > PROGRAMS / PARTS / 3  # most divergences are observable
     assert found["unseen"] + found["local"] < PROGRAMS / PARTS / 6
 
 
@@ -53,7 +53,7 @@ def test_correct_programs_raise_no_error() -> None:
     """Ranks create separate tensors, on different lines and in threads, and inspect shared ones."""
     calls = seed = 0
     while calls < CALLS:
-        calls += simulated(healthy_program(seed, MORE_MESHES, turns=(2, 12)))[1]
+        calls += run_simulated(healthy_program(seed, MORE_MESHES, iterations=(2, 12)))[1]
         seed += 1
 
 
@@ -61,10 +61,10 @@ def test_benchmark_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     figures, document = tmp_path / "figures.json", tmp_path / "tables.md"
     options = "--simulated 8 --processes 0 --calls 500 --process-calls 0 --seed 0".split()
-    importlib.import_module("watch_random").main([*options, "--json", str(figures), "--markdown", str(document)])
+    importlib.import_module("monitor_random").main([*options, "--json", str(figures), "--markdown", str(document)])
     found = json.loads(figures.read_text())
-    everything = found["Simulated worlds of 3, 4 and 8 ranks, one of them odd"][-1]
-    assert everything["what the odd rank does"] == "all"
+    everything = found["Simulated worlds of 3, 4 and 8 ranks, one outlier"][-1]
+    assert everything["divergence"] == "all"
     assert everything["programs"] == "8"
     assert sum(int(everything[what]) for what in (*RIGHT, "wrong")) == 8
     (correct,) = found["Correct programs"]

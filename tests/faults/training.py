@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import shardmesh as sm
-from tests.faults.at import At
 from tests.faults.fault import fault
+from tests.faults.rank_context import RankContext
 
 BATCHES = torch.linspace(-1, 1, 8 * 8 * 3).reshape(3, 8, 8)
 
 
-class Model(nn.Module):
-    """Three layers, of which one may be left out."""
+class ThreeLayers(nn.Module):
+    """Three layers; the middle one can be skipped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,54 +28,54 @@ class Model(nn.Module):
         return self.last(x if skip else self.middle(x))
 
 
-def replicated(at: At) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model whose parameters every rank holds."""
-    model = at.d.distribute_module(Model(), at.mesh)
+def replicated(ctx: RankContext) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model with replicated parameters."""
+    model = ctx.d.distribute_module(ThreeLayers(), ctx.mesh)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def sharded(at: At) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model whose parameters are split over the ranks."""
+def sharded(ctx: RankContext) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model with parameters sharded over the ranks."""
 
     def split(_: str, module: nn.Module, mesh: Any) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(at.put(parameter.detach(), at.d.Shard(0))))
+            module.register_parameter(name, nn.Parameter(ctx.put(parameter.detach(), ctx.d.Shard(0))))
 
-    model = at.d.distribute_module(Model(), at.mesh, split)
+    model = ctx.d.distribute_module(ThreeLayers(), ctx.mesh, split)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def batches(at: At) -> list[Any]:
-    """Batches, split over the ranks."""
-    return [at.put(batch, at.d.Shard(0)) for batch in BATCHES]
+def batches(ctx: RankContext) -> list[Any]:
+    """Return batches sharded over the ranks."""
+    return [ctx.put(batch, ctx.d.Shard(0)) for batch in BATCHES]
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
 @fault("mismatch", field=("operation", "shape", "layout"), says="all_reduce")
-def has_fewer_batches(at: At) -> Any:
+def has_fewer_batches(ctx: RankContext) -> Any:
     """A rank has fewer batches, and starts the evaluation"""
-    model, optimizer = replicated(at)
-    for n, x in enumerate(batches(at)):
-        if n == 2 and at.odd():
+    model, optimizer = replicated(ctx)
+    for n, x in enumerate(batches(ctx)):
+        if n == 2 and ctx.is_outlier():
             break
-        loss = model(x).square().mean().full_tensor()  # <- rest
+        loss = model(x).square().mean().full_tensor()  # <- others
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model(batches(at)[0]).full_tensor().sum().item()  # <- odd
+    return model(batches(ctx)[0]).full_tensor().sum().item()  # <- outlier
 
 
 @fault("left", ends=0, says="all_reduce")
-def runs_out_of_batches(at: At) -> Any:
+def runs_out_of_batches(ctx: RankContext) -> Any:
     """A rank has fewer batches, and ends"""
-    model, optimizer = replicated(at)
+    model, optimizer = replicated(ctx)
     loss = torch.zeros(())
-    for n, x in enumerate(batches(at)):
-        if n == 2 and at.odd():
+    for n, x in enumerate(batches(ctx)):
+        if n == 2 and ctx.is_outlier():
             break
-        loss = model(x).square().mean().full_tensor()  # <- rest
+        loss = model(x).square().mean().full_tensor()  # <- others
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -83,14 +83,14 @@ def runs_out_of_batches(at: At) -> Any:
 
 
 @fault("left", 1, says="all_reduce", ends="RankLostError")
-def has_one_batch_more(at: At) -> Any:
+def has_an_extra_batch(ctx: RankContext) -> Any:
     """A rank has one batch more than the others, which end"""
-    model, optimizer = replicated(at)
+    model, optimizer = replicated(ctx)
     loss = torch.zeros(())
-    for n, x in enumerate(2 * batches(at)):
-        if n == 4 or (n == 3 and not at.odd()):
+    for n, x in enumerate(2 * batches(ctx)):
+        if n == 4 or (n == 3 and not ctx.is_outlier()):
             break
-        loss = model(x).square().mean().full_tensor()  # <- odd
+        loss = model(x).square().mean().full_tensor()  # <- outlier
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -98,72 +98,72 @@ def has_one_batch_more(at: At) -> Any:
 
 
 @fault("mismatch", 3, field=("operation", "shape", "layout", "lineage"), says="all_reduce")
-def skips_a_bad_batch(at: At) -> Any:
+def skips_a_bad_batch(ctx: RankContext) -> Any:
     """A rank skips a batch that it cannot read"""
-    model, optimizer = replicated(at)
+    model, optimizer = replicated(ctx)
     total = 0.0
-    for n, x in enumerate(batches(at)):
+    for n, x in enumerate(batches(ctx)):
         loss = model(x).square().mean()
         try:
-            if n == 1 and at.odd():
+            if n == 1 and ctx.is_outlier():
                 raise ValueError("corrupt record")
-            loss.full_tensor().backward()  # <- rest
+            loss.full_tensor().backward()  # <- others
         except ValueError:
             continue
         optimizer.step()
         optimizer.zero_grad()
         total += loss.full_tensor().item()
-    return total + model(batches(at)[0]).full_tensor().sum().item()
+    return total + model(batches(ctx)[0]).full_tensor().sum().item()
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-@fault("mismatch", field=("shape", "layout", "lineage"), says="all_reduce", twin=False)
-def accumulates_gradients_alone(at: At) -> Any:
-    """A rank alone accumulates gradients over two batches"""
-    model, optimizer = replicated(at)
-    with sm.accumulate_grads() if at.odd() else contextlib.nullcontext():
-        for x in batches(at)[:2]:
-            loss = model(x).square().mean().full_tensor()  # <- odd
-            loss.backward()  # <- rest
+@fault("mismatch", field=("shape", "layout", "lineage"), says="all_reduce", in_torch=False)
+def accumulates_gradients_alone(ctx: RankContext) -> Any:
+    """Only one rank accumulates gradients over two batches"""
+    model, optimizer = replicated(ctx)
+    with sm.accumulate_grads() if ctx.is_outlier() else contextlib.nullcontext():
+        for x in batches(ctx)[:2]:
+            loss = model(x).square().mean().full_tensor()  # <- outlier
+            loss.backward()  # <- others
     optimizer.step()
     return loss.item()
 
 
 @fault("mismatch", 1, field=("shape", "layout", "lineage", "operation"), says="all_reduce")
-def leaves_a_layer_out(at: At) -> Any:
+def skips_a_layer(ctx: RankContext) -> Any:
     """A parameter is unused on one rank"""
-    model, optimizer = replicated(at)
-    x = batches(at)[0]
-    loss = model(x, skip=at.odd()).square().mean().full_tensor()  # <- odd # <- rest
-    loss.backward()  # <- odd # <- rest
+    model, optimizer = replicated(ctx)
+    x = batches(ctx)[0]
+    loss = model(x, skip=ctx.is_outlier()).square().mean().full_tensor()  # <- outlier # <- others
+    loss.backward()  # <- outlier # <- others
     optimizer.step()
     return model(x).square().mean().full_tensor().item()
 
 
 @fault("mismatch", 3, field=("shape", "layout", "lineage", "operation"), says="all_reduce")
-def freezes_a_layer(at: At) -> Any:
+def freezes_a_layer(ctx: RankContext) -> Any:
     """A parameter is frozen on one rank"""
-    model, optimizer = replicated(at)
-    if at.odd():
+    model, optimizer = replicated(ctx)
+    if ctx.is_outlier():
         model.middle.weight.requires_grad_(False)
-    x = batches(at)[0]
+    x = batches(ctx)[0]
     loss = model(x).square().mean().full_tensor()
-    loss.backward()  # <- odd # <- rest
+    loss.backward()  # <- outlier # <- others
     optimizer.step()
     return model(x).square().mean().full_tensor().item()
 
 
 @fault("mismatch", field="lineage", says="all_reduce")
-def skips_the_optimizer_step(at: At) -> Any:
+def skips_the_optimizer_step(ctx: RankContext) -> Any:
     """A rank skips optimizer.step()"""
-    model, optimizer = replicated(at)
+    model, optimizer = replicated(ctx)
     total = 0.0
-    for x in batches(at):
-        loss = model(x).square().mean().full_tensor()  # <- odd # <- rest
+    for x in batches(ctx):
+        loss = model(x).square().mean().full_tensor()  # <- outlier # <- others
         loss.backward()
-        if not at.odd():
+        if not ctx.is_outlier():
             optimizer.step()
         optimizer.zero_grad()
         total += loss.item()
@@ -171,53 +171,53 @@ def skips_the_optimizer_step(at: At) -> Any:
 
 
 @fault("mismatch", field=("operation", "shape", "layout"), says="all_reduce")
-def evaluates_instead(at: At) -> Any:
+def evaluates_instead(ctx: RankContext) -> Any:
     """A rank is in evaluation mode: no backward"""
-    model, optimizer = replicated(at)
-    x = batches(at)[0]
-    with torch.no_grad() if at.odd() else contextlib.nullcontext():
+    model, optimizer = replicated(ctx)
+    x = batches(ctx)[0]
+    with torch.no_grad() if ctx.is_outlier() else contextlib.nullcontext():
         loss = model(x).square().mean().full_tensor()
     if loss.requires_grad:
-        loss.backward()  # <- rest
+        loss.backward()  # <- others
     optimizer.step()
-    return model(x).full_tensor().sum().item()  # <- odd
+    return model(x).full_tensor().sum().item()  # <- outlier
 
 
 @fault("mismatch", 0, field="operation", says=("all_reduce", "all_to_all"))
-def logs_the_gradient_norm_alone(at: At) -> Any:
+def logs_the_gradient_norm_alone(ctx: RankContext) -> Any:
     """Rank 0 logs the gradients' norm"""
-    model, _ = sharded(at)
-    x = batches(at)[0]
+    model, _ = sharded(ctx)
+    x = batches(ctx)[0]
     model(x).square().mean().backward()
-    if at.odd():
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <- odd
-        print(float(norm))  # <- odd
-    return (x @ model.first.weight.T).sum().to_local().item()  # <- rest
+    if ctx.is_outlier():
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <- outlier
+        print(float(norm))  # <- outlier
+    return (x @ model.first.weight.T).sum().to_local().item()  # <- others
 
 
 @fault("mismatch", 0, field=("shape", "lineage", "operation"), says="all_gather")
-def evaluates_alone(at: At) -> Any:
+def evaluates_alone(ctx: RankContext) -> Any:
     """Rank 0 evaluates a model whose weights are sharded"""
-    model, optimizer = sharded(at)
-    x, y, _ = batches(at)
+    model, optimizer = sharded(ctx)
+    x, y, _ = batches(ctx)
     model(x).square().mean().backward()
     optimizer.step()
-    if at.odd():
+    if ctx.is_outlier():
         with torch.no_grad():
-            print(model.last.weight.full_tensor())  # <- odd
-    return (y @ model.first.weight.T).sum().to_local().item()  # <- rest
+            print(model.last.weight.full_tensor())  # <- outlier
+    return (y @ model.first.weight.T).sum().to_local().item()  # <- others
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @fault("raised", says=("ValueError", "no such expert"), ends="ValueError")
-def raises_in_forward(at: At) -> Any:
+def raises_in_forward(ctx: RankContext) -> Any:
     """A rank raises in forward"""
-    model, _ = replicated(at)
-    x = model.first(batches(at)[0])
-    if at.odd():
-        raise ValueError("no such expert")  # <- odd
+    model, _ = replicated(ctx)
+    x = model.first(batches(ctx)[0])
+    if ctx.is_outlier():
+        raise ValueError("no such expert")  # <- outlier
     return model.last(x.tanh()).sum().full_tensor().item()
 
 
@@ -234,53 +234,53 @@ class Fails(torch.autograd.Function):
 
 
 @fault("raised", 1, says=("ArithmeticError", "gradient overflow"), ends="ArithmeticError")
-def raises_in_backward(at: At) -> Any:
+def raises_in_backward(ctx: RankContext) -> Any:
     """A rank raises in backward"""
-    model, optimizer = replicated(at)
-    loss = model(batches(at)[0]).square().mean().full_tensor()
-    if at.odd():
+    model, optimizer = replicated(ctx)
+    loss = model(batches(ctx)[0]).square().mean().full_tensor()
+    if ctx.is_outlier():
         loss = Fails.apply(loss)
-    loss.backward()  # <- odd
+    loss.backward()  # <- outlier
     optimizer.step()
-    return model(batches(at)[0]).sum().full_tensor().item()
+    return model(batches(ctx)[0]).sum().full_tensor().item()
 
 
 @fault("raised", 3, says=("OSError", "shard-0007 is truncated"), ends="OSError")
-def raises_in_the_loader(at: At) -> Any:
+def raises_in_the_loader(ctx: RankContext) -> Any:
     """A rank's data loader raises"""
 
     def load() -> Any:
-        for n, x in enumerate(batches(at)):
-            if n == 1 and at.odd():
-                raise OSError("shard-0007 is truncated")  # <- odd
+        for n, x in enumerate(batches(ctx)):
+            if n == 1 and ctx.is_outlier():
+                raise OSError("shard-0007 is truncated")  # <- outlier
             yield x
 
-    model, _ = replicated(at)
+    model, _ = replicated(ctx)
     return [model(x).sum().full_tensor().item() for x in load()]
 
 
 @fault("raised", says=("RuntimeError", "cannot log"), ends="RuntimeError")
-def raises_in_a_gradient_hook(at: At) -> Any:
+def raises_in_a_gradient_hook(ctx: RankContext) -> Any:
     """A rank raises in a hook, while gradients are being reduced"""
-    model, optimizer = replicated(at)
+    model, optimizer = replicated(ctx)
 
     def log(_: Any) -> None:
-        if at.odd():
-            raise RuntimeError("cannot log")  # <- odd
+        if ctx.is_outlier():
+            raise RuntimeError("cannot log")  # <- outlier
 
     model.middle.weight.register_post_accumulate_grad_hook(log)
-    model(batches(at)[0]).square().mean().full_tensor().backward()
+    model(batches(ctx)[0]).square().mean().full_tensor().backward()
     optimizer.step()
-    return model(batches(at)[0]).sum().full_tensor().item()
+    return model(batches(ctx)[0]).sum().full_tensor().item()
 
 
 @fault("raised", 0, says=("OutOfMemoryError", "tried to allocate"), ends="OutOfMemoryError")
-def runs_out_of_memory(at: At) -> Any:
+def runs_out_of_memory(ctx: RankContext) -> Any:
     """A rank runs out of memory between two collectives"""
-    model, _ = sharded(at)
-    x = batches(at)[0]
+    model, _ = sharded(ctx)
+    x = batches(ctx)[0]
     loss = model(x).square().mean()
-    if at.odd():
-        raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")  # <- odd
+    if ctx.is_outlier():
+        raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")  # <- outlier
     loss.backward()
     return model.last.weight.grad.to_local().sum().item()

@@ -1,7 +1,7 @@
 """NCCL with one rank, the maximum on one GPU: all `Group` calls for every dtype, and a training loop.
 
-A `Group` of one rank has nothing to do, so the calls are made below it; of one rank every collective is a copy. For several
-ranks on one GPU there is gloo: `pytest --device cuda`.
+A `Group` of one rank skips communication, so the tests call its private methods; with one rank every collective is a copy.
+`pytest --device cuda` tests several ranks on one GPU, with gloo.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 N = 7
 
-# call(group, x, async_op) -> (what is under way, the result)
+# call(group, x, async_op) -> (work, result)
 CALLS: dict[str, Callable[[Any, Tensor, bool], tuple[Any, Tensor]]] = {
     "all_gather": lambda group, x, later: (group._all_gather(out := torch.zeros_like(x), x, later), out),
     "all_to_all": lambda group, x, later: (group._all_to_all(out := torch.zeros_like(x), x, None, None, later), out),
@@ -48,17 +48,17 @@ REDUCTIONS: dict[str, Callable[[Any, Tensor, str, bool], tuple[Any, Tensor]]] = 
 }
 
 
-def _copies(call: Callable[..., tuple[Any, Tensor]], dtype: torch.dtype, *how: Any) -> bool:
-    """Whether the call gives the bits that went into it."""
+def _copies(call: Callable[..., tuple[Any, Tensor]], dtype: torch.dtype, *args: Any) -> bool:
+    """Return whether the result of the call equals its input bitwise."""
     x = rank_values(1, (N,), dtype)
-    work, out = call(current_world().group([0]), x.clone(), *how)
+    work, out = call(current_world().group([0]), x.clone(), *args)
     if work is not None:
         work.wait()
     return torch.equal(as_bytes(out), as_bytes(x))
 
 
 def _wrong_calls(device_type: str) -> list[str]:
-    """The collectives that are no copies, of all, in the default group of this device type."""
+    """Return the collectives whose results differ from their input, in the default group of this device type."""
     sm.init_device_mesh(device_type, (1,))
     wrong = []
     with torch.device(device_type):
@@ -79,8 +79,8 @@ def test_every_collective_on_every_dtype():
     assert sm.launch(_wrong_calls, 1, ("cuda",)) == [[]]
 
 
-def _meetings(device_type: str) -> tuple[str, list[Any]]:
-    """What moves no tensor of the user: the backends in use, a barrier, objects."""
+def _without_tensors(device_type: str) -> tuple[str, list[Any]]:
+    """Call what moves no tensor of the user: a barrier, the rendezvous and objects. Return the backends and the objects."""
     sm.init_device_mesh(device_type, (1,))
     group: Any = current_world().group([0])
     group._barrier()
@@ -89,15 +89,15 @@ def _meetings(device_type: str) -> tuple[str, list[Any]]:
 
 
 def test_rendezvous():
-    assert sm.launch(_meetings, 1, ("cuda",)) == [("cpu:gloo,cuda:nccl", [b"bytes"])]
+    assert sm.launch(_without_tensors, 1, ("cuda",)) == [("cpu:gloo,cuda:nccl", [b"bytes"])]
 
 
-def _trained(device_type: str) -> list[float]:
+def _losses(device_type: str) -> list[float]:
     with torch.device(device_type):
         return _train(sm.init_device_mesh(device_type, (1,), axis_names=("a",)), sm.P("a"))
 
 
 def test_training_with_all_features():
-    (expected,) = sm.simulate(1)(_trained)("cuda")
-    (losses,) = sm.launch(_trained, 1, ("cuda",))
+    (expected,) = sm.simulate(1)(_losses)("cuda")
+    (losses,) = sm.launch(_losses, 1, ("cuda",))
     torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)

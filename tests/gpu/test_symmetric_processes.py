@@ -1,7 +1,7 @@
 """Symmetric memory between processes: four ranks on one GPU, over torch's own shared memory and a gloo group.
 
-The processes take turns on the GPU, a slice of time each, so that a meeting of ranks takes milliseconds: values count here, few of
-them, and no times. The same kernels with ranks that share CPU memory are in `tests/kernels/test_symmetric.py`.
+The GPU is time-sliced between the processes, so a synchronization of ranks takes milliseconds: these tests check a few values, and no
+times. `tests/kernels/test_symmetric.py` tests the same kernels with ranks that share CPU memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.pool import Pool
 
 pytestmark = pytest.mark.gpu
 
-SIZES = [(4,), (2, 2)]  # groups of four ranks, and two groups of two side by side
+SIZES = [(4,), (2, 2)]  # one group of four ranks, and two groups of two
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -37,10 +37,10 @@ def _peers(mesh_shape: tuple[int, ...]) -> symmetric.Peers:
 
 
 def _values(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Every rank's numbers, the same on all of them: of magnitudes whose sums depend on the order."""
-    made = torch.Generator("cpu").manual_seed(size)
+    """Return the input of every rank, on each rank: magnitudes whose sums depend on the order."""
+    generator = torch.Generator("cpu").manual_seed(size)
     return [
-        torch.randn(shape, generator=made, device="cpu").mul(10.0 ** (r % 3)).to("cuda", dtype) for r in range(size)
+        torch.randn(shape, generator=generator, device="cpu").mul(10.0 ** (r % 3)).to("cuda", dtype) for r in range(size)
     ]
 
 
@@ -49,7 +49,7 @@ def _same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def _all_reduces(mesh_shape: tuple[int, ...]) -> None:
-    """Both forms have the reference's bits, whatever sizes follow each other, also as captured in a CUDA graph."""
+    """Check that both algorithms equal the reference bitwise, for changing sizes."""
     peers = _peers(mesh_shape)
     for count in (1, 7, 4096, 100_003, 5):
         for dtype in DTYPES:
@@ -63,10 +63,10 @@ def _all_reduces(mesh_shape: tuple[int, ...]) -> None:
 
 
 def _captured(mesh_shape: tuple[int, ...]) -> None:
-    """A CUDA graph replays the launches with new numbers: no argument changes from call to call."""
+    """Check that a CUDA graph replays the launches on new values: no argument changes between calls."""
     peers = _peers(mesh_shape)
     x, out = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
-    symmetric.one_shot_all_reduce(peers, x, out)  # compiled before it is captured
+    symmetric.one_shot_all_reduce(peers, x, out)  # compiles before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         symmetric.one_shot_all_reduce(peers, x, out)
@@ -94,7 +94,7 @@ def _add_norms(mesh_shape: tuple[int, ...]) -> None:
 
 
 def _pulls(mesh_shape: tuple[int, ...]) -> None:
-    """Chunks along every dim, also uneven ones and more ranks than rows."""
+    """Check chunks along every dim, also uneven ones and more ranks than rows."""
     peers = _peers(mesh_shape)
     rank, size = peers.rank, peers.size
     for shape in ((8, 12, 16), (7, 3, 5), (2, 1, 130)):
@@ -110,7 +110,7 @@ def _pulls(mesh_shape: tuple[int, ...]) -> None:
 
 
 def _chunk(x: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
-    """This rank's of `torch.chunk`, which makes fewer chunks where it runs out."""
+    """Return this rank's part in `torch.chunk`; empty if there are fewer chunks than ranks."""
     chunks = x.chunk(size, dim)
     return (chunks[rank] if rank < len(chunks) else x.narrow(dim, 0, 0)).contiguous()
 

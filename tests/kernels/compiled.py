@@ -2,9 +2,9 @@
 
     CALLS {name: call} ---> assemblies(target) {name: [Assembly of each launch]}
 
-A call works on meta tensors. It goes through the library's own launcher, so that the types, alignments and constants which
-the kernels are compiled for are those of a real run. That takes a process in which Triton's interpreter is off: one for all
-calls and a target, `python -m tests.kernels.compiled sm_90`, which prints them as JSON.
+Calls use meta tensors and the library's launcher, so kernels are compiled for the types, alignments and constants of a real run.
+Compilation needs a process without Triton's interpreter: `python -m tests.kernels.compiled sm_90` compiles all calls for a target
+and prints the assemblies as JSON.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def chunks(shape: Sequence[int], dim: int) -> list[Box]:
-    """The boxes of the ranks, where this dim is cut."""
+    """Return the boxes of the ranks when this dim is split."""
     step = -(-shape[dim] // RANKS)
     cuts = [(min(i * step, shape[dim]), min(i * step + step, shape[dim])) for i in range(RANKS)]
     return [(*((0, n) for n in shape[:dim]), cut, *((0, n) for n in shape[dim + 1 :])) for cut in cuts]
@@ -70,7 +70,7 @@ def pack(shape: Sequence[int], dim: int, dtype: torch.dtype, to: torch.dtype | N
 
 
 def pack_bucket(shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.bfloat16) -> None:
-    """Tensors cut along dim 1, in one buffer."""
+    """Pack tensors split along dim 1 into one buffer."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     packs = [_placed(compile_pack, shape, start) for shape, start in zip(shapes, starts, strict=True)]
@@ -141,11 +141,11 @@ def dequantize(parts: int, transport: str, dtype: torch.dtype, elements: int = 1
 
 
 QUANTIZE: dict[str, Call] = {
-    f"quantise {dtype} to {transport}": partial(quantize, (512, 2048), transport, dtype)
+    f"quantize {dtype} to {transport}": partial(quantize, (512, 2048), transport, dtype)
     for dtype, transport in ((torch.bfloat16, "int8"), (torch.bfloat16, "fp8"))
 }
 DEQUANTIZE: dict[str, Call] = {
-    f"dequantise {parts} of {transport}": partial(dequantize, parts, transport, torch.bfloat16)
+    f"dequantize {parts} of {transport}": partial(dequantize, parts, transport, torch.bfloat16)
     for parts, transport in ((1, "fp8"), (8, "int8"))
 }
 
@@ -204,15 +204,15 @@ _AMD_BITS = {"byte": 8, "short": 16, "dword": 32}
 
 @dataclass(frozen=True)
 class Assembly:
-    """What one launch was compiled to.
+    """The compiled kernel of one launch.
 
     Attributes:
-        kernel: its name.
-        arguments: what it was compiled for: types, and the values of constants.
-        instructions: their names, in order.
-        registers: of a thread.
-        local: bytes of local memory of a thread: registers that do not fit, or arrays.
-        fuses: whether the compiler may make one rounding of a multiplication and an addition.
+        kernel: name of the kernel.
+        arguments: argument types, and values of constants.
+        instructions: names of the instructions, in order.
+        registers: number of registers per thread.
+        local: bytes of local memory per thread, for spilled registers or arrays.
+        fuses: whether the compiler may fuse a multiplication and an addition.
     """
 
     kernel: str
@@ -238,7 +238,7 @@ class Assembly:
         return Counter(_bits(match.groupdict()) for match in found if match and match["way"][0] == way)
 
     def those(self, pattern: str) -> list[str]:
-        """The instructions that are, as a whole, what this regular expression says."""
+        """Return the instructions that match this regular expression."""
         return [name for name in self.instructions if re.fullmatch(pattern, name)]
 
 
@@ -249,7 +249,7 @@ def _bits(parts: dict[str, str]) -> int:
 
 @cache
 def assemblies(target: str) -> dict[str, list[Assembly]] | None:
-    """`assemblies(target) -> {name: [Assembly of each launch]}`; None where this Triton does not compile for the target.
+    """Return `{name: [Assembly of each launch]}`; None if this Triton does not compile for the target.
 
     Raises:
         RuntimeError: a call failed.
@@ -279,7 +279,7 @@ def main() -> None:
 
 
 def _is_supported(target: tuple[Any, ...]) -> bool:
-    """Whether this Triton was built with it."""
+    """Return whether this Triton supports the target."""
     from triton.backends import backends
     from triton.backends.compiler import GPUTarget
 
@@ -300,7 +300,7 @@ def _assembled(target: tuple[Any, ...]) -> dict[str, list[dict[str, Any]]]:
 
 
 class _Driver:
-    """A device that is there only to be compiled for."""
+    """A device that kernels are compiled for, but not run on."""
 
     def __init__(self, target: tuple[Any, ...]):
         from triton.backends.compiler import GPUTarget
@@ -319,7 +319,7 @@ class _Driver:
 
 @contextmanager
 def _compiling(target: tuple[Any, ...]) -> Iterator[list[Any]]:
-    """Inside the block launches compile and do not run; the kernels are added to the list."""
+    """Compile launches inside the block without running them; yield the list of kernels."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 

@@ -1,4 +1,4 @@
-"""The device of kernel tests: the GPU if there is one, else the CPU with Triton's interpreter."""
+"""The device of kernel tests: a GPU, or the CPU with Triton's interpreter without one."""
 
 import torch
 

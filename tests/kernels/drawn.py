@@ -1,4 +1,4 @@
-"""Tensors, layouts in memory and boxes, drawn by hypothesis for the tests of kernels."""
+"""Hypothesis strategies for the tests of kernels: tensors, memory layouts and boxes."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ DTYPES = [
     *(torch.complex64, torch.complex128),
 ]
 LAYOUTS = ("contiguous", "transposed", "strided", "inside another")
-MOST = 3000  # elements: Triton's interpreter is slow
+MAX_ELEMENTS = 3000  # Triton's interpreter is slow
 
 dtypes = st.sampled_from(DTYPES)
 layouts = st.sampled_from(LAYOUTS)
-shifts = st.sampled_from([0, 1, 2, 4, 8])  # elements by which a tensor misses the alignment of its memory
+shifts = st.sampled_from([0, 1, 2, 4, 8])  # offset of a tensor from an aligned address, in elements
 sizes = st.one_of(st.sampled_from([1, 2, 3, 4, 8, 16]), st.integers(0, 40))
-shapes = st.lists(sizes, max_size=5).map(tuple).filter(lambda shape: math.prod(shape) <= MOST)
+shapes = st.lists(sizes, max_size=5).map(tuple).filter(lambda shape: math.prod(shape) <= MAX_ELEMENTS)
 
 
 def chunks(size: int, parts: int) -> list[tuple[int, int]]:
-    """The intervals of torch.chunk, with empty ones at the end."""
+    """Return the intervals of torch.chunk, with empty ones at the end."""
     step = -(-size // parts)
     return [(min(i * step, size), min((i + 1) * step, size)) for i in range(parts)]
 
 
 @st.composite
 def grids(draw: Any, shape: Sequence[int]) -> list[Box]:
-    """Boxes that tile the tensor: up to two dims cut for 1 to 8 ranks, counted in any order; at times uneven, or empty."""
+    """Draw boxes that tile the tensor: up to two dims split over 1 to 8 ranks, in any order; some uneven or empty."""
     boxes = [full_box(shape)]
     for dim in draw(st.permutations(range(len(shape))))[:2]:
         cuts = chunks(shape[dim], draw(st.integers(1, 8)))
@@ -46,17 +46,17 @@ def grids(draw: Any, shape: Sequence[int]) -> list[Box]:
 
 @st.composite
 def offsets(draw: Any, boxes: Sequence[Box]) -> list[int] | None:
-    """Where the boxes lie in a buffer: one after the other, padded to equal lengths, or with any gaps."""
-    how = draw(st.sampled_from(["exact", "padded", "gaps"]))
-    if how == "exact":
+    """Draw offsets of the boxes in a buffer: contiguous (None), padded to equal lengths, or with gaps."""
+    kind = draw(st.sampled_from(["exact", "padded", "gaps"]))
+    if kind == "exact":
         return None
-    if how == "padded":
+    if kind == "padded":
         longest = max(map(box_size, boxes))
         return [i * longest for i in range(len(boxes))]
-    starts, at = [], draw(st.integers(0, 3))
+    starts, end = [], draw(st.integers(0, 3))
     for box in boxes:
-        starts.append(at)
-        at += box_size(box) + draw(st.sampled_from([0, 1, 2, 8]))
+        starts.append(end)
+        end += box_size(box) + draw(st.sampled_from([0, 1, 2, 8]))
     return starts
 
 
@@ -66,7 +66,7 @@ def random_bytes(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def numbers(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Of many magnitudes, inside the range of every dtype that is computed with."""
+    """Return numbers of many magnitudes, within the range of every floating-point dtype."""
     generator = torch.manual_seed(seed)
     x = torch.randn(numel, generator=generator, dtype=torch.float64) * 4.0 ** torch.randint(
         -4, 4, (numel,), generator=generator
@@ -75,18 +75,18 @@ def numbers(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def flat(values: Tensor, shift: int = 0) -> Tensor:
-    """These values on the device, `shift` elements behind an aligned address."""
+    """Return the values on the device, `shift` elements after an aligned address."""
     memory = torch.zeros(values.numel() + shift, dtype=values.dtype, device=DEVICE)
     return memory[shift:].copy_(values)
 
 
 def laid_out(values: Tensor, shape: Sequence[int], layout: str, shift: int = 0) -> Tensor:
-    """These values as a tensor of this shape, laid out in memory as asked."""
+    """Return the values as a tensor of this shape and memory layout."""
     return empty(shape, values.dtype, layout, shift).copy_(values.view(shape))
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, layout: str, shift: int = 0) -> Tensor:
-    """Zeros, laid out in memory as asked."""
+    """Return zeros in this memory layout."""
     if layout == "transposed":
         return _shifted(shape[::-1], dtype, shift).permute(tuple(range(len(shape)))[::-1])
     if layout == "strided":
@@ -107,7 +107,7 @@ def same_bytes(a: Tensor, b: Tensor) -> None:
 
 
 def same_numbers(a: Tensor, b: Tensor) -> None:
-    """The same bits, but any NaN for a NaN, and either zero for a zero."""
+    """Assert equal bits, except that all NaNs are equal and both zeros are equal."""
     assert a.dtype == b.dtype
     assert a.shape == b.shape
     assert torch.equal(a.isnan(), b.isnan())

@@ -1,10 +1,10 @@
-"""Processes that share CPU memory, as ranks of one node's GPUs do: `Ranks(4)(fn, *args) -> [fn(peers, *args) of each rank]`.
+"""Processes that share CPU memory, as ranks of one node's GPUs do: `SharedMemoryRanks(4)(fn, *args) -> [fn(peers, *args) of each rank]`.
 
     file   [ rank 0: buffer | signal pad ] [ rank 1: buffer | signal pad ] ...     mapped by every rank, anywhere
 
 A group of ranks is a new file and new `Peers`; the processes are started once (forked from a server that has imported torch
-and triton) and serve any number of groups. Kernels run in Triton's interpreter, where a rank that looks at its signal pad
-sleeps a little after each look: there are more ranks than cores.
+and triton) and serve any number of groups. Kernels run in Triton's interpreter; a rank that polls its signal pad sleeps a
+little after each poll, since there are more ranks than cores.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ import torch
 
 from shardmesh.kernels.symmetric import MAX_PROGRAMS, PAD_BYTES, Peers, SymmetricMemoryError
 
-MOST = 8  # ranks of a group
-LIMIT_S = 100.0  # far more than a call takes, on a machine that is busy with other things
+MAX_RANKS = 8  # per group
+LIMIT_S = 100.0  # far more than a call takes, even on a busy machine
 
 
 @dataclass(frozen=True)
-class Shared:
-    """One group's memory, as every process can open it."""
+class SharedMemory:
+    """Shared memory of a group, which every process can open."""
 
     path: str
     size: int
     nbytes: int
     spins: int
-    look_s: float
+    poll_s: float
 
 
 class RankError(RuntimeError):
-    """A rank raised something else than what the test asked about."""
+    """A rank raised an unexpected exception."""
 
 
 @dataclass
 class Workers:
-    """Processes that call what they are sent, pickled; started by the first call."""
+    """Processes that run pickled calls; started by the first call."""
 
     processes: list[BaseProcess] = field(default_factory=list)
     pipes: list[Connection] = field(default_factory=list)
 
     def __call__(self, calls: Sequence[bytes]) -> list[Any]:
-        """Sends one call to each of the first workers: what each answers (an exception where it raised one)."""
+        """Send one call to each of the first workers; return the replies, which are exceptions where a call raised."""
         if not self.processes:
             self._start()
         for pipe, call in zip(self.pipes, calls, strict=False):
@@ -74,10 +74,10 @@ class Workers:
     def _start(self) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload([__name__, "pytest", "shardmesh.kernels.symmetric.symmetric_triton"])
-        with pytest.MonkeyPatch.context() as patch:  # the server takes the environment of its first child
+        with pytest.MonkeyPatch.context() as patch:  # the fork server inherits the environment at its start
             patch.setenv("TRITON_INTERPRET", "1")
             patch.setenv("OMP_NUM_THREADS", "1")
-            for rank in range(MOST):
+            for rank in range(MAX_RANKS):
                 mine, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs, rank), name=f"shared-{rank}", daemon=True)
                 process.start()
@@ -97,29 +97,29 @@ class Workers:
 WORKERS = Workers()
 
 
-class Ranks:
-    """A group of ranks with memory of its own, in a `with` block.
+class SharedMemoryRanks:
+    """A group of ranks with shared memory, as a context manager.
 
-    A rank waits for another for at least spins * look_s seconds.
+    The timeout of a rank that waits for another is at least spins * poll_s seconds.
     """
 
-    def __init__(self, size: int, nbytes: int = 1 << 22, spins: int = 1 << 18, look_s: float = 1e-4) -> None:
+    def __init__(self, size: int, nbytes: int = 1 << 22, spins: int = 1 << 18, poll_s: float = 1e-4) -> None:
         folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
         handle, path = tempfile.mkstemp(prefix="shardmesh-ranks-", dir=folder)
         os.ftruncate(handle, size * (nbytes + PAD_BYTES))
         os.close(handle)
-        self.shared = Shared(path, size, nbytes, spins, look_s)
+        self.shared = SharedMemory(path, size, nbytes, spins, poll_s)
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> SharedMemoryRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
         Path(self.shared.path).unlink()
 
     def __call__(self, fn: Callable[..., Any], *args: Any, without: Sequence[int] = ()) -> list[Any]:
-        """`fn(peers, *args)` on every rank but those in `without`; None for those.
+        """Run `fn(peers, *args)` on every rank except those in `without`, whose result is None.
 
-        A `SymmetricMemoryError` is returned, so that a test can look at every rank's; another exception is raised here.
+        A `SymmetricMemoryError` is returned, so that a test can check that of every rank; other exceptions are raised.
         """
         calls = [pickle.dumps((None if r in without else fn, self.shared, args)) for r in range(self.shared.size)]
         replies = WORKERS(calls)
@@ -134,18 +134,18 @@ class Ranks:
 
 def _serve(pipe: Connection, rank: int) -> None:
     torch.set_num_threads(1)
-    hasten_interpreter()
-    sleep_at_looks()
+    speed_up_interpreter()
+    sleep_after_polls()
     while True:
         try:
             fn, shared, args = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             return
-        pausing(partial(float, shared.look_s))
-        pipe.send_bytes(pickle.dumps(None if fn is None else _answer(fn, peers_of(shared, rank), args)))
+        set_pause(partial(float, shared.poll_s))
+        pipe.send_bytes(pickle.dumps(None if fn is None else _reply(fn, peers_of(shared, rank), args)))
 
 
-def _answer(fn: Callable[..., Any], peers: Peers, args: Sequence[Any]) -> Any:
+def _reply(fn: Callable[..., Any], peers: Peers, args: Sequence[Any]) -> Any:
     try:
         return fn(peers, *args)
     except SymmetricMemoryError as error:
@@ -155,8 +155,8 @@ def _answer(fn: Callable[..., Any], peers: Peers, args: Sequence[Any]) -> Any:
 
 
 @cache
-def peers_of(shared: Shared, rank: int) -> Peers:
-    """This rank's view of the group's memory; epochs go on from call to call."""
+def peers_of(shared: SharedMemory, rank: int) -> Peers:
+    """Return this rank's view of the group's memory; epochs continue from call to call."""
     with open(shared.path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
     step = shared.nbytes + PAD_BYTES
@@ -177,35 +177,38 @@ def peers_of(shared: Shared, rank: int) -> Peers:
 _pause: list[Callable[[], float]] = [lambda: 0.0]
 
 
-def pausing(seconds: Callable[[], float]) -> None:
-    """For the rest of the call: how long this rank sleeps after each look at its signal pad, the last one included."""
+def set_pause(seconds: Callable[[], float]) -> None:
+    """Set how long this rank sleeps after each poll of its signal pad, including the last, for the rest of the call."""
     _pause[0] = seconds
 
 
-def sleep_at_looks() -> None:
-    """Makes this process one that `pausing` works on."""
+def sleep_after_polls() -> None:
+    """Patch the interpreter of this process so that `set_pause` takes effect."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     plain = InterpreterBuilder.create_atomic_rmw
 
-    def patient(self: Any, how: Any, *args: Any) -> Any:
-        found = plain(self, how, *args)
-        if how.name == "ADD":  # kernels here add for nothing else
+    def with_pause(self: Any, op: Any, *args: Any) -> Any:
+        found = plain(self, op, *args)
+        if op.name == "ADD":  # our kernels use atomic adds only to poll
             time.sleep(_pause[0]())
         return found
 
-    InterpreterBuilder.create_atomic_rmw = patient
+    InterpreterBuilder.create_atomic_rmw = with_pause
 
 
-def hasten_interpreter() -> None:
-    """Here nothing but kernels uses Triton's language, so it becomes the interpreter's once, not at every call of a function
-    within a kernel; and integers are as unchecked as on a device. A quarter of the time remains."""
+def speed_up_interpreter() -> None:
+    """Make Triton's interpreter four times as fast.
+
+    Only kernels use Triton's language in these processes, so patch it once rather than at every call of a function in a kernel. Integer
+    overflow is unchecked, as on a device.
+    """
     from triton.language import standard
     from triton.runtime import interpreter
 
     from shardmesh.kernels.symmetric.symmetric_triton import all_reduce
 
-    scopes = [interpreter._patch_lang(fn.fn) for fn in (all_reduce, standard.zeros)]  # they name the language differently
+    scopes = [interpreter._patch_lang(fn.fn) for fn in (all_reduce, standard.zeros)]  # they import the language under different names
     interpreter._patch_lang = lambda fn: scopes[0] and type(scopes[0])()
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)

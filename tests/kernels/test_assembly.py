@@ -48,12 +48,12 @@ def target(request: pytest.FixtureRequest) -> str:
 
 
 def launched(target: str, name: str) -> list[Assembly]:
-    """What the call launched."""
+    """Return the launches of the call."""
     return (assemblies(target) or {})[name]
 
 
 def only(target: str, name: str) -> Assembly:
-    """What the call launched: one kernel."""
+    """Return the only launch of the call."""
     (launch,) = launched(target, name)
     return launch
 

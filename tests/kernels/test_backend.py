@@ -16,7 +16,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def forgotten():
-    """What is known about Triton is asked again, before and after."""
+    """Forget what is cached about Triton, before and after a test."""
 
     def forget():
         backend._has_triton.cache_clear()

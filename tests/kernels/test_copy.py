@@ -33,14 +33,14 @@ def any_boxes(shape):
 
 
 def chunks(size, parts):
-    """The intervals of torch.chunk, with empty ones at the end."""
+    """Return the intervals of torch.chunk, with empty ones at the end."""
     step = -(-size // parts)
     return [(min(i * step, size), min((i + 1) * step, size)) for i in range(parts)]
 
 
 @st.composite
 def grids(draw, shape):
-    """Boxes that tile the tensor: every dim cut as torch.chunk does, the cut dims counted in any order."""
+    """Draw boxes that tile the tensor: every dim split as in torch.chunk, in any order of the split dims."""
     dims = draw(st.permutations(range(len(shape))))
     boxes = [full_box(shape)]
     for dim in dims:
@@ -55,7 +55,7 @@ def random_bytes(numel, dtype, seed=0):
 
 
 def empty_tensor(shape, dtype, layout):
-    """Zero bytes, laid out in memory as asked."""
+    """Return zero bytes in this memory layout."""
     if layout == "transposed":
         return torch.zeros(shape[::-1], dtype=dtype).permute(tuple(range(len(shape)))[::-1])
     if layout == "strided":
@@ -72,7 +72,7 @@ def random_tensor(shape, dtype, layout):
 
 
 def raw(x):
-    """The tensor's bytes, row-major."""
+    """Return the tensor's bytes, row-major."""
     flat = torch.empty(x.numel(), dtype=x.dtype)
     flat.view(x.shape).copy_(x)
     return flat.view(torch.uint8)
@@ -85,7 +85,7 @@ def same_bytes(a, b):
 
 
 def expected(x, boxes):
-    """The specification: x[box] for every box, one after the other (as bytes: not every dtype has cat)."""
+    """Return the specification: x[box] for every box, concatenated (as bytes, since not every dtype has cat)."""
     parts = [raw(x[slices(box)]) for box in boxes]
     return torch.cat([torch.empty(0, dtype=torch.uint8), *parts]).view(x.dtype)
 
@@ -136,7 +136,7 @@ def test_unpack_does_not_write_elsewhere(data, shape, dtype, layout):
 
 @st.composite
 def places(draw, boxes):
-    """An offset for each box in any order, with gaps, and a length that holds them all."""
+    """Draw an offset for each box in any order, with gaps, and a length that contains them all."""
     offsets, end = [0] * len(boxes), 0
     for i in draw(st.permutations(range(len(boxes)))):
         offsets[i] = end + draw(st.integers(0, 3))

@@ -65,7 +65,7 @@ def any_boxes(shape):
 
 @st.composite
 def cuts(draw, shape):
-    """Boxes that share the tensor out along one dim, some of them empty."""
+    """Draw boxes that split the tensor along one dim, some of them empty."""
     if not shape:
         return [()]
     dim = draw(st.integers(0, len(shape) - 1))
@@ -75,7 +75,7 @@ def cuts(draw, shape):
 
 
 def numbers(shape, dtype, seed):
-    """Normal numbers of very different sizes, a few of them special."""
+    """Return normally distributed numbers of different magnitudes, with a few special values."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     x = torch.randn(shape, generator=generator) * torch.exp(4 * torch.randn(shape, generator=generator))
     which = torch.randint(0, 60, shape, generator=generator)
@@ -85,7 +85,7 @@ def numbers(shape, dtype, seed):
 
 
 def laid_out(x, layout):
-    """The same tensor, laid out in memory as asked."""
+    """Return the same tensor in this memory layout."""
     if layout == "transposed":
         dims = tuple(range(x.ndim))[::-1]
         return x.permute(dims).contiguous().permute(dims)
@@ -98,7 +98,7 @@ def laid_out(x, layout):
 
 
 def stacked(sizes, block, copies=1):
-    """Where records of so many elements begin, with gaps of 16 bytes between them; and the bytes of all."""
+    """Return the offsets of records of these sizes with gaps of 16 bytes, and the total bytes."""
     *starts, total = accumulate([record_bytes(n, block) + 16 for n in sizes for _ in range(copies)], initial=0)
     return [starts[i : i + copies] for i in range(0, len(starts), copies)], total
 
@@ -117,7 +117,7 @@ def there_and_back(x, transport, block=BLOCK):
 
 
 def same_bits(a, b):
-    """NaN is NaN, whatever its bits."""
+    """Assert equal bits; all NaNs are equal."""
     assert a.dtype == b.dtype
     assert torch.equal(a.isnan(), b.isnan())
     integer = {2: torch.int16, 4: torch.int32}[a.itemsize]

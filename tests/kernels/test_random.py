@@ -66,7 +66,7 @@ DRAWS = {
 
 
 def counted(shape, box, device, mean):
-    """Parameters that grow with the position from 0 to twice the mean, and numbers for them."""
+    """Return parameters that grow with the position from 0 to twice the mean, and numbers drawn with them."""
     rate = box_index(shape, box, device).to(torch.float64) * (2 * mean / max(1, math.prod(shape)))
     return rate, lambda part: distributions.unit(shape, box, SEED, 1, part, device)
 
@@ -86,19 +86,19 @@ EVERY = {**DRAWS, **BY_ELEMENT}
 
 
 def whole(draw, n, *args, stream=0, seed=0, device="cpu"):
-    """n numbers of one draw, as numpy."""
+    """Return n numbers of one draw as a numpy array."""
     return draw((n,), ((0, n),), seed, stream, *args, device).numpy()
 
 
 def ks_distance(sample, cdf):
-    """Kolmogorov-Smirnov: the largest gap between the sample's distribution and the true one."""
+    """Return the Kolmogorov-Smirnov distance: the largest difference between sample and true distribution."""
     x, n = np.sort(sample), len(sample)
     theory = cdf(x)
     return max(np.abs(theory - np.arange(n) / n).max(), np.abs(theory - np.arange(1, n + 1) / n).max())
 
 
 def ks_limit(n):
-    """What a right sample exceeds for one seed in a million: 2 exp(-2 x**2) = 1e-6."""
+    """Return the distance that a correct sample exceeds for one seed in a million: 2 exp(-2 x**2) = 1e-6."""
     return 2.69 / math.sqrt(n)
 
 

@@ -35,7 +35,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def launches() -> Iterator[list[None]]:
-    """One entry for each launch inside."""
+    """Yield a list with one entry per launch inside the block."""
     found: list[None] = []
 
     def hook(*args: object, **named: object) -> None:
@@ -102,7 +102,7 @@ words = st.integers(0, 2**64 - 1) | st.sampled_from([0, 2**32 - 1, 2**63, 2**64 
 
 @st.composite
 def places(draw: st.DrawFn) -> tuple[Shape, Box]:
-    """A small box of 0 to 4 dims, possibly empty, of a tensor whose positions may take more than 32 bits."""
+    """Draw a small box of 0 to 4 dims, possibly empty, of a tensor whose positions may take more than 32 bits."""
     shape, box = [], []
     for _ in range(draw(st.integers(0, 4))):
         start, size = draw(st.integers(0, 5) | st.just(0) | st.integers(2**12, 2**13)), draw(st.integers(0, 12))

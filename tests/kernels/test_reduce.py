@@ -27,7 +27,7 @@ ONE_AFTER_THE_OTHER = {"sum": torch.add, "max": torch.maximum, "min": torch.mini
 
 @st.composite
 def stacks(draw, shape, at):
-    """Boxes of the tensor, each with 1 to 9 contributions at even or uneven distances; and where the last one ends."""
+    """Draw boxes of the tensor, each with 1 to 9 contributions at even or uneven distances, and the end of the last one."""
     found = {}
     for box in dict.fromkeys(draw(grids(shape))):
         count, gap = draw(st.integers(1, 9)), draw(st.sampled_from([0, 0, 3, 8, None]))
@@ -56,7 +56,7 @@ def one_after_the_other(kind, parts):
 
 
 def sprinkled(values):
-    """With a NaN and infinities in places that contributions share, or not."""
+    """Insert a NaN and infinities, some in positions that contributions share."""
     if values.is_floating_point():
         values[::11], values[3::17], values[5::23] = math.nan, math.inf, -math.inf
     return values

@@ -37,7 +37,7 @@ def quotient(n, multiplier, shift):
 
 
 def in_32_bits(offset, inside, table):
-    """What kernels keep in 32 bits unless the table says that they must not."""
+    """Return the offsets; check that they fit into 32 bits unless the table says that they do not."""
     assert table.kind.wide or offset[inside].max(initial=0) < 1 << 31
     return offset
 
@@ -72,7 +72,7 @@ def elements_of_rows(table, row, index):
 
 
 def elements_of_tiles(table, row, index):
-    """As `elements_of_rows`; the units of a tile's two sides differ, so that reads and writes are looked at apart."""
+    """Return the same as `elements_of_rows` for tiles; reads and writes are separate, since the units of their sides differ."""
     kind, (along_i, along_j), run = table.kind, table.lanes, table.kind.run
     unit_i, unit_j = kind.unit // kind.word, kind.dst_unit // kind.word
     batch, tile = np.divmod(index, row[4])
@@ -106,7 +106,7 @@ def moved(tables):
 
 
 def wanted(placed, to_flat):
-    """The same from the views."""
+    """Return the expected elements, computed from the views."""
     found = [np.zeros((0, 3), dtype=np.int64)]
     for tensor, view, _ in placed:
         index = np.indices(view.sizes).reshape(len(view.sizes), -1)
@@ -126,7 +126,7 @@ alignments = st.sampled_from([16, 16, 8, 4])
 
 @st.composite
 def placements(draw):
-    """Views of the boxes of up to three tensors of any strides."""
+    """Draw views of the boxes of up to three tensors of any strides."""
     placed = []
     for tensor in range(draw(st.integers(1, 3))):
         shape = draw(shapes)
@@ -199,7 +199,7 @@ def view_of(shape, dim, parts):
 
 
 def partner(view: View, flat):
-    """Where in the tensor the elements lie that lie there in the flat buffer."""
+    """Return the positions in the tensor that correspond to positions in the flat buffer."""
     at, left = view.offset, np.asarray(flat) - view.flat_offset
     for _, stride, step in sorted(zip(view.sizes, view.strides, view.flat_strides, strict=True), key=lambda d: -d[2]):
         digit, left = np.divmod(left, step)
@@ -256,7 +256,7 @@ def test_units_of_a_tile(shape, unit, dst_unit):
 @pytest.mark.parametrize("to_flat", [True, False])
 @pytest.mark.parametrize("run", [8, 16, 32, 60])
 def test_programs_of_short_runs_take_whole_lines_of_both_sides(run, to_flat):
-    """Of 2-byte elements, packed for 8 peers and back: hardly a program touches a sector that another has to touch, too."""
+    """With 2-byte elements, packed for 8 peers and back, programs share few sectors."""
     view = view_of((2048, 8 * run), 1, 8)
     (table,) = make_tables([PlacedView(0, view)], to_flat, (2, 2))
     ((row, first, stop),) = rows_of(table)

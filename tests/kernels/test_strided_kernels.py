@@ -39,7 +39,7 @@ PLANES = st.sampled_from([1 << 31, 256, 64])  # units: small ones are cut, and c
 
 
 def both(action: Callable[[], torch.Tensor | list[torch.Tensor]]):
-    """What torch gives, and what the kernels give."""
+    """Return the results of torch and of the kernels."""
     with using_kernels(False):
         expected = action()
     with using_kernels():
@@ -48,7 +48,7 @@ def both(action: Callable[[], torch.Tensor | list[torch.Tensor]]):
 
 @contextmanager
 def launches():
-    """Counts what is launched inside the block."""
+    """Count the launches inside the block."""
     with mock.patch.object(strided_triton, "run", wraps=strided_triton.run) as run:
         yield run
 

@@ -16,7 +16,7 @@ from shardmesh.kernels import symmetric
 from shardmesh.kernels.box import Box, box_size, full_box
 from shardmesh.kernels.quantize import compile_quantize, record_bytes
 from shardmesh.kernels.symmetric import PAD_BYTES, AddNorm, AsRecord, Epilogue, Peers, SymmetricMemoryError
-from tests.kernels.shared_memory import WORKERS, Ranks, pausing
+from tests.kernels.shared_memory import WORKERS, SharedMemoryRanks, set_pause
 from tests.tiers import slow
 
 pytestmark = pytest.mark.xdist_group("shared memory")  # one worker of `pytest -n` has the processes
@@ -32,7 +32,7 @@ def _workers():
 
 
 def values(seed: int, shape: Any, dtype: torch.dtype) -> Tensor:
-    """Numbers whose sum depends on the order in which they are added, zeros of both signs and infinities."""
+    """Return numbers whose sum depends on the order of addition, zeros of both signs and infinities."""
     made = torch.Generator().manual_seed(seed)
     if not dtype.is_floating_point:
         return torch.randint(0, 100, shape, generator=made).to(dtype)
@@ -58,7 +58,7 @@ def all_reduce(peers: Peers, two_shot: bool, x: Tensor, out: Tensor, epilogue: E
 
 
 def use_programs(count: int) -> None:
-    """A grid of at most so many programs, for the rest of the process: for several rounds without much work."""
+    """Limit the grid to this many programs for the rest of the process, to test several rounds with little work."""
     from shardmesh.kernels.symmetric import symmetric_triton
 
     symmetric_triton.MAX_PROGRAMS = count
@@ -94,7 +94,7 @@ def check_all_reduces(peers: Peers, programs: int) -> list[str]:
 @pytest.mark.parametrize("size", [slow(1), slow(2), 3, slow(4), slow(8)])
 def test_all_ranks_get_the_same_bits(size):
     """Equal to the definition, so one-shot and two-shot are equal too."""
-    with Ranks(size) as ranks:
+    with SharedMemoryRanks(size) as ranks:
         assert ranks(check_all_reduces, 2) == [[]] * size
 
 
@@ -108,7 +108,7 @@ def check_rounds(peers: Peers) -> list[bool]:
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_tensors_larger_than_the_memory(pieces):
     """6 pieces on 2 programs whose regions hold 1 or 2: three or two rounds."""
-    with Ranks(3, nbytes=8 * symmetric.MAX_PROGRAMS * PIECE * pieces) as ranks:
+    with SharedMemoryRanks(3, nbytes=8 * symmetric.MAX_PROGRAMS * PIECE * pieces) as ranks:
         assert ranks(check_rounds) == [[True] * 2] * 3
 
 
@@ -151,7 +151,7 @@ def both_normed(peers: Peers) -> list[tuple[Tensor, Tensor]]:
 
 
 def wanted_norm(n: Norm, seed: int, size: int) -> tuple[Tensor, Tensor]:
-    """In float64, but for the roundings that the definition names."""
+    """Compute the norm in float64, except for the roundings in the definition."""
     xs = [finite(values(seed + r, (n.rows, n.columns), n.dtype)) for r in range(size)]
     residual, weight = finite(values(seed - 1, (n.rows, n.columns), n.residual)), finite(values(seed - 2, (n.columns,), n.out))
     added = (symmetric.reference_all_reduce(xs, torch.float32) + residual.float()).to(n.residual)
@@ -161,7 +161,7 @@ def wanted_norm(n: Norm, seed: int, size: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("size", [2, 3, slow(8)])
 def test_residual_sum_and_norm(size):
-    with Ranks(size) as ranks:
+    with SharedMemoryRanks(size) as ranks:
         found = ranks(both_normed)
     for i, n in enumerate(NORMS):
         added, out = wanted_norm(n, 1000 * i, size)
@@ -196,7 +196,7 @@ NORMED_RECORDS = [
 
 
 def record(x: Tensor, how: AsRecord) -> Tensor:
-    """The definition: what is sent where x is quantized by a launch of its own."""
+    """Return the specification: the record that a separate launch quantizes from x."""
     return compile_quantize(x.shape, [full_box(x.shape)], how.transport, block=how.block)(x)
 
 
@@ -215,7 +215,7 @@ def check_records(peers: Peers) -> list[str]:
 
 
 def check_normed_records(peers: Peers) -> list[str]:
-    """The codes of what the same epilogue writes as numbers."""
+    """Return the cases whose records differ from the codes of the values that the same epilogue writes."""
     use_programs(2)
     wrong = []
     for seed, (shape, dtype, how) in enumerate(NORMED_RECORDS):
@@ -234,7 +234,7 @@ def check_normed_records(peers: Peers) -> list[str]:
 @pytest.mark.parametrize("size", [slow(1), slow(2), 3])
 def test_quantized_sum_equals_quantizing_the_sum(size):
     """In one round and in several: regions hold one piece."""
-    with Ranks(size, nbytes=8 * symmetric.MAX_PROGRAMS * PIECE) as ranks:
+    with SharedMemoryRanks(size, nbytes=8 * symmetric.MAX_PROGRAMS * PIECE) as ranks:
         assert ranks(check_records) == [[]] * size
         assert ranks(check_normed_records) == [[]] * size
 
@@ -283,13 +283,13 @@ def check_reductions(peers: Peers) -> list[str]:
 
 @pytest.mark.parametrize("size", [1, slow(2), slow(3), 4, slow(8)])
 def test_straight_into_the_final_layout(size):
-    with Ranks(size, nbytes=1 << 16) as ranks:
+    with SharedMemoryRanks(size, nbytes=1 << 16) as ranks:
         assert ranks(check_moves) == [[]] * size
         assert ranks(check_reductions) == [[]] * size
 
 
 def cut(box: Box, at: random.Random) -> list[Box]:
-    """The box in pieces of any size."""
+    """Return the box split into pieces of any size."""
     dim = at.randrange(len(box))
     (start, stop) = box[dim]
     if box_size(box) < 20 or stop - start < 2:
@@ -300,7 +300,7 @@ def cut(box: Box, at: random.Random) -> list[Box]:
 
 
 def check_any_boxes(peers: Peers, seed: int) -> bool:
-    """Each rank has boxes of its own, from any peers and places; the staging areas are all there is to agree on."""
+    """Check different boxes on each rank, from any peers and places; ranks agree only on the staging areas."""
     staged = [values(seed + r, (500,), torch.bfloat16) for r in range(peers.size)]
     peers.staging(torch.bfloat16)[:500] = staged[peers.rank]
     at = random.Random(1000 * seed + peers.rank)
@@ -318,7 +318,7 @@ def check_any_boxes(peers: Peers, seed: int) -> bool:
 
 
 def test_any_boxes_from_any_peers():
-    with Ranks(4, nbytes=1 << 16) as ranks:
+    with SharedMemoryRanks(4, nbytes=1 << 16) as ranks:
         for seed in range(8):
             assert ranks(check_any_boxes, seed) == [True] * 4
 
@@ -327,10 +327,10 @@ def test_any_boxes_from_any_peers():
 
 
 def check_many_calls(peers: Peers, calls: int, seed: int) -> list[int]:
-    """Operations and sizes in turn, with a rank that is slow at the worst places: after it has met and before it reads."""
+    """Check operations and sizes in turn, with a rank that is slow at critical points: after synchronizing and before reading."""
     use_programs(2)
     alike, own = random.Random(seed), random.Random(seed * 100 + peers.rank)
-    pausing(lambda: own.choice([0.0] * 9 + [0.02]))
+    set_pause(lambda: own.choice([0.0] * 9 + [0.02]))
     wrong = []
     for call in range(calls):
         length = alike.choice([3, 50, 64, 3000])
@@ -348,7 +348,7 @@ def check_many_calls(peers: Peers, calls: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("calls", [50, slow(200)])
 def test_many_calls_with_slow_ranks(calls):
-    with Ranks(3) as ranks:
+    with SharedMemoryRanks(3) as ranks:
         assert ranks(check_many_calls, calls, 5) == [[]] * 3
 
 
@@ -362,7 +362,7 @@ def start_at(peers: Peers, epoch: int) -> None:
 def test_epochs_may_overflow():
     from shardmesh.kernels.symmetric.symmetric_triton import EPOCHS
 
-    with Ranks(2) as ranks:
+    with SharedMemoryRanks(2) as ranks:
         ranks(start_at, EPOCHS.value - 4)
         assert ranks(check_many_calls, 6, 1) == [[]] * 2
 
@@ -379,9 +379,9 @@ def small_gather(peers: Peers) -> list[float]:
     return symmetric.all_gather(peers, torch.ones(2), torch.empty(2 * peers.size), 0).tolist()
 
 
-def impatient(size: int) -> Ranks:
-    """A second or two for a peer, in looks that cost little."""
-    return Ranks(size, nbytes=1 << 22, spins=400, look_s=4e-3)
+def impatient(size: int) -> SharedMemoryRanks:
+    """Return ranks with a timeout of a second or two."""
+    return SharedMemoryRanks(size, nbytes=1 << 22, spins=400, poll_s=4e-3)
 
 
 @pytest.mark.parametrize(("call", "args"), [slow(small_sum, (False,)), (small_sum, (True,)), (small_gather, ())])
@@ -402,7 +402,7 @@ def test_several_missing_ranks_are_named():
 
 
 def late_sum(peers: Peers) -> Any:
-    """Rank 1 comes when rank 0 has given up, which it writes at the end of its buffer."""
+    """Call all_reduce on rank 1 after rank 0 has timed out, which rank 0 writes to the end of its buffer."""
     given_up = ctypes.c_uint8.from_address(int(peers.buffers[0]) + peers.buffer.numel() - 1)
     if peers.rank == 0:
         try:
@@ -428,7 +428,7 @@ def test_late_rank_gets_the_correct_result_and_then_an_error():
 
 
 def launches_after_giving_up(peers: Peers, two_shot: bool) -> tuple[list[float], list[int], bool]:
-    """As an accelerator runs what was launched before the host knew."""
+    """Run launches after a timeout, as an accelerator does with work queued before the host noticed."""
     from shardmesh.kernels.symmetric.symmetric_triton import launch_all_reduce, launch_barrier
 
     with pytest.raises(SymmetricMemoryError):
@@ -530,7 +530,7 @@ def test_simulated_ranks_use_all_of_their_memory():
 
 
 def on_one_gpu(size: int, monkeypatch: pytest.MonkeyPatch, spins: int = 1 << 20) -> list[Peers]:
-    """Ranks whose programs, one for each multiprocessor at most, are on the device together."""
+    """Return ranks whose programs, at most one per multiprocessor, run on the device concurrently."""
     from shardmesh.kernels.symmetric import symmetric_triton
 
     most = torch.cuda.get_device_properties(0).multi_processor_count // size

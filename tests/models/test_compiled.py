@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardmesh as sm
-from tests.models.tiny import IDS, mesh_for, model, rows, same, spread, train
+from tests.models.tiny import IDS, mesh_for, model, rows, same, shard, train
 
 
 def _blocks(made):
@@ -29,7 +29,7 @@ def _trained(name, form, order, checkpointing, sharded):
         made.gradient_checkpointing_enable()
     if order == "before":
         made = compile_blocks(made)
-    made = spread(name, made, mesh, form)
+    made = shard(name, made, mesh, form)
     if order == "after":
         made = compile_blocks(made)
     return train(made, rows(mesh, sharded)), sizes

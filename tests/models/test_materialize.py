@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import shardmesh as sm
-from tests.models.tiny import IDS, MODELS, model, spread, whole
+from tests.models.tiny import IDS, MODELS, model, shard, whole
 
 
 def _on_meta(name, form, mesh):
     with torch.device("meta"):
         made = MODELS[name]()
-    return spread(name, made, mesh, form)
+    return shard(name, made, mesh, form)
 
 
 def _mesh():

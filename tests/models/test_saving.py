@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardmesh as sm
-from tests.models.tiny import IDS, model, spread
+from tests.models.tiny import IDS, model, shard
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,7 +27,7 @@ def _same(found, expected):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])  # the head of GPT-2 is its embedding
 def test_save_pretrained(name, tmp_path):
     def program():
-        made = spread(name, model(name), _mesh(), "fsdp+tp")
+        made = shard(name, model(name), _mesh(), "fsdp+tp")
         state = sm.checkpoint.full_state_dict(made)
         if _mesh().get_rank() == 0:
             made.save_pretrained(tmp_path, state_dict=state)
@@ -41,7 +41,7 @@ def test_save_pretrained(name, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_save_safetensors(name, size, tmp_path):
     def program():
-        made = spread(name, model(name), _mesh(), "fsdp")
+        made = shard(name, model(name), _mesh(), "fsdp")
         sm.checkpoint.save_safetensors(made, tmp_path, max_shard_size=size)
 
     sm.simulate(4)(program)()
@@ -54,12 +54,12 @@ def test_save_safetensors(name, size, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("size", ["50GB", "20KB"])
 def test_files_of_save_pretrained(name, size, tmp_path):
-    """Without the tied weights, and with an index if there are several."""
+    """The file has no tied weights; several files have an index."""
     reference = model(name)
     reference.save_pretrained(tmp_path, max_shard_size=size)
 
     def program():
-        made = spread(name, model(name), _mesh(), "fsdp")
+        made = shard(name, model(name), _mesh(), "fsdp")
         for x in made.parameters():
             x.data.zero_()
         return sm.checkpoint.full_state_dict(sm.checkpoint.load_safetensors(tmp_path, made))
@@ -88,7 +88,7 @@ def test_adapters(tmp_path):
 
 def test_storage_access_raises_and_suggests_saving(tmp_path):
     def program():
-        made = spread("llama", model("llama"), _mesh(), "fsdp")
+        made = shard("llama", model("llama"), _mesh(), "fsdp")
         advice = r"sm\.checkpoint\.save_safetensors\(model, path\).*sm\.checkpoint\.full_state_dict\(model\)"
         for save in (made.save_pretrained, lambda path: torch.export.export(copy.deepcopy(made), (IDS,))):
             with pytest.raises(RuntimeError, match=advice):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import shardmesh as sm
 from shardmesh.parallel import colwise, data_parallel, distribute_module, fully_shard, parallelize
-from tests.models.tiny import IDS, loss_of, model, same, spread, whole
+from tests.models.tiny import IDS, loss_of, model, same, shard, whole
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 def _parallel():
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("fsdp",))
-    return spread("llama", model("llama"), mesh, "fsdp")
+    return shard("llama", model("llama"), mesh, "fsdp")
 
 
 def _trained_by_accelerate(parallel):

@@ -23,7 +23,7 @@ from tests.models.tiny import (
     qwen3_moe,
     rows,
     same,
-    spread,
+    shard,
     train,
     whole,
 )
@@ -43,7 +43,7 @@ def _trained(name, form, sharded, checkpointing):
     made = model(name)
     if checkpointing:
         made.gradient_checkpointing_enable()
-    return train(spread(name, made, mesh, form), rows(mesh, sharded))
+    return train(shard(name, made, mesh, form), rows(mesh, sharded))
 
 
 @pytest.mark.one_in(3, each=["name", "form", "inputs"])
@@ -84,7 +84,7 @@ def test_loss_of_the_model(name, form):
 
     def program():
         mesh = mesh_for(form)
-        made = spread(name, model(name), mesh, form)
+        made = shard(name, model(name), mesh, form)
         placed = [sm.device_put(x, mesh, sm.P("fsdp")) for x in (IDS, labels, mask)]
         return train(made, placed, lambda m, batch: loss(m, *batch))
 
@@ -99,7 +99,7 @@ def test_dropout_is_equal_on_every_mesh():
     def program(form):
         mesh = mesh_for(form)
         torch.manual_seed(0)
-        made = spread("gpt2", gpt2(resid_pdrop=0.5, embd_pdrop=0.5).double(), mesh, form)
+        made = shard("gpt2", gpt2(resid_pdrop=0.5, embd_pdrop=0.5).double(), mesh, form)
         sm.random.manual_seed(1)
         return whole(loss_of(made, rows(mesh, True)))
 
@@ -113,7 +113,7 @@ def test_clipping_with_plain_inputs():
 
     def program():
         mesh = mesh_for("fsdp+tp")
-        made = spread("llama", model("llama"), mesh, "fsdp+tp")
+        made = shard("llama", model("llama"), mesh, "fsdp+tp")
         loss_of(made, rows(mesh, False)).backward()
         return sm.training.clip_grad_norm_(made.parameters(), 1.0).item()
 
@@ -137,7 +137,7 @@ def test_experts_with_grouped_mm(make):
 
     def program():
         mesh = mesh_for("fsdp")
-        return train(spread("", made(), mesh, "fsdp"), rows(mesh, True), _loss_with_router)
+        return train(shard("", made(), mesh, "fsdp"), rows(mesh, True), _loss_with_router)
 
     expected = train(made(), IDS, _loss_with_router)
     for found in sm.simulate(4)(program)():

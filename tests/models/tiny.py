@@ -51,7 +51,7 @@ PLANS: dict[str, Any] = {
 
 
 def model(name: str, **options: Any) -> nn.Module:
-    """The model with the same values each time."""
+    """Return the model with the same values in each call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return MODELS[name](**options).double()
@@ -60,26 +60,26 @@ def model(name: str, **options: Any) -> nn.Module:
 IDS = torch.randint(1, VOCABULARY, (ROWS, 8), generator=torch.Generator().manual_seed(1))
 
 
-def loss_of(made: nn.Module, ids: Any) -> Any:
-    """In float64; the loss that models compute themselves is in float32."""
-    logits = made(input_ids=ids, use_cache=False).logits
+def loss_of(module: nn.Module, ids: Any) -> Any:
+    """Return the loss in float64; the models' own loss is in float32."""
+    logits = module(input_ids=ids, use_cache=False).logits
     if isinstance(logits, sm.ShardedTensor) and not isinstance(ids, sm.ShardedTensor):
         ids = sm.from_local(ids, logits.mesh, P())
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train(made: nn.Module, ids: Any, loss: Callable[[nn.Module, Any], Any] = loss_of) -> dict[str, Tensor]:
-    """The gradients of the first step, and the parameters and the loss after the last one."""
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+def train(module: nn.Module, ids: Any, loss: Callable[[nn.Module, Any], Any] = loss_of) -> dict[str, Tensor]:
+    """Train; return the gradients of the first step, and the parameters and the loss of the last."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
-        last = loss(made, ids)
+        last = loss(module, ids)
         last.backward()
         if step == 0:
-            found |= {f"gradient of {name}": whole(x.grad) for name, x in made.named_parameters()}
+            found |= {f"gradient of {name}": whole(x.grad) for name, x in module.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
-    found |= {name: whole(x) for name, x in made.named_parameters()}
+    found |= {name: whole(x) for name, x in module.named_parameters()}
     return {**found, "loss": whole(last)}
 
 
@@ -87,22 +87,22 @@ def whole(x: Any) -> Tensor:
     return x.detach().full_tensor() if isinstance(x, sm.ShardedTensor) else x.detach().clone()
 
 
-def spread(name: str, made: nn.Module, mesh: sm.DeviceMesh, form: str) -> nn.Module:
-    """The model in a form: "fsdp", "tp" or "fsdp+tp", on a mesh of the axes that it names."""
-    if "tp" in form:
-        parallelize(made, mesh, PLANS[name])
-    if "fsdp" in form:
-        fully_shard(made, mesh, axes="fsdp", units=made._no_split_modules)
-    return made
+def shard(name: str, module: nn.Module, mesh: sm.DeviceMesh, parallelism: str) -> nn.Module:
+    """Apply "fsdp", "tp" or "fsdp+tp" to the model, on a mesh with these axes."""
+    if "tp" in parallelism:
+        parallelize(module, mesh, PLANS[name])
+    if "fsdp" in parallelism:
+        fully_shard(module, mesh, axes="fsdp", units=module._no_split_modules)
+    return module
 
 
-def mesh_for(form: str) -> sm.DeviceMesh:
+def mesh_for(parallelism: str) -> sm.DeviceMesh:
     shapes = {"fsdp": (4,), "tp": (4,), "fsdp+tp": (2, 2)}
-    return sm.init_device_mesh("cpu", shapes[form], axis_names=tuple(form.split("+")))
+    return sm.init_device_mesh("cpu", shapes[parallelism], axis_names=tuple(parallelism.split("+")))
 
 
 def rows(mesh: sm.DeviceMesh, sharded: bool) -> Any:
-    """The batch as a sharded tensor, or this rank's rows of it."""
+    """Return the batch as a sharded tensor, or this rank's rows of it."""
     split = "fsdp" in mesh.axis_names
     if sharded:
         return sm.device_put(IDS, mesh, P("fsdp") if split else P())
@@ -110,7 +110,7 @@ def rows(mesh: sm.DeviceMesh, sharded: bool) -> Any:
 
 
 def same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, skip_loss: bool = False) -> None:
-    """Equal up to rounding, measured against the largest value of each tensor."""
+    """Assert equality up to rounding, relative to the largest value of each tensor."""
     assert actual.keys() == expected.keys()
     for name in expected.keys() - ({"loss"} if skip_loss else set()):
         scale = expected[name].abs().max().item() + 1e-3

@@ -1,11 +1,11 @@
-"""Two hosts on one machine: namespaces with their own network, hostname, processes and /dev/shm, joined by a cable.
+"""Two hosts on one machine: namespaces with their own network, hostname, processes and /dev/shm, connected by a veth pair.
 
     lab: user namespace ---+--- host-a 10.77.0.1 [eth0] ---.
                            |                               | veth
                            `--- host-b 10.77.0.2 [eth0] ---'
 
-Nothing of it can be left behind: the first process of a host ends when the pipe to it closes, however the tests end, all other
-processes of the host end with it, and then its namespaces and its end of the cable are gone.
+Nothing is left behind: the first process of a host exits when the pipe to it closes, however the tests end; the other processes of
+the host are killed with it, and the kernel then removes its namespaces and its end of the veth pair.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import IO, Any, cast
 
 ADDRESSES = {"host-a": "10.77.0.1", "host-b": "10.77.0.2"}
 INTERFACE = "eth0"
-_PATIENCE_S = 60.0  # for a command that takes milliseconds on a machine that has nothing else to do
+_LIMIT_S = 60.0  # for a command that takes milliseconds on an idle machine
 
 _LAB = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
 _HOST = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child"]
-_HOLD = "echo $$ && exec cat"  # until the pipe closes
-# The first line: which process of the lab this is, as its /proc tells it. The last: a shell, unlike cat, waits for orphans.
+_HOLD = "echo $$ && exec cat"  # runs until the pipe closes
+# The first line reads its process id in the lab from /proc. The shell stays, because unlike cat it reaps orphans.
 _HOLD_HOST = """
 set -e
 read pid rest < /proc/self/stat
@@ -41,7 +41,7 @@ cat
 
 
 class NotPermitted(RuntimeError):
-    """This machine does not let us make hosts."""
+    """This machine does not allow creating hosts."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Host:
     """One host.
 
     Attributes:
-        init: its first process, as this process sees it.
+        name: host name.
+        init: id of its first process, in the namespace of the tests.
     """
 
     name: str
@@ -60,31 +61,33 @@ class Host:
         return ADDRESSES[self.name]
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Starts a program on this host; `options` are those of Popen. Killing it leaves its children alone."""
+        """Start a program on this host; `options` are those of Popen. Killing it does not kill its children."""
         enter = ["nsenter", f"--target={self.init}", "--user", "--preserve-credentials", "--net", "--mount", "--uts", "--pid"]
         return subprocess.Popen([*enter, "--", *command], text=True, **options)
 
     def run(self, *command: str) -> str:
-        """What a short command prints."""
+        """Run a short command and return its output."""
         with self.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-            text, _ = process.communicate(timeout=_PATIENCE_S)
+            text, _ = process.communicate(timeout=_LIMIT_S)
         if process.returncode:
             raise RuntimeError(f"{' '.join(command)} on {self.name}: status {process.returncode}: {text}")
         return text
 
-    def cut(self) -> None:
-        """Pulls the cable."""
+    def disconnect(self) -> None:
+        """Disable the network interface."""
         self.run("ip", "link", "set", INTERFACE, "down")
 
-    def mend(self) -> None:
+    def connect(self) -> None:
+        """Enable the network interface."""
         self.run("ip", "link", "set", INTERFACE, "up")
 
 
 @contextmanager
 def two_hosts() -> Iterator[list[Host]]:
-    """Hosts that reach each other and nothing else.
+    """Create two hosts that can reach only each other.
 
-    Raises: NotPermitted, with the reason.
+    Raises:
+        NotPermitted: with the reason.
     """
     with ExitStack() as stack:
         lab = stack.enter_context(_held([*_LAB, "sh", "-c", _HOLD]))
@@ -94,7 +97,7 @@ def two_hosts() -> Iterator[list[Host]]:
             command = [*into_lab, *_HOST, "sh", "-c", _HOLD_HOST.format(name=name, names=names)]
             hosts.append(Host(name, stack.enter_context(_held(command))))
         try:
-            _join(into_lab, hosts)
+            _connect(into_lab, hosts)
         except RuntimeError as error:
             raise NotPermitted(str(error)) from error
         yield hosts
@@ -102,12 +105,12 @@ def two_hosts() -> Iterator[list[Host]]:
 
 @contextmanager
 def _held(command: list[str]) -> Iterator[int]:
-    """The id of a process that says it and then lives until the end of the block."""
+    """Start a process that prints its id and runs until the end of the block; yield the id."""
     try:
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         process: subprocess.Popen[str] = subprocess.Popen(command, text=True, **pipes)
     except OSError as error:
-        raise NotPermitted(f"no {command[0]} on this machine: {error}") from error
+        raise NotPermitted(f"{command[0]} is missing on this machine: {error}") from error
     with process:
         stdin, stdout, stderr = cast("tuple[IO[str], IO[str], IO[str]]", (process.stdin, process.stdout, process.stderr))
         pid = stdout.readline().strip()
@@ -118,20 +121,20 @@ def _held(command: list[str]) -> Iterator[int]:
             yield int(pid)
         finally:
             stdin.close()
-            process.wait(_PATIENCE_S)
+            process.wait(_LIMIT_S)
 
 
-def _join(into_lab: list[str], hosts: list[Host]) -> None:
+def _connect(into_lab: list[str], hosts: list[Host]) -> None:
     first, second = hosts
     ends = ["name", INTERFACE, "netns", str(first.init), "type", "veth", "peer", "name", INTERFACE, "netns", str(second.init)]
-    done = subprocess.run([*into_lab, "ip", "link", "add", *ends], capture_output=True, text=True, timeout=_PATIENCE_S)
+    done = subprocess.run([*into_lab, "ip", "link", "add", *ends], capture_output=True, text=True, timeout=_LIMIT_S)
     if done.returncode:
         raise RuntimeError(f"ip link add type veth: {done.stderr.strip()}")
     for host in hosts:
         host.run("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE)
-        host.mend()
+        host.connect()
 
 
 def processes_left(hosts: Sequence[Host]) -> list[int]:
-    """First processes of hosts that are still there."""
+    """Return the first processes of hosts that still exist."""
     return [host.init for host in hosts if os.path.exists(f"/proc/{host.init}")]

@@ -1,4 +1,4 @@
-"""Programs for two hosts: mesh axis `hosts` connects them, axis `local` stays inside one."""
+"""Programs for two hosts: mesh axis `hosts` connects them, axis `local` is inside one host."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ import torch
 
 import shardmesh as sm
 
-ENOUGH, LEAVE = "enough", "leave"  # files that end a healthy program, and let ranks exit that have told how it went
-DIFFERENT = 5  # the step in which a rank does something else
+STOP, EXIT = "stop", "exit"  # files that end a healthy program, and let ranks exit that have written their result
+DIVERGING_STEP = 5
 _LINGER_S = 10.0
 
 
-def endure(folder: str) -> None:
-    """Communicates between hosts and inside them, for as long as it goes."""
-    _tell(folder, lambda step: _sum_all(Path(folder)), LEAVE)  # else the store goes away with the agent of its host
+def run_until_stopped(folder: str) -> None:
+    """Communicate between hosts and inside them, until stopped."""
+    _run_steps(folder, lambda step: _sum_all(Path(folder)), EXIT)  # otherwise the store ends with the agent of its host
 
 
-def differ(folder: str) -> None:
-    """Rank 3 calls another reduction than the others."""
+def diverge(folder: str) -> None:
+    """Call a different reduction on rank 3."""
 
     def run(step: int) -> bool:
-        op = "max" if step == DIFFERENT and os.environ["RANK"] == "3" else "sum"
+        op = "max" if step == DIVERGING_STEP and os.environ["RANK"] == "3" else "sum"
         _world().all_reduce(torch.ones(4), op)
         return True
 
-    _tell(folder, run)
+    _run_steps(folder, run)
 
 
 def fail(folder: str) -> None:
-    """Rank 3 raises."""
+    """Raise on rank 3."""
 
     def run(step: int) -> bool:
-        if step == DIFFERENT and os.environ["RANK"] == "3":
+        if step == DIVERGING_STEP and os.environ["RANK"] == "3":
             raise ValueError("the reason")
         return _sum_all(Path(folder))
 
-    _tell(folder, run)
+    _run_steps(folder, run)
 
 
 def _sum_all(folder: Path) -> bool:
-    """Adds 1 from each rank, first between hosts; whether to go on, which all ranks learn in the same step from rank 0."""
+    """Sum 1 from each rank, first between hosts. Return whether to continue; rank 0 decides, and all ranks agree in the same step."""
     mesh = _mesh()
     x = torch.ones(4)
-    if mesh.get_rank() == 0 and (folder / ENOUGH).exists():
+    if mesh.get_rank() == 0 and (folder / STOP).exists():
         x += 100
     for axis in mesh.axis_names:
         mesh.group(axis).all_reduce(x)
@@ -68,9 +68,9 @@ def _world() -> sm.Group:
     return sm.init_device_mesh("cpu", (4,), axis_names=("all",)).group("all")
 
 
-def _tell(folder: str, run: Callable[[int], bool], *files: str) -> None:
-    """Runs one step after another, and writes down how many there were and how it ended. Ends when there are these files."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the agent's, which a forked process has
+def _run_steps(folder: str, run: Callable[[int], bool], *files: str) -> None:
+    """Run steps, write their number and the final error to files, and exit once `files` exist."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the agent's handler, which a forked process inherits
     rank, steps, error = int(os.environ["RANK"]), 0, None
     try:
         while run(steps):
@@ -80,9 +80,9 @@ def _tell(folder: str, run: Callable[[int], bool], *files: str) -> None:
     except BaseException as caught:
         error = caught
         sys.excepthook(type(error), error, error.__traceback__)
-    told = {"error": type(error).__name__, "text": str(error), "ranks": getattr(error, "ranks", None)}
-    write(Path(folder) / f"{rank}.json", json.dumps(told | {"steps": steps}))
-    for file in (f"{rank ^ 1}.json", *files):  # the agent ends a rank soon after another of its host has failed
+    result = {"error": type(error).__name__, "text": str(error), "ranks": getattr(error, "ranks", None)}
+    write(Path(folder) / f"{rank}.json", json.dumps(result | {"steps": steps}))
+    for file in (f"{rank ^ 1}.json", *files):  # the agent kills a rank soon after another rank of its host failed
         _wait_for(Path(folder) / file)
     atexit._run_exitfuncs()  # as in a program that is not a forked process
     if error is not None:
@@ -90,7 +90,7 @@ def _tell(folder: str, run: Callable[[int], bool], *files: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Whole or not at all, for those who look for it."""
+    """Write a file atomically."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)
     part.rename(path)

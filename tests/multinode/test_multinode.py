@@ -17,15 +17,15 @@ from typing import Any, TextIO
 import pytest
 import train_lm
 
-from tests.multinode.forker import Job
+from tests.multinode.fork_server import TorchrunJob
 from tests.multinode.hosts import INTERFACE, Host, NotPermitted, processes_left, two_hosts
-from tests.multinode.programs import DIFFERENT, ENOUGH, LEAVE
+from tests.multinode.programs import DIVERGING_STEP, EXIT, STOP
 
 pytestmark = pytest.mark.xdist_group("multinode")  # one worker has the hosts
 
 ROOT = Path(__file__).parents[2]
 LOST_S = 5.0
-PATIENCE_S = 60.0  # for what must happen soon, on a machine that may be busy
+LIMIT_S = 60.0  # for what takes seconds on an idle machine
 TRAIN = ["--size", "tiny", "--steps", "4", "--every", "2"]
 _ports = itertools.count(29500)
 
@@ -38,26 +38,26 @@ def environment() -> dict[str, str]:
 
 
 def torchrun(node: int, hosts: Sequence[Host], port: int) -> list[str]:
-    """Its arguments, in the order of the nodes, and with ranks in the order of the hosts."""
+    """Return the arguments of torchrun; node numbers follow the order of the hosts."""
     where = ["--rdzv-backend", "static", "--node-rank", str(node), "--master-addr", hosts[0].name, "--master-port", str(port)]
     return ["--nnodes", "2", "--nproc-per-node", "2", "--local-addr", hosts[node].name, "--monitor-interval", "0.1", *where]
 
 
 @dataclass
-class Run:
-    """A program that runs on both hosts, its files in a folder."""
+class RunningProgram:
+    """A program that runs on both hosts, with its files in a folder."""
 
     folder: Path
     hosts: Sequence[Host]
 
     def wait_for(self, *names: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + LIMIT_S
         while missing := [name for name in names if not (self.folder / name).exists()]:
-            assert time.monotonic() < deadline, f"{missing} did not come\n{self.printed()}"
+            assert time.monotonic() < deadline, f"{missing} missing\n{self.printed()}"
             time.sleep(0.02)
 
     def wait_for_steps(self, count: int) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + LIMIT_S
         while any(self.steps(rank) < count for rank in range(4)):
             assert time.monotonic() < deadline, self.printed()
             time.sleep(0.02)
@@ -67,17 +67,17 @@ class Run:
         return int(path.read_text()) if path.exists() else 0
 
     def signal(self, host: Host, name: str) -> None:
-        """To all processes that the job has on a host."""
+        """Send a signal to all processes of the job on a host."""
         host.run("kill", f"-{name}", "--", f"-{(self.folder / f'{host.name}.pid').read_text()}")
 
-    def told(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
-        """How these ranks say that it ended."""
+    def results(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
+        """Wait for the results of these ranks: error, text, ranks and steps."""
         self.wait_for(*(f"{rank}.json" for rank in ranks))
         return [json.loads((self.folder / f"{rank}.json").read_text()) for rank in ranks]
 
     def status(self, host: Host) -> int:
-        """Of its agent, which ends after its ranks."""
-        (self.folder / LEAVE).touch()
+        """Wait for the exit status of a host's agent, which exits after its ranks."""
+        (self.folder / EXIT).touch()
         self.wait_for(f"{host.name}.status")
         return int((self.folder / f"{host.name}.status").read_text())
 
@@ -87,27 +87,27 @@ class Run:
 
 @dataclass
 class Lab:
-    """Both hosts, ready to fork."""
+    """Both hosts with their fork servers."""
 
     hosts: list[Host]
     folder: Path
     orders: list[TextIO] = field(default_factory=list)
 
-    def start_forkers(self, stack: ExitStack) -> None:
+    def start_fork_servers(self, stack: ExitStack) -> None:
         for host in self.hosts:
             fifo = self.folder / f"{host.name}.fifo"
             os.mkfifo(fifo)
             output = stack.enter_context((self.folder / f"{host.name}.output").open("w"))
-            forker = [sys.executable, "-m", "tests.multinode.forker", str(fifo)]
-            host.start(forker, env={**environment(), "SHARDMESH_HOST_LOST_S": str(LOST_S)}, stdout=output, stderr=output)
+            command = [sys.executable, "-m", "tests.multinode.fork_server", str(fifo)]
+            host.start(command, env={**environment(), "SHARDMESH_HOST_LOST_S": str(LOST_S)}, stdout=output, stderr=output)
             self.orders.append(stack.enter_context(os.fdopen(os.open(fifo, os.O_RDWR), "w", buffering=1)))
 
-    def run(self, program: str) -> Run:
+    def run(self, program: str) -> RunningProgram:
         port = next(_ports)
-        run = Run(self.folder / f"{program}.{port}", self.hosts)
+        run = RunningProgram(self.folder / f"{program}.{port}", self.hosts)
         run.folder.mkdir()
         for node, orders in enumerate(self.orders):
-            orders.write(Job(program, str(run.folder), torchrun(node, self.hosts, port)).to_json() + "\n")
+            orders.write(TorchrunJob(program, str(run.folder), torchrun(node, self.hosts, port)).to_json() + "\n")
         return run
 
 
@@ -117,21 +117,21 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         try:
             hosts = stack.enter_context(two_hosts())
         except NotPermitted as error:
-            pytest.skip(f"two hosts cannot be made here: {error}")
+            pytest.skip(f"two hosts cannot be created here: {error}")
         made = Lab(hosts, tmp_path_factory.mktemp("lab"))
-        made.start_forkers(stack)
+        made.start_fork_servers(stack)
         yield made
     assert processes_left(hosts) == []
 
 
 @pytest.fixture
 def hosts(lab: Lab) -> Iterator[list[Host]]:
-    """After a test nothing of its job may still run, and no folder of a watch be left in memory but those of jobs that failed."""
+    """Yield the hosts; after the test, reconnect them and check that no process of its job still runs."""
     yield lab.hosts
     for host in lab.hosts:
-        host.mend()
-        deadline = time.monotonic() + PATIENCE_S
-        while (processes := host.run("ps", "-eo", "args")).count("tests.multinode.forker") > 1:
+        host.connect()
+        deadline = time.monotonic() + LIMIT_S
+        while (processes := host.run("ps", "-eo", "args")).count("tests.multinode.fork_server") > 1:
             assert time.monotonic() < deadline, processes
             time.sleep(0.05)
 
@@ -147,52 +147,54 @@ def test_example_on_two_hosts_equals_one_process(lab: Lab, hosts: list[Host], tm
     pipes: dict[str, Any] = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     agents = [host.start([*command, "--local-addr", host.name, *program], **pipes) for host in hosts]
     single = train_lm.train(train_lm.parse(TRAIN), None)
-    printed = [agent.communicate(timeout=2 * PATIENCE_S)[0] for agent in agents]
+    printed = [agent.communicate(timeout=2 * LIMIT_S)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(printed)
     (run,) = json.loads((tmp_path / "metrics.json").read_text())["runs"]
     assert [row["step"] for row in run["rows"]] == [row.step for row in single.rows] == [1, 2, 4]
     for ours, theirs in zip(run["rows"], single.rows, strict=True):
         assert ours["loss"] == pytest.approx(theirs.loss, rel=train_lm.TOLERANCE)
         assert ours["valid_loss"] == pytest.approx(theirs.valid_loss, rel=train_lm.TOLERANCE)
-    assert [host.run("ls", "/dev/shm") for host in hosts] == ["", ""], "a job that went well leaves no files"
+    assert [host.run("ls", "/dev/shm") for host in hosts] == ["", ""], "a successful job leaves no files"
 
 
 @pytest.mark.slow
 def test_temporarily_slow_host_is_waited_for(lab: Lab, hosts: list[Host]):
-    run = lab.run("endure")
+    run = lab.run("run_until_stopped")
     run.wait_for_steps(3)
     run.signal(hosts[1], "STOP")
     time.sleep(LOST_S / 2)
     run.signal(hosts[1], "CONT")
     run.wait_for_steps(run.steps(0) + 20)
-    (run.folder / ENOUGH).touch()
-    told = run.told(range(4))
-    assert [(t["error"], t["steps"]) for t in told] == [("NoneType", told[0]["steps"])] * 4, run.printed()
+    (run.folder / STOP).touch()
+    results = run.results(range(4))
+    assert [(t["error"], t["steps"]) for t in results] == [("NoneType", results[0]["steps"])] * 4, run.printed()
     assert [run.status(host) for host in hosts] == [0, 0]
 
 
-# -- a host goes away --------------------------------------------------------------------------------------------------
+# -- a host is lost ----------------------------------------------------------------------------------------------------
 
 
-def survivors_say(run: Run, fault: Callable[[], None], gone: dict[int, tuple[str, tuple[int, ...]]]) -> dict[int, dict[str, Any]]:
-    """What each rank that is left says after the fault; `gone` is, for each of them, the host and the ranks that it must name."""
+def survivors_report(
+    run: RunningProgram, fault: Callable[[], None], gone: dict[int, tuple[str, tuple[int, ...]]]
+) -> dict[int, dict[str, Any]]:
+    """Return the results of the surviving ranks after the fault; `gone` maps each to the host and the ranks that it must name."""
     run.wait_for_steps(3)
     fault()
-    said = dict(zip(gone, run.told(list(gone)), strict=True))
+    results = dict(zip(gone, run.results(list(gone)), strict=True))
     for rank, (host, ranks) in gone.items():
-        assert said[rank]["error"] == "RankLostError", said[rank]
-        assert tuple(said[rank]["ranks"]) == ranks
-        assert f"{host} (ranks {ranks[0]}, {ranks[1]})" in " ".join(said[rank]["text"].split())
-    return said
+        assert results[rank]["error"] == "RankLostError", results[rank]
+        assert tuple(results[rank]["ranks"]) == ranks
+        assert f"{host} (ranks {ranks[0]}, {ranks[1]})" in " ".join(results[rank]["text"].split())
+    return results
 
 
 A, B = ("host-a", (0, 1)), ("host-b", (2, 3))
 
 
-def test_a_cut_link(lab: Lab, hosts: list[Host]):
-    run = lab.run("endure")
-    said = survivors_say(run, hosts[1].cut, {0: B, 1: B, 2: A, 3: A})
-    texts = {rank: " ".join(of["text"].split()) for rank, of in said.items()}
+def test_disconnected_hosts_name_each_other(lab: Lab, hosts: list[Host]):
+    run = lab.run("run_until_stopped")
+    results = survivors_report(run, hosts[1].disconnect, {0: B, 1: B, 2: A, 3: A})
+    texts = {rank: " ".join(of["text"].split()) for rank, of in results.items()}
     assert all("while the store at host-a:" in texts[rank] for rank in (0, 1))
     assert all("host-b has no answer from the store at host-a:" in texts[rank] for rank in (2, 3))
     assert [run.status(host) for host in hosts] == [1, 1]
@@ -205,36 +207,36 @@ KILLED = [
 
 
 @pytest.mark.parametrize(("killed", "gone"), KILLED)
-def test_a_killed_host(lab: Lab, hosts: list[Host], killed, gone):
-    run = lab.run("endure")
-    survivors_say(run, lambda: run.signal(hosts[killed], "KILL"), gone)
+def test_killed_host_is_named(lab: Lab, hosts: list[Host], killed, gone):
+    run = lab.run("run_until_stopped")
+    survivors_report(run, lambda: run.signal(hosts[killed], "KILL"), gone)
     assert run.status(hosts[1 - killed]) == 1
 
 
 @pytest.mark.slow
 def test_frozen_host_receives_the_verdict(lab: Lab, hosts: list[Host]):
-    run = lab.run("endure")
-    survivors_say(run, lambda: run.signal(hosts[1], "STOP"), {0: B, 1: B})
+    run = lab.run("run_until_stopped")
+    survivors_report(run, lambda: run.signal(hosts[1], "STOP"), {0: B, 1: B})
     run.signal(hosts[1], "CONT")
-    assert [(t["error"], tuple(t["ranks"])) for t in run.told((2, 3))] == [("RankLostError", (2, 3))] * 2
+    assert [(t["error"], tuple(t["ranks"])) for t in run.results((2, 3))] == [("RankLostError", (2, 3))] * 2
     assert [run.status(host) for host in hosts] == [1, 1]
 
 
-# -- a rank goes wrong -------------------------------------------------------------------------------------------------
+# -- a rank diverges ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_another_collective_on_another_host(lab: Lab, hosts: list[Host]):
-    run = lab.run("differ")
-    told = run.told(range(4))
-    assert [(t["error"], t["ranks"]) for t in told] == [("CollectiveMismatchError", [3])] * 4, run.printed()
-    assert all("all_reduce(max" in t["text"] and "the reduction differs" in t["text"] for t in told)
+def test_mismatch_on_another_host_is_named(lab: Lab, hosts: list[Host]):
+    run = lab.run("diverge")
+    results = run.results(range(4))
+    assert [(t["error"], t["ranks"]) for t in results] == [("CollectiveMismatchError", [3])] * 4, run.printed()
+    assert all("all_reduce(max" in t["text"] and "the reduction differs" in t["text"] for t in results)
 
 
 @pytest.mark.slow
-def test_an_error_on_another_host(lab: Lab, hosts: list[Host]):
+def test_error_on_another_host_is_named(lab: Lab, hosts: list[Host]):
     run = lab.run("fail")
-    *others, guilty = run.told(range(4))
-    assert (guilty["error"], guilty["text"], guilty["steps"]) == ("ValueError", "the reason", DIFFERENT)
+    *others, failed = run.results(range(4))
+    assert (failed["error"], failed["text"], failed["steps"]) == ("ValueError", "the reason", DIVERGING_STEP)
     assert [(t["error"], t["ranks"]) for t in others] == [("PeerError", [3])] * 3, run.printed()
     assert all("rank 3 raised ValueError: the reason" in t["text"] for t in others)

@@ -1,7 +1,7 @@
 """Random programs that convert between plain and sharded tensors, differentiated three times, on the ranks of a mesh and in one
 process.
 
-A value is sharded, or plain and the same on every rank, or this rank's part of one. In the one process it is the whole tensor in any case.
+A value is sharded, or plain and the same on every rank, or this rank's part. In one process it is always the full tensor.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Value:
     spec: P | None = None
 
 
-class Program:
-    """Some steps from leaves of each kind to a loss, drawn at random.
+class CrossingProgram:
+    """Random steps from leaves of each kind to a loss.
 
     Attributes:
         mesh_shape: that of the mesh.
@@ -74,7 +74,7 @@ class Program:
     # -- where things lie ----------------------------------------------------------------------------------------------
 
     def spec(self, draw: random.Random, pending: bool = False) -> P:
-        """A way to lay a matrix out."""
+        """Return a random spec of a matrix."""
         ways = [P(), P("a"), P(None, "a")]
         if len(self.axes) > 1:
             ways += [P("a", "b"), P(("a", "b")), P(("b", "a")), P(None, "b"), P("b", "a")]
@@ -86,7 +86,7 @@ class Program:
         return x if self.mesh is None else sm.distribute_tensor(x, self.mesh, spec, src_data_rank=None)
 
     def leaves(self, mesh: Any) -> dict[str, Value]:
-        """New ones: `s` and `v` are sharded, a matrix and a square one; `p` and `w` are plain ones; `l` is a part."""
+        """Return new leaves: `s` (matrix) and `v` (square) are sharded, `p` and `w` are plain, `l` is a local part."""
         self.mesh, draw = mesh, random.Random(self.seed)
         rows, columns = self.shape
         cut = self.spec(draw)
@@ -107,7 +107,7 @@ class Program:
     # -- from kind to kind ---------------------------------------------------------------------------------------------
 
     def sharded(self, value: Value, draw: random.Random) -> Value:
-        """The value as a sharded one, in one of several ways."""
+        """Return the value as a sharded tensor, converted in one of several ways."""
         if value.kind == "sharded" or self.mesh is None:
             return Value("sharded", value.x)
         if value.kind == "part":
@@ -123,14 +123,14 @@ class Program:
         return Value("sharded", sm.shard_map(lambda x: x * 1, mesh=self.mesh, in_specs=spec, out_specs=spec)(value.x))
 
     def plain(self, value: Value, draw: random.Random) -> Value:
-        """The value as a plain one that is the same on every rank."""
+        """Return the value as a plain tensor that is the same on every rank."""
         if value.kind == "plain" or self.mesh is None:
             return Value("plain", value.x)
         x = self.sharded(value, draw).x
         return Value("plain", x.full_tensor() if draw.random() < 0.7 else x.redistribute(P()).to_local())
 
     def part(self, value: Value, draw: random.Random) -> Value:
-        """This rank's part of the value."""
+        """Return this rank's part of the value."""
         spec = self.spec(draw)
         if self.mesh is None:
             return Value("part", value.x, spec)
@@ -142,20 +142,20 @@ class Program:
     # -- the program ---------------------------------------------------------------------------------------------------
 
     def loss(self, leaves: dict[str, Value]) -> Any:
-        """A number, sharded or plain."""
+        """Return a scalar, sharded or plain."""
         value = leaves[{"sharded": "s", "plain": "p", "part": "l"}[self.start]]
         for name, seed in self.steps:
             value = getattr(self, name)(value, leaves, random.Random(seed))
         return self.total([value], random.Random(self.seed + 1))
 
     def total(self, values: Sequence[Value], draw: random.Random) -> Any:
-        """The sum of smooth functions of these, as a sharded or a plain number."""
+        """Return the sum of smooth functions of these, as a sharded or a plain scalar."""
         kind = draw.choice(["sharded", "plain"])
         found = [(self.as_kind(kind, value, draw).x.sin() * 0.9).sum() for value in values]
         return sum(found[1:], found[0])
 
     def derivatives(self, mesh: Any) -> list[list[Any]]:
-        """By order, the gradients of all leaves, whole; of what was computed in the order before."""
+        """Return the full gradients of all leaves by order; each order differentiates the one before."""
         leaves = self.leaves(mesh)
         return {"grad": self._by_grad, "backward": self._by_backward, "sm.grad": self._by_transforms}[self.way](leaves)
 
@@ -170,7 +170,7 @@ class Program:
         return [self.wholes(by, grads) for grads in found]
 
     def _by_backward(self, leaves: dict[str, Value]) -> list[list[Any]]:
-        """Of `backward()`, which adds up in `.grad`."""
+        """Return the gradients computed by `backward()`, which accumulates in `.grad`."""
         by, found, loss = list(leaves.values()), [], self.loss(leaves)
         for order in range(ORDERS):
             if not loss.requires_grad:
@@ -187,7 +187,7 @@ class Program:
         return [self.wholes(by, grads) for grads in found]
 
     def _by_transforms(self, leaves: dict[str, Value]) -> list[list[Any]]:
-        """Of `sm.grad` of a function that calls `sm.grad`."""
+        """Return the gradients computed by nested `sm.grad`."""
         by, names = list(leaves.values()), list(leaves)
 
         def values(xs: Sequence[Any]) -> list[Value]:
@@ -206,7 +206,7 @@ class Program:
         return [self.wholes(by, grads) for grads in found]
 
     def next_loss(self, order: int, by: Sequence[Value], grads: Sequence[Any]) -> Any:
-        """A function of the gradients, and perhaps of a leaf."""
+        """Return a function of the gradients, and sometimes of a leaf."""
         draw = random.Random(self.ends[order])
         mine = [Value(value.kind, g, value.spec) for value, g in zip(by, grads, strict=True)]
         return self.total([*mine, *draw.sample(by, draw.randrange(2))], draw)
@@ -239,13 +239,13 @@ class Program:
         return self.as_kind(draw.choice(["sharded", "plain", "part"]), value, draw)
 
     def mix(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
-        """With a leaf of the same kind."""
+        """Combine the value with a leaf of the same kind."""
         other = leaves[draw.choice("spl")]
         kind = draw.choice(["sharded", "plain"])
         return Value(kind, self.as_kind(kind, value, draw).x * 0.7 + self.as_kind(kind, other, draw).x.sin())
 
     def product(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
-        """With a square matrix of any kind."""
+        """Multiply the value by a square matrix of any kind."""
         name = draw.choice("vw")
         kind = draw.choice(["sharded", "plain"])
         return Value(kind, self.as_kind(kind, value, draw).x @ self._square(kind, leaves[name]))
@@ -256,13 +256,13 @@ class Program:
         return value.x.full_tensor() if kind == "plain" else sm.from_local(value.x, self.mesh, P())
 
     def implicit(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
-        """A plain tensor beside a sharded one."""
+        """Combine a plain tensor with a sharded one."""
         f = draw.choice([lambda x: x @ leaves["w"].x, lambda x: x * leaves["p"].x, lambda x: leaves["w"].x[0] + x])
         with sm.ops.implicit_replication():
             return Value("sharded", f(self.sharded(value, draw).x))
 
     def shares(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
-        """Every rank uses the whole value for a share of the work."""
+        """Compute a share of the work from the whole value on every rank."""
         way = draw.choice(["sum", "sum", "copies", "avg", "max", "product"])
         x = self.sharded(value, draw).x
         if self.mesh is None:
@@ -278,7 +278,7 @@ class Program:
         return Value("sharded", sm.from_local(own, self.mesh, P(unreduced=dict.fromkeys(self.axes, way)), shape=self.shape))
 
     def mapped(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
-        """A mapped function of a value of any kind and of a plain matrix."""
+        """Apply a mapped function to a value of any kind and a plain matrix."""
         body, even = draw.choice(BODIES)
         if even and not self.even:
             body, _ = BODIES[0]
@@ -301,7 +301,7 @@ STEPS = ["pointwise", "pointwise", "move", "cross", "cross", "mix", "product", "
 
 
 class OneProcess:
-    """Collectives of all parts at once."""
+    """Collectives in one process, on all parts at once."""
 
     def psum(self, parts: Sequence[Tensor]) -> list[Tensor]:
         return [sum(parts[1:], parts[0])] * len(parts)
@@ -314,7 +314,7 @@ class OneProcess:
 
 
 class OnRanks:
-    """The same by axis name; there is one part here."""
+    """Collectives by axis name, on this rank's part."""
 
     def __init__(self, names: Any) -> None:
         self.names = names
@@ -351,7 +351,7 @@ BODIES: list[tuple[Body, bool]] = [(_sums, False), (_gathered, True), (_ring, Tr
 
 def check(seed: int, mesh_shape: Sequence[int] | None = None, mesh: Any = None, expected: Any = None) -> None:
     """Compare a program's derivatives on this rank with those of the one process."""
-    program = Program(seed, mesh_shape)
+    program = CrossingProgram(seed, mesh_shape)
     for order, (ours, theirs) in enumerate(zip(program.derivatives(mesh), expected, strict=True), 1):
         for name, x, y in zip("svpwl", ours, theirs, strict=True):
             what = f"{program}: order {order}, leaf {name}"
@@ -359,11 +359,11 @@ def check(seed: int, mesh_shape: Sequence[int] | None = None, mesh: Any = None, 
 
 
 def expected_of(seed: int, mesh_shape: Sequence[int] | None = None) -> list[list[Tensor]]:
-    return Program(seed, mesh_shape).derivatives(None)
+    return CrossingProgram(seed, mesh_shape).derivatives(None)
 
 
 def check_on_this_rank(seeds: Sequence[int], mesh_shape: Sequence[int]) -> None:
-    """On a rank of a world that has the mesh's number of ranks."""
+    """Run the program on a rank of a world of the mesh's size."""
     mesh = sm.init_device_mesh(DEVICE, mesh_shape, axis_names=("a", "b")[: len(mesh_shape)])
     for seed in seeds:
         check(seed, mesh_shape, mesh, expected_of(seed, mesh_shape))

@@ -15,23 +15,23 @@ import torch
 import shardmesh as sm
 from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.mesh.comm.group import CollectiveRecord
-from tests.device import DEVICE, made_here
+from tests.device import DEVICE, on_device
 
 AXES = ("a", "b", "c", "d")
 
 
 def on_mesh(mesh_shape: Sequence[int], program: Callable[[sm.DeviceMesh], Any]) -> list[Any]:
-    """`program(mesh)` on every rank of a simulated mesh with axes a, b, c, d; what each rank returned."""
+    """Run `program(mesh)` on every rank of a simulated mesh with axes a, b, c, d; return each rank's result."""
 
     def rank() -> Any:
-        with made_here():
+        with on_device():
             return program(sm.init_device_mesh(DEVICE, mesh_shape, axis_names=AXES[: len(mesh_shape)]))
 
     return sm.simulate(math.prod(mesh_shape))(rank)()
 
 
 def every_rank(*mesh_shape: int) -> Callable[[Callable[[sm.DeviceMesh], Any]], Callable[[], None]]:
-    """Makes a test of `test(mesh)`: it runs on every rank of a simulated mesh of this shape.
+    """Make `test(mesh)` a test that runs on every rank of a simulated mesh of this shape.
 
     What it ran, for other worlds: `test.program` and `test.mesh_shape`.
     """
@@ -48,13 +48,13 @@ def every_rank(*mesh_shape: int) -> Callable[[Callable[[sm.DeviceMesh], Any]], C
 
 
 def place(mesh: sm.DeviceMesh, tensor: torch.Tensor, *placements: sm.Placement, grad: bool = False) -> sm.ShardedTensor:
-    """`tensor`, the same on every rank, without communication; replicated where no placements are given."""
+    """Distribute `tensor`, which is the same on every rank, without communication; replicated without placements."""
     x = sm.distribute_tensor(tensor, mesh, list(placements) or None, src_data_rank=None)
     return x.requires_grad_() if grad else x
 
 
 def save_part(x: Any, file: Any) -> None:
-    """`torch.save` of this rank's part, without the warning that it is no more than that."""
+    """Save this rank's part by `torch.save`, without the warning that it is only a part."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.save writes only this rank's part")
         torch.save(x, file)
@@ -62,7 +62,7 @@ def save_part(x: Any, file: Any) -> None:
 
 @contextmanager
 def collectives() -> Iterator[list[CollectiveRecord]]:
-    """The collectives that this rank takes part in inside the block."""
+    """Record the collectives of this rank inside the block."""
     records: list[CollectiveRecord] = []
     observers = current_world().observers
     observers.append(records.append)
@@ -73,7 +73,7 @@ def collectives() -> Iterator[list[CollectiveRecord]]:
 
 
 def launched(records: Sequence[CollectiveRecord]) -> list[str]:
-    """The names of the collectives."""
+    """Return the names of the collectives."""
     return [record.op for record in records]
 
 
@@ -84,7 +84,7 @@ def same_error(
     *,
     silent: bool = True,
 ) -> str:
-    """The text of the error that `program` raises: of this kind, the same on every rank, before any collective."""
+    """Return the text of the error of this kind that `program` raises, the same on every rank, before any collective."""
 
     def rank(mesh: sm.DeviceMesh) -> str:
         with collectives() as records:
@@ -104,7 +104,7 @@ def same_error(
 
 
 def run_programs(module: str, names: Sequence[str]) -> int:
-    """On a real rank: run these programs of a test module, each on a mesh of the first ranks; returns how many this rank took part in."""
+    """Run these programs of a test module on a real rank, each on a mesh of the first ranks; return how many this rank took part in."""
     taken = 0
     for name in names:
         test = getattr(importlib.import_module(module), name)

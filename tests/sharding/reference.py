@@ -22,13 +22,13 @@ COMBINE = {
 
 
 def contributions(mesh: sm.AbstractMesh, spec: sm.P, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Whole tensors, one per combination of coordinates on the pending axes: [n, *shape], float64, no two values equal."""
+    """Return full tensors, one per combination of coordinates on pending axes: [n, *shape], float64, all values different."""
     n = math.prod(mesh.size(axis) for axis, _ in spec.unreduced)
     return torch.randn((n, *shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def my_contribution(mesh: sm.DeviceMesh, spec: sm.P) -> int:
-    """Which of the contributions this rank holds a box of."""
+    """Return the index of the contribution of which this rank holds a box."""
     index = 0
     for axis, _ in spec.unreduced:
         index = index * mesh.size(axis) + mesh.coordinate[mesh.axis_index(axis)]
@@ -36,23 +36,23 @@ def my_contribution(mesh: sm.DeviceMesh, spec: sm.P) -> int:
 
 
 def value(parts: torch.Tensor, spec: sm.P) -> torch.Tensor:
-    """The global value of a tensor made of these contributions."""
+    """Return the global value of a tensor with these contributions."""
     return COMBINE[spec.unreduced[0][1] if spec.unreduced else "sum"](parts)
 
 
 def local_part(parts: torch.Tensor, layout: sm.Layout) -> torch.Tensor:
-    """This rank's box of its own contribution."""
+    """Return this rank's box of its contribution."""
     index = tuple(slice(start, stop) for start, stop in layout.box)
     return parts[my_contribution(layout.mesh, layout.spec)][index].clone()
 
 
 def equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """The same float64 numbers, but for rounding."""
+    """Assert equal float64 numbers, up to rounding."""
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def plain_grad(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor | None]:
-    """The gradient of a function of plain tensors by each of them."""
+    """Return the gradients of a function of plain tensors with respect to each of them."""
     leaves = [t.clone().requires_grad_() for t in tensors]
     function(*leaves).backward()
     return [leaf.grad for leaf in leaves]

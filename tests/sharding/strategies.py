@@ -18,14 +18,14 @@ mesh_shapes = st.sampled_from(MESH_SHAPES)
 
 @st.composite
 def shapes(draw: st.DrawFn, max_dims: int = 4) -> tuple[int, ...]:
-    """Global shapes of at most 600 elements."""
+    """Draw global shapes of at most 600 elements."""
     shape = tuple(draw(SIZES) for _ in range(draw(st.integers(0, max_dims))))
     return shape if math.prod(shape) <= 600 else shape[:1]
 
 
 @st.composite
 def specs(draw: st.DrawFn, names: tuple[str, ...], ndim: int, kinds: tuple[str, ...] = ("sum",)) -> sm.P:
-    """Any spec on these axes: each axis splits a dim, is pending, or does nothing; axes of a dim in any order."""
+    """Draw any spec on these axes: each axis shards a dim, is pending, or is unused; axes of a dim in any order."""
     dims: list[list[str]] = [[] for _ in range(ndim)]
     pending = []
     kind = draw(st.sampled_from(kinds)) if kinds else None
@@ -40,7 +40,7 @@ def specs(draw: st.DrawFn, names: tuple[str, ...], ndim: int, kinds: tuple[str, 
 
 @st.composite
 def lengths(draw: st.DrawFn, total: int, parts: int) -> tuple[int, ...]:
-    """So many parts, of any lengths, that make up `total`."""
+    """Draw this many parts of any lengths with sum `total`."""
     cuts = sorted(draw(st.lists(st.integers(0, total), min_size=parts - 1, max_size=parts - 1)))
     return tuple(stop - start for start, stop in pairwise([0, *cuts, total]))
 
@@ -49,7 +49,7 @@ def lengths(draw: st.DrawFn, total: int, parts: int) -> tuple[int, ...]:
 def ragged_specs(
     draw: st.DrawFn, mesh: sm.AbstractMesh, shape: tuple[int, ...], kinds: tuple[str, ...] = ("sum",)
 ) -> sm.P:
-    """Any spec on this mesh; some dims are cut into parts of any lengths, by one axis or by several jointly."""
+    """Draw any spec on this mesh; some dims are split into parts of any lengths, by one axis or by several jointly."""
     spec = draw(specs(mesh.axis_names, len(shape), kinds))
     sizes = {}
     for axes, size in zip(spec.dims, shape, strict=True):
@@ -60,7 +60,7 @@ def ragged_specs(
 
 @st.composite
 def moves(draw: st.DrawFn, kinds: tuple[str, ...] = ("sum",)) -> tuple[tuple[int, ...], tuple[int, ...], sm.P, sm.P]:
-    """A mesh shape, a tensor shape and two specs."""
+    """Draw a mesh shape, a tensor shape and two specs."""
     mesh_shape, shape = draw(mesh_shapes), draw(shapes())
     names = AXES[: len(mesh_shape)]
     return mesh_shape, shape, draw(specs(names, len(shape), kinds)), draw(specs(names, len(shape), kinds))
@@ -70,7 +70,7 @@ def moves(draw: st.DrawFn, kinds: tuple[str, ...] = ("sum",)) -> tuple[tuple[int
 def ragged_moves(
     draw: st.DrawFn, kinds: tuple[str, ...] = ("sum",)
 ) -> tuple[tuple[int, ...], tuple[int, ...], sm.P, sm.P]:
-    """A mesh shape, a tensor shape and two specs that may be ragged."""
+    """Draw a mesh shape, a tensor shape and two specs that may be ragged."""
     mesh_shape, shape = draw(mesh_shapes), draw(shapes())
     mesh = sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)])
     return mesh_shape, shape, draw(ragged_specs(mesh, shape, kinds)), draw(ragged_specs(mesh, shape, kinds))

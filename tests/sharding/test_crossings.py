@@ -50,7 +50,7 @@ def test_random_programs_on_processes(world4: Any, mesh_shape: tuple[int, ...]) 
 
 
 def cube(mesh: sm.DeviceMesh) -> Any:
-    """x -> x**3, by a mapped function of a plain argument."""
+    """Return x**3, by a mapped function of a plain argument."""
     return sm.shard_map(lambda x: x**3, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
 
 
@@ -112,7 +112,7 @@ def test_gradients_of_gradients_by_differences(boundary: str) -> None:
 
 
 def _adapted_loss(w: Tensor, score: Any) -> Tensor:
-    """A step of learning inside of what is learned."""
+    """Return the loss after an inner training step, as in meta-learning."""
     inner = w - 0.1 * sm.grad(score)(w)
     return score(inner).square()
 

@@ -15,12 +15,12 @@ X = torch.arange(15.0).view(5, 3)
 
 
 def x(mesh, *placements):
-    """A sharded tensor, made without communication."""
+    """Return a sharded tensor, created without communication."""
     return place(mesh, X, *(placements or (Shard(0), Replicate())))
 
 
 def other_order():
-    """The same four ranks under the same names, in another order."""
+    """Return a mesh of the same four ranks with the same names, in another order."""
     return sm.DeviceMesh(DEVICE, [[0, 2], [1, 3]], axis_names=("a", "b"))
 
 

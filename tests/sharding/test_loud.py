@@ -35,7 +35,7 @@ ALL_IGNORED_ON_ONE_RANK = torch.tensor([0, 2, -100, -100, 1, 1])
 
 
 def gradients(func, *leaves):
-    """A scalar function's value and its gradients."""
+    """Return a scalar function's value and its gradients."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     value = func(*leaves)
     value.backward()
@@ -43,7 +43,7 @@ def gradients(func, *leaves):
 
 
 def updated(put, spec, update):
-    """A parameter after a step on a view of it."""
+    """Return a parameter after a step on a view of it."""
     w = put(X.clone(), spec).requires_grad_()
     with torch.no_grad():
         update(w)
@@ -51,7 +51,7 @@ def updated(put, spec, update):
 
 
 def parts(put):
-    """Two parameters with gradients."""
+    """Return two parameters with gradients."""
     params = [put(X, UNEVEN).requires_grad_(), put(X[0], P("a")).requires_grad_()]
     for p in params:
         p.grad = p.detach() * 2
@@ -219,7 +219,7 @@ EQUAL = {
 
 
 def plain(x):
-    """A result, as the single process would have it."""
+    """Return a result as in one process."""
     if isinstance(x, ShardedTensor):
         return x.detach().full_tensor()
     if isinstance(x, (tuple, list)):
@@ -251,7 +251,7 @@ LAYOUTS = ("pending sum", "pending avg", "pending max", "pending min", "pending 
 
 
 def _traps() -> dict[str, object]:
-    """What every entry of the tables of `test_traps` gives on this rank."""
+    """Return the results of every entry of `test_traps`' tables on this rank."""
     mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("a",))
     found = {}
     for layout, x in as_scalars(mesh).items():
@@ -313,7 +313,7 @@ def _x(mesh, spec=None):
 
 
 def _into_a_view(x, part=slice(None)):
-    """Written without gradients, as optimizers do."""
+    """Write to a view without gradients, as optimizers do."""
     with torch.no_grad():
         x.view(-1)[part].add_(1)
 
@@ -348,7 +348,7 @@ LOUD = {
 
 
 def _text(name: str) -> str:
-    """The text of the error, and what was communicated before it."""
+    """Return the text of the error and the number of collectives before it."""
     mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
     program, kind, _ = LOUD[name]
     with collectives() as records, pytest.raises(kind) as caught:
@@ -385,7 +385,7 @@ def test_the_same_error_everywhere(world4, name):
 
 
 def _parts_of_different_sizes() -> str:
-    """Rows 1, 2, 3 and 4 on four ranks, said to be split evenly."""
+    """Return 1, 2, 3 and 4 rows on four ranks, declared as evenly sharded."""
     mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("a",))
     with pytest.raises(ValueError, match="sizes") as caught:
         ShardedTensor.from_local(torch.zeros(mesh.world.rank + 1, 2), mesh, [Shard(0)])
@@ -397,7 +397,7 @@ def test_parts_of_different_sizes_raise_on_every_rank(world4):
 
 
 def _used_differently() -> str:
-    """The part of a replicated tensor, taken times the rank."""
+    """Return the local part of a replicated tensor times the rank."""
     mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("a",))
     x = sm.device_put(X, mesh).requires_grad_()
     with pytest.raises(RuntimeError) as caught:

@@ -64,7 +64,7 @@ def test_every_dtype_moves(world4):
 
 
 def _train(placement) -> list[float]:
-    """Five AdamW steps of a two-layer network; losses."""
+    """Run five AdamW steps of a two-layer network; return the losses."""
     torch.manual_seed(0)
     mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("dp", "tp"))
     layers = torch.nn.Sequential(torch.nn.Linear(10, 14), torch.nn.GELU(), torch.nn.Linear(14, 3)).double()

@@ -67,7 +67,7 @@ STEPS: dict[str, tuple[int, Callable[[int, int, int], Step]]] = {
 
 
 def _spec(draw: random.Random, ndim: int, axes: tuple[str, ...]) -> P:
-    """Each axis splits some dim or none."""
+    """Return a random spec: each axis shards a dim or none."""
     dims: list[list[str]] = [[] for _ in range(ndim)]
     for axis in draw.sample(axes, len(axes)):
         dim = draw.randrange(-2, ndim)

@@ -147,7 +147,7 @@ def test_from_local_with_too_few_sizes():
 
 
 def cut_by_torch(layout, coordinate):
-    """What `torch.split` by the sizes, then nested `torch.chunk`, leave on the rank at `coordinate`."""
+    """Return the part that `torch.split` by the sizes and nested `torch.chunk` leave at `coordinate`."""
     mesh, part = layout.mesh, torch.arange(math.prod(layout.shape)).view(layout.shape)
     for dim, cuts in enumerate(layout.spec.cuts):
         for axes, sizes in cuts:
@@ -221,7 +221,7 @@ def test_equal_boxes_are_one_layout(data, mesh, shape):
 
 
 def joint_lengths(layout, dim, axes):
-    """The length of each part that the first axes of a dim cut, from the boxes."""
+    """Return the lengths of the parts of a dim along its first axes, computed from boxes."""
     places = [layout.mesh.axis_index(axis) for axis in axes]
     found = {}
     for coordinate, box in layout.boxes():

@@ -107,7 +107,7 @@ def test_invalid_input_on_real_processes(world4):
 
 
 def _train(mesh: sm.DeviceMesh, spec: sm.P) -> list[float]:
-    """Losses and norms of a model with checkpointing, dropout, accumulation and clipping."""
+    """Return losses and norms of a model with checkpointing, dropout, accumulation and clipping."""
     torch.manual_seed(0)
     sm.random.manual_seed(1)
     w = torch.nn.Parameter(sm.device_put(torch.randn(6, 6, dtype=torch.float64) / 3, mesh, spec))

@@ -41,7 +41,7 @@ ONE_NUMBER = {
 
 
 def as_scalars(mesh):
-    """The number 45 in every layout that a 0-d or one-element tensor can have."""
+    """Return the number 45 in every layout that a 0-d or one-element tensor can have."""
     rank, n = mesh.world.rank, mesh.size()
     shares = torch.full((), 45.0, dtype=torch.float64) * (rank + 1) * 2 / (n * (n + 1))
     below = torch.tensor(45.0 - rank, dtype=torch.float64)

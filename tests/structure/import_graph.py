@@ -1,4 +1,4 @@
-"""The graph of a package's imports: circles, and arrows from a lower layer to a higher one."""
+"""The import graph of a package: cycles, and imports of a higher layer by a lower one."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def quantile(values: Sequence[int], share: float) -> int:
 
 @dataclass(frozen=True)
 class Figures:
-    """What is measured on a package.
+    """The measured figures of a package.
 
     Attributes:
         modules: by path.
@@ -88,7 +88,7 @@ class Figures:
 
     @cached_property
     def classes_twice(self) -> dict[str, list[str]]:
-        """Where each class name is defined that is defined more than once."""
+        """The places of class names that are defined more than once."""
         places: dict[str, list[str]] = {}
         for path, module in self.modules.items():
             for name, line in module.classes:

@@ -146,7 +146,7 @@ def out_of_time(monitor: Monitor, error: BaseException | None) -> Verdict | None
 
 def _stand_in(ranks: Sequence[int], monitor: Monitor) -> Any:
     """Return the data of a group and its world that a recorder needs."""
-    world = SimpleNamespace(rank=monitor.directory.rank, epoch=0, comm_context=SimpleNamespace(lineage=0))
+    world = SimpleNamespace(rank=monitor.directory.rank, epoch=0, comm_context=SimpleNamespace(lineage=0, place=None))
     return SimpleNamespace(ranks=tuple(ranks), rank=tuple(ranks).index(world.rank), size=len(ranks), world=world)
 
 

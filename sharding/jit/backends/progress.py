@@ -12,7 +12,7 @@ from ..program import Program
 _PATIENCE_S = 2.0
 
 
-class Progress:
+class CompileProgress:
     """Compilations of one program: a context manager around each of them.
 
     Attributes:

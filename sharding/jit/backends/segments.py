@@ -24,7 +24,7 @@ from ..collectives import OPERATORS, WAIT, Site, group_of, running, site_of
 from ..passes.alias import is_view, owner_of, root_of, writes
 from ..passes.schedule import draw_first
 from ..program import Program, Runner, compile_eagerly
-from .progress import Progress
+from .progress import CompileProgress
 from .repeats import cut, key_of
 
 _LEAST = 3  # operators in a segment: a call of a compiled function costs as much as several operators
@@ -44,7 +44,7 @@ def compile_segments(backend: str | Callable[..., Any], options: dict[str, Any],
     for part in parts:
         wanted.setdefault(part.key, set()).update(part.outputs)
     compiled: dict[Any, Compiled] = {}
-    compiler, progress = _compiler(backend, options), Progress(program)
+    compiler, progress = _compiler(backend, options), CompileProgress(program)
     for part in parts:
         _replace(graph, part, sorted(wanted[part.key]), compiled, lambda made: Compiled(made, compiler, progress))
     progress.parts = len(compiled)
@@ -246,7 +246,7 @@ class Compiled:
         run: the compiled function; None before.
     """
 
-    def __init__(self, graph: fx.Graph, compiler: Any, progress: Progress) -> None:
+    def __init__(self, graph: fx.Graph, compiler: Any, progress: CompileProgress) -> None:
         self.graph, self._compiler, self._progress = graph, compiler, progress
         self.run: Callable[..., Any] | None = None
 

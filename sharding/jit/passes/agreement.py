@@ -15,6 +15,8 @@ import torch
 from torch import fx
 
 from ....mesh.comm.world import World
+from ....mesh.errors import WatchError
+from ....mesh.monitor.recording.recorder import CommTag
 from ..collectives import OPERATORS
 from ..errors import JitError
 
@@ -86,6 +88,27 @@ def hash_of(schedule: Schedule) -> str:
     return hashlib.blake2b(repr(relative).encode(), digest_size=8).hexdigest()
 
 
+def announce(world: World, meshes: Sequence[Sequence[int]], name: str, reason: str) -> None:
+    """Meet all ranks before a recording, so that a rank that records while others run a graph is named in the first collective.
+
+    Args:
+        reason: why this rank records; empty if it is its first recording.
+
+    Raises: CollectiveMismatchError, or DeadlockError where the graph of the others has no collectives, on all ranks.
+    """
+    tag = CommTag.of(f"recording {name} under sm.jit")
+    try:
+        for ranks in _rounds(world.rank, meshes):
+            world.group(ranks).all_gather_object(None, tag=tag)
+    except WatchError as error:
+        why = f" since {reason}" if reason else ""
+        error.add_note(
+            f"rank {world.rank} records {name} under sm.jit{why}, and all ranks must record in the same call, since passes change what "
+            f"they send. Let arguments and state change on all ranks at once, or call {name}.__wrapped__ on all ranks for such a call."
+        )
+        raise
+
+
 def agree(world: World, meshes: list[Sequence[int]], schedules: list[Schedule] | str) -> int | str | None:
     """Return up to which pass all ranks have schedules that fit each other.
 
@@ -132,7 +155,7 @@ def agree_on_names(world: World, meshes: list[Sequence[int]], names: frozenset[A
     return frozenset(name for name in names if all(name in known.get(int(rank), ()) for rank in name[0].split(",")))
 
 
-def _rounds(rank: int, meshes: list[Sequence[int]]) -> list[tuple[int, ...]]:
+def _rounds(rank: int, meshes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Return the largest sets of ranks that this rank is in, in an order that no two ranks see differently."""
     sets = {frozenset(ranks) for ranks in meshes if rank in ranks and len(ranks) > 1}
     largest = [found for found in sets if not any(found < other for other in sets)]

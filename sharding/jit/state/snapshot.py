@@ -33,6 +33,7 @@ from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout
 from ...layout.spec import Placement
 from ...tensor.sharded_tensor import ShardedTensor
+from ...training.average import EMA
 from .iterators import iterator_state
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, range, slice, Placement, np.generic)
@@ -66,7 +67,7 @@ class Holder:
         self.held = read()
 
     def change(self, dynamic: set[tuple[int, Any]]) -> str | None:
-        """Describe the changes, None if there are none; entries in `dynamic` may have any number."""
+        """Describe the changes, None if there are none; entries in `dynamic` may have any numbers."""
         now, held = self.read(), self.held
         if len(now) != len(held):
             return f"{self.path} had {len(held) // 2} entries and has {len(now) // 2}"
@@ -74,7 +75,7 @@ class Holder:
             if not _same(now[i], held[i]):
                 return f"{self.path} had the entry {_shown(held[i])} and has {_shown(now[i])}"
             if not _same(now[i + 1], held[i + 1]):
-                if (id(self.source), held[i]) in dynamic and type(now[i + 1]) in (int, float):
+                if (id(self.source), held[i]) in dynamic and _is_alike(now[i + 1], held[i + 1]):
                     continue
                 return f"{self.path}{_key_text(held[i])} was {_shown(held[i + 1])} and is {_shown(now[i + 1])}"
         return None
@@ -87,7 +88,7 @@ class Snapshot:
         holders: the dicts, lists, cells and the like.
         tensors: plain tensors, and their paths.
         sharded: sharded tensors, and their paths.
-        optimizers: the optimizers.
+        numbers: hyperparameters, as dicts and keys.
         meshes: the meshes.
         iterators: iterators, their paths, and where they were.
     """
@@ -103,7 +104,7 @@ class Snapshot:
         self.holders: list[Holder] = []
         self.tensors: list[tuple[Tensor, str]] = []
         self.sharded: list[tuple[ShardedTensor, str]] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
+        self.numbers: list[tuple[dict[Any, Any], str]] = []
         self.meshes: list[DeviceMesh] = []
         self.iterators: list[tuple[str, Any, Any]] = []
         self._seen: dict[int, Any] = {}
@@ -166,8 +167,8 @@ class Snapshot:
             self.tensors.append((x, path))
 
     def _visit_instance(self, path: str, x: Any) -> None:
-        if isinstance(x, torch.optim.Optimizer):
-            self.optimizers.append(x)
+        holders = x.param_groups if isinstance(x, torch.optim.Optimizer) else [vars(x)] if isinstance(x, EMA) else []
+        self.numbers += [(values, key) for values in holders for key, value in values.items() if _is_number(value)]
         if isinstance(x, DeviceMesh):
             self.meshes.append(x)
         kind = type(x)
@@ -269,10 +270,21 @@ class Guard:
 
     def _change_of_tensors(self) -> str | None:
         if not all(map(is_, map(_local_of, self._leaves), self._kept)) or not all(map(is_, map(_layout_of, self._leaves), self._layouts)):
-            return "the local part or the layout of a tensor was replaced"
-        if list(map(_requires_grad, self._checked)) != self._needs:
-            return "requires_grad of a tensor has changed"
+            known = zip(self._snapshot.sharded, self._kept, self._layouts, strict=True)
+            path = next(path for (x, path), part, layout in known if x._local is not part or x._layout is not layout)
+            return f"the local part or the layout of {path} was replaced"
+        needs = list(map(_requires_grad, self._checked))
+        if needs != self._needs:
+            i = list(map(is_, needs, self._needs)).index(False)
+            paths = [path for _, path in (*self._snapshot.tensors, *self._snapshot.sharded)]
+            return f"{paths[i]}.requires_grad was {self._needs[i]} and is {needs[i]}"
         return None
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of plain tensors, and of the local parts of sharded ones, by their ids."""
+        found = {id(x): path for x, path in self._snapshot.tensors}
+        return found | {id(part): path for part, (_, path) in zip(self._kept, self._snapshot.sharded, strict=True)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -339,6 +351,15 @@ def _is_program(module: str | None) -> bool:
 
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     return module == "__main__" or (file is not None and not is_installed(file))
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float) or (type(x) is tuple and len(x) > 0 and all(type(part) is float for part in x))
+
+
+def _is_alike(x: Any, y: Any) -> bool:
+    """Return whether both are numbers, or both tuples of as many."""
+    return type(x) in (int, float) or (type(x) is tuple and type(y) is tuple and len(x) == len(y) and all(map(_is_number, x)))
 
 
 def _same(x: Any, y: Any) -> bool:

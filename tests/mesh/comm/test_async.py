@@ -156,7 +156,7 @@ def all_routes() -> list[tuple[list, list]]:
 
 
 def all_routes_through_host_memory() -> list[tuple[list, list]]:
-    """As gloo moves GPU tensors."""
+    """Return the results of all routes through host memory, as gloo moves GPU tensors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "_needs_host_memory", lambda handle, device: True)
         return all_routes()

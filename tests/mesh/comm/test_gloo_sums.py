@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmesh.mesh import current_world
+from tests.recorded_operators import RecordedOperators
 
 ROWS = 37  # torch.sum adds the first 32 in another order than the rest
-
-
-class Called(TorchDispatchMode):
-    """Records the torch collectives that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def contribution(rank, size, dtype):
@@ -33,7 +20,7 @@ def contribution(rank, size, dtype):
 def summed(size, dtype, async_op):
     group = current_world().group(range(size))
     x, out = contribution(group.rank, size, dtype), torch.full((ROWS,), -1, dtype=dtype)
-    with Called() as called:
+    with RecordedOperators("c10d") as called:
         work = group.reduce_scatter(out, x, "sum", async_op=async_op)
         if work is not None:
             work.wait()
@@ -87,7 +74,7 @@ def test_empty_inference_mode_and_leaf_outputs(world4):
 def largest():
     group = current_world().group(range(4))
     out = torch.zeros(1)
-    with Called() as called:
+    with RecordedOperators("c10d") as called:
         group.reduce_scatter(out, torch.arange(4.0) * (group.rank + 1), "max")
     return out.item(), called.names
 

@@ -148,7 +148,7 @@ SPLITS = [([row[r] for row in SENT], SENT[r]) for r in range(4)]
 
 
 def record(call: str) -> list[CollectiveRecord]:
-    """What rank 1 of 4 records for a call on the group g, with x of 4 and big of 16 elements."""
+    """Return what rank 1 of 4 records for a call on the group g, with x of 4 and big of 16 elements."""
 
     def fn() -> list[CollectiveRecord]:
         seen: list[CollectiveRecord] = []

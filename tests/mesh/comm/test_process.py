@@ -37,7 +37,7 @@ def everyone() -> Group:
 
 
 def all_collectives(numel: int) -> Found:
-    """Every collective on every dtype, also with a 0-d tensor, several dims and uneven and empty parts."""
+    """Run every collective on every dtype, also with a 0-d tensor, several dims and uneven and empty parts."""
     group, found = everyone(), []
 
     def note(name: str, x: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ def test_each_rank_creates_only_its_own_groups(world8: Pool) -> None:
 
 
 def asking_is_free() -> bool:
-    """Only rank 0 requests the group; no rank waits for another."""
+    """Request the group on rank 0 only; no rank waits for another."""
     mesh = init_device_mesh("cpu", (2, 2), axis_names=("x", "y"))
     return mesh.get_rank() != 0 or mesh.group("y").ranks == (0, 1)
 

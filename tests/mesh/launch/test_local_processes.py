@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from shardmesh.mesh.launch.local_processes import LaunchError, LaunchTimeoutError, launch
 
-PATIENCE_S = 60.0  # for what must happen soon, on a machine that may be busy
+LIMIT_S = 60.0  # for what takes seconds on an idle machine
 
 
 # ------------------------------------------------------------------------------------------------- what the ranks run
@@ -93,7 +93,7 @@ def die_before_my_own_child(folder: str) -> None:
     if child := os.fork():
         Path(folder, "child").write_text(str(child))
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(PATIENCE_S)
+    time.sleep(LIMIT_S)
 
 
 def exit_with(code: int | None) -> None:
@@ -280,7 +280,7 @@ def script(folder: Path, body: str) -> Path:
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=PATIENCE_S)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=LIMIT_S)
 
 
 @pytest.mark.slow
@@ -327,16 +327,16 @@ def alive(pid: int) -> bool:
 
 
 def await_pids(folder: Path, count: int) -> list[int]:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         if len(files := [f for f in folder.iterdir() if f.suffix == ""]) == count:
             return [int(f.read_text()) for f in files]
         time.sleep(0.05)
-    pytest.fail(f"the ranks did not start within {PATIENCE_S} s")
+    pytest.fail(f"the ranks did not start within {LIMIT_S} s")
 
 
 def await_end(pids: list[int]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + LIMIT_S
     while left := [pid for pid in pids if alive(pid)]:
         if time.monotonic() > deadline:
             pytest.fail(f"processes {left} are still running")
@@ -373,7 +373,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lo
 def test_no_orphans_after_ctrl_c(waiting):
     program, pids = waiting
     os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to the parent and to its children
-    _, stderr = program.communicate(timeout=PATIENCE_S)
+    _, stderr = program.communicate(timeout=LIMIT_S)
     await_end(pids)
     assert stderr.count("KeyboardInterrupt") == 1
     assert stderr.count("Traceback") == 1  # the parent's, not one per rank
@@ -384,7 +384,7 @@ def test_no_orphans_after_ctrl_c(waiting):
 def test_no_orphans_after_a_killed_parent(waiting):
     program, pids = waiting
     program.kill()
-    program.wait(PATIENCE_S)
+    program.wait(LIMIT_S)
     await_end(pids)
 
 
@@ -393,7 +393,7 @@ def test_no_orphans_after_a_killed_parent(waiting):
 def test_no_orphans_after_a_killed_child(waiting):
     program, pids = waiting
     os.kill(pids[0], signal.SIGKILL)
-    _, stderr = program.communicate(timeout=PATIENCE_S)
+    _, stderr = program.communicate(timeout=LIMIT_S)
     await_end(pids)
     assert "was killed by SIGKILL" in stderr
 
@@ -414,6 +414,6 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     thread.start()
     pids = await_pids(tmp_path, 2)
     os.kill(pids[0], signal.SIGKILL)
-    thread.join(PATIENCE_S)
+    thread.join(LIMIT_S)
     await_end(pids)
     assert "was killed by SIGKILL" in str(caught[0])

@@ -20,7 +20,7 @@ from shardmesh.mesh.launch import preemption
 from shardmesh.mesh.launch.preemption import _StoreAgreement, ending_in_order, reached_preemption
 from tests.pool import Pool
 
-PATIENCE_S = 60.0
+LIMIT_S = 60.0
 
 
 def forget_everything() -> None:
@@ -39,7 +39,7 @@ def _clean():
 # ------------------------------------------------------------------------------------- ranks as threads, random schedules
 
 
-class Job:
+class PreemptedJob:
     """Ranks that step, synchronize now and then as in collectives, and receive the notice at some moment."""
 
     def __init__(self, seed: int) -> None:
@@ -48,7 +48,7 @@ class Job:
         self.pace = [rng.choice([0.0, 0.001, 0.004]) for _ in range(self.size)]
         noticed = rng.sample(range(self.size), rng.randint(1, min(2, self.size)))
         self.notice_after = {rank: rng.uniform(0.0, 0.06) for rank in noticed}
-        self.meeting = threading.Barrier(self.size, timeout=PATIENCE_S)
+        self.barrier = threading.Barrier(self.size, timeout=LIMIT_S)
         self.began = time.monotonic()
         self.stopped: list[int | None] = [None] * self.size
         self.steps: list[list[int]] = [[] for _ in range(self.size)]
@@ -67,14 +67,14 @@ class Job:
             self.steps[rank].append(step)
             time.sleep(self.pace[rank])
             if step % (self.every * self.gap) == 0:
-                self.meeting.wait()
+                self.barrier.wait()
 
     def run(self) -> None:
         threads = [threading.Thread(target=self.run_rank, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(PATIENCE_S)
+            thread.join(LIMIT_S)
         for part in self.parts:
             part.stop()
 
@@ -82,7 +82,7 @@ class Job:
 @pytest.mark.parametrize("seed", range(25))
 def test_all_ranks_stop_in_the_same_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "_NOTICE_POLL_S", 0.02)
-    job = Job(seed)
+    job = PreemptedJob(seed)
     job.run()
     assert job.stopped[0] is not None
     assert job.stopped == [job.stopped[0]] * job.size
@@ -94,7 +94,7 @@ def test_rank_that_never_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     part = _StoreAgreement(HashStore(), 0, 3, lambda: True, lambda: None)
     part.reached(0, 1)
     with pytest.raises(RuntimeError, match="ranks 1, 2 have not called it"):
-        for _ in range(int(PATIENCE_S / 0.01)):
+        for _ in range(int(LIMIT_S / 0.01)):
             time.sleep(0.01)
             part.reached(0, 1)
     part.stop()
@@ -106,7 +106,7 @@ def test_waiting_ranks_raise_when_the_job_fails() -> None:
 
     part = _StoreAgreement(HashStore(), 0, 2, lambda: True, check)
     with pytest.raises(ConnectionError, match="rank 1 died"):
-        for _ in range(int(PATIENCE_S / 0.01)):
+        for _ in range(int(LIMIT_S / 0.01)):
             time.sleep(0.01)
             part.reached(0, 1)
     part.stop()
@@ -179,7 +179,7 @@ def test_sigterm_raises_system_exit(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as caught, ending_in_order():
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(PATIENCE_S)
+        time.sleep(LIMIT_S)
     assert caught.value.code == 143
     assert "shardmesh: SIGTERM: ends with code 143" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == before

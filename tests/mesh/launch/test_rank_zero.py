@@ -21,7 +21,7 @@ def everyone():
 
 @rank_zero
 def greet(name: str, *, loud: bool = False) -> str:
-    """Says hello."""
+    """Return a greeting."""
     return name.upper() if loud else name
 
 

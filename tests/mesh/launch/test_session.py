@@ -24,7 +24,7 @@ from shardmesh.mesh.launch.session import session
 from shardmesh.mesh.monitor.settings import settings
 from tests.pool import Pool
 
-PATIENCE_S = 90.0
+LIMIT_S = 90.0
 
 
 def make_mesh() -> DeviceMesh:
@@ -304,12 +304,12 @@ def test_sigterm_to_launch(tmp_path: Path, asks: str) -> None:
     command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), asks]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         try:
-            deadline = time.monotonic() + PATIENCE_S
+            deadline = time.monotonic() + LIMIT_S
             while not all((tmp_path / str(rank)).exists() for rank in range(2)) and program.poll() is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             program.terminate()
-            out, err = program.communicate(timeout=PATIENCE_S)
+            out, err = program.communicate(timeout=LIMIT_S)
         finally:
             program.kill()
     if asks == "asks":

@@ -1,8 +1,8 @@
 """Jobs of ranks that start and end as separate programs do: `Forked()(program, 4) -> [outcome of each rank]`.
 
 Importing torch takes seconds, so one process imports it and forks the ranks. A rank runs a function of `forked_ranks.py`, and
-then its interpreter ends as that of any program: uncaught error, threads, exit functions, modules. Where the system allows it, that process
-has mounts of its own, so that jobs can have folders that are small or cannot be written to.
+then its interpreter ends as that of any program: uncaught error, threads, exit functions, modules. If the system allows it, the process
+has a separate mount namespace, so that jobs can have small or read-only folders.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardmesh.mesh.monitor import settings
 from tests.mesh.monitor.starter import ROOT, by_hand, is_readable
 
 START_S = 40.0
-_WAYS = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])  # to have mounts of its own: as root, and else
+_UNSHARE = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])  # as root, and as another user
 
 
 def unshared() -> list[str]:
@@ -37,7 +37,10 @@ def unshared() -> list[str]:
     if shutil.which("unshare") is None:
         return []
     test = "mount -t tmpfs none /mnt"
-    return next((way for way in _WAYS if subprocess.run([*way, "sh", "-c", test], capture_output=True, check=False).returncode == 0), [])
+    for command in _UNSHARE:
+        if subprocess.run([*command, "sh", "-c", test], capture_output=True, check=False).returncode == 0:
+            return command
+    return []
 
 
 @dataclass
@@ -57,10 +60,10 @@ class Forked:
     def __init__(self) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDMESH_", "TORCHELASTIC_", "PYTEST_"))}
         env = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        way = unshared()
-        self.can_mount = bool(way)
+        prefix = unshared()
+        self.can_mount = bool(prefix)
         self.process = subprocess.Popen(
-            [*way, sys.executable, "-m", "tests.mesh.monitor.forked"],
+            [*prefix, sys.executable, "-m", "tests.mesh.monitor.forked"],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -86,8 +89,8 @@ class Forked:
         Args:
             limit_s: seconds after which ranks that have not ended are killed.
             own: put the monitor's files into a folder of this job.
-            mounts: options of file systems in memory that the job has there, by folder: {"/dev/shm": "size=1m"}; "watch" is the job's.
-                Where that is not allowed the test is skipped.
+            mounts: options of tmpfs mounts for the job, by folder: {"/dev/shm": "size=1m"}; "watch" is the job's folder. The test is
+                skipped if mounting is not allowed.
         """
         assert self.process.stdin
         assert self.process.stdout
@@ -124,8 +127,8 @@ def serve() -> None:
 
     torch.set_num_threads(1)
     importlib.import_module("tests.mesh.monitor.forked_ranks")
-    gc.freeze()  # what was imported is no garbage when a rank ends: to look through it takes 0.5 s of each
-    answers = os.fdopen(os.dup(1), "w")
+    gc.freeze()  # or the exit of each rank takes 0.5 s to collect what was imported
+    replies = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         job = json.loads(line)
         ranks: dict[int, int] = {}
@@ -136,7 +139,7 @@ def serve() -> None:
                     break
                 ranks[pid] = rank
             else:
-                print(json.dumps(_follow(ranks, job["limit_s"])), file=answers, flush=True)
+                print(json.dumps(_wait_for(ranks, job["limit_s"])), file=replies, flush=True)
                 continue
         return _run(job, rank)
 
@@ -165,7 +168,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
     getattr(importlib.import_module(job["module"]), job["name"])(*job["args"])
 
 
-def _follow(ranks: dict[int, int], limit_s: float) -> dict[int, int | None]:
+def _wait_for(ranks: dict[int, int], limit_s: float) -> dict[int, int | None]:
     """Wait for the ranks and return their exit statuses."""
     began = time.monotonic()
     found: dict[int, int | None] = {}

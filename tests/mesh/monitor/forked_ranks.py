@@ -53,7 +53,7 @@ def trained(mesh: sm.DeviceMesh) -> None:
 
 
 def no_room(ranks: list[int]) -> None:
-    """The folder is full for these ranks."""
+    """Train while the folder is full for these ranks."""
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -64,7 +64,7 @@ def no_room(ranks: list[int]) -> None:
 
 
 def other_folders(ranks: list[int]) -> None:
-    """These ranks see another file system at the folder's path, as in separate containers."""
+    """Train while these ranks see another file system at the folder's path, as in separate containers."""
     before = agreement.Agreement.folder
 
     def folder(self: Any, needed: int) -> Any:
@@ -80,7 +80,7 @@ def simply_trains() -> None:
 
 
 def fills_up() -> None:
-    """The folder fills up after the job has started."""
+    """Fill up the folder after the job has started."""
     mesh = make_mesh()
     mesh.group().barrier()  # by now all have their files
     monitor = mesh.world.monitor
@@ -98,14 +98,14 @@ def fills_up() -> None:
 
 
 def in_containers() -> None:
-    """Each rank has a /dev/shm of its own, of 64 MB."""
+    """Train with a separate /dev/shm of 64 MB on each rank."""
     ctypes.CDLL(None).unshare(_NEW_MOUNTS)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", "/dev/shm"], check=True)
     trained(make_mesh())
 
 
 def raises_without_a_watch() -> None:
-    """Rank 1 raises while the others compute for longer than a verdict would allow."""
+    """Raise on rank 1 while the others compute for longer than the time limit after a verdict."""
     no_room([2])
     if rank() == 1:
         raise ValueError("no more data")
@@ -114,7 +114,7 @@ def raises_without_a_watch() -> None:
 
 
 def vanishes(when: str) -> None:
-    """Rank 1 deletes the folder: before all have seen each other's trace buffers, later, or repeatedly."""
+    """Delete the folder on rank 1: before all have seen each other's trace buffers, later, or repeatedly."""
     if when == "always":
         if rank() == 1:
             threading.Thread(target=_delete_always, args=(os.environ["SHARDMESH_WATCH_DIR"],), daemon=True).start()
@@ -156,7 +156,7 @@ def _delete_always(parent: str) -> None:
 
 
 def forks(how: str) -> None:
-    """A rank forks after the job has started, as data loaders do; the child's end does not affect the job."""
+    """Fork on a rank after the job has started, as data loaders do; the child's end does not affect the job."""
     mesh = make_mesh()
     train(mesh)
     child = os.fork() if how != "loader" else -1
@@ -176,7 +176,7 @@ def forks(how: str) -> None:
 
 
 def two_jobs(ports: list[str]) -> None:
-    """Eight processes form two jobs of four; rank 2 of the second job raises."""
+    """Form two jobs of four from eight processes; raise on rank 2 of the second job."""
     job = rank() // 4
     os.environ.update(RANK=str(rank() % 4), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_PORT=ports[job])
     mesh = make_mesh()
@@ -199,7 +199,7 @@ def changes_folder() -> None:
 
 
 def swallows(how: str) -> None:
-    """Rank 2 raises; the others catch the error again and again, in collectives or elsewhere."""
+    """Raise on rank 2; the others catch the error repeatedly, in collectives or elsewhere."""
     mesh = make_mesh()
     train(mesh)
     if rank() == 2:
@@ -213,7 +213,7 @@ def swallows(how: str) -> None:
 
 
 def goes_on_alone() -> None:
-    """The other ranks leave the job and continue with other work, for longer than the job would allow."""
+    """Raise on rank 2; the others leave the job and continue with other work, for longer than the job's time limit."""
     mesh = make_mesh()
     train(mesh)
     if rank() == 2:
@@ -227,7 +227,7 @@ def goes_on_alone() -> None:
 
 
 def waits_at_exit(how: str) -> None:
-    """Ranks exit while a collective is pending that rank 2 never calls."""
+    """Exit on all ranks while a collective is pending that rank 2 never calls."""
     mesh = make_mesh()
     train(mesh)
     sm.monitor.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
@@ -251,7 +251,7 @@ def waits_at_exit(how: str) -> None:
 
 
 def hangs_at_exit() -> None:
-    """Rank 2's program has ended, but one of its threads has not."""
+    """End rank 2's program while one of its threads still runs."""
     mesh = make_mesh()
     train(mesh)
     sm.monitor.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
@@ -262,7 +262,7 @@ def hangs_at_exit() -> None:
 
 
 def cannot_end(how: str) -> None:
-    """Rank 2 is stopped, or computes without releasing the GIL; the others must be ended if they have threads."""
+    """Stop rank 2, or compute on it without releasing the GIL; the others must be ended if they have threads."""
     mesh = make_mesh()
     train(mesh)
     sm.monitor.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
@@ -276,7 +276,7 @@ def cannot_end(how: str) -> None:
 
 
 def dies_in_a_raw_collective() -> None:
-    """Rank 2 is killed while the others are in a collective of torch, not of the library."""
+    """Kill rank 2 while the others are in a collective of torch, not of the library."""
     mesh = make_mesh()
     train(mesh)
     if rank() == 2:
@@ -296,7 +296,7 @@ def raises_before_its_mesh(outlier: int) -> None:
 
 
 def never_comes(how: str) -> None:
-    """Rank 2 dies before it creates a mesh, or never creates one."""
+    """Kill rank 2 before it creates a mesh, or never create one on it."""
     rendezvous.rendezvous.__defaults__ = (5.0,)
     progress.FIRST_SAID_S = 0.5
     if rank() == 2 and how == "dies":
@@ -310,7 +310,7 @@ def never_comes(how: str) -> None:
 
 
 def calls_the_default_group_alone() -> None:
-    """Only rank 0 calls an all_reduce over torch's default group."""
+    """Call an all_reduce over torch's default group on rank 0 only."""
     mesh = make_mesh()
     x = sm.device_put(torch.arange(8.0), mesh, sm.P(("dp", "tp")))
     if rank() == 0:
@@ -320,7 +320,7 @@ def calls_the_default_group_alone() -> None:
 
 
 def restarted(port: int, env: dict[str, str]) -> None:
-    """An attempt of a job whose store the launcher keeps; the program starts the default group itself."""
+    """Run an attempt of a job whose store the launcher keeps; the program starts the default group."""
     os.environ.update(env)
     attempt = env["TORCHELASTIC_RESTART_COUNT"]
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -1,7 +1,7 @@
-"""Starts ranks by hand, many times: `Starter()([rank 0's environment, ...]) -> [outcome of each]`.
+"""Start ranks without a launcher, many times: `Starter()([rank 0's environment, ...]) -> [outcome of each]`.
 
-Importing torch takes seconds, so one process imports it and forks a child for each rank of each start. Nothing but the imports has
-been done in it by then: no threads, no tensors.
+Importing torch takes seconds, so one process imports it and forks a child for each rank of each start. The process has no threads
+and no tensors when it forks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 50.0
-TO_VOTE_S = 3.0  # how long ranks that differ wait for the rest: on a busy machine they come far apart
+VOTE_S = 3.0  # how long ranks that differ wait for the others: on a busy machine they arrive far apart
 
 
 def is_readable(file: Any, seconds: float) -> bool:
@@ -38,12 +38,12 @@ class Rank:
     """One process that starts.
 
     Attributes:
-        env: its variables; RANK, WORLD_SIZE and so on.
+        env: environment variables; RANK, WORLD_SIZE and so on.
         delay: seconds before it starts.
         torch: the version of torch that it reports.
-        shapes: of the meshes that it makes, in turn.
-        timeout: seconds that it waits for others.
-        again: whether it destroys its first default group and makes another.
+        shapes: shapes of the meshes that it creates, in order.
+        timeout: seconds that it waits for other ranks.
+        again: whether it destroys its first default group and creates another.
         dies: seconds after which it is killed; 0 for never.
     """
 
@@ -57,7 +57,7 @@ class Rank:
 
 
 @dataclass
-class Outcome:
+class StartOutcome:
     """The outcome of a rank: the text of its error, or "", its standard error, and its pid."""
 
     text: str
@@ -85,7 +85,7 @@ class Starter:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True
         )
 
-    def __call__(self, ranks: Sequence[Rank | dict[str, str]]) -> list[Outcome]:
+    def __call__(self, ranks: Sequence[Rank | dict[str, str]]) -> list[StartOutcome]:
         """Start these processes at once; return when all have an outcome."""
         assert self.process.stdin
         assert self.process.stdout
@@ -94,7 +94,7 @@ class Starter:
         self.process.stdin.flush()
         ready = is_readable(self.process.stdout, 2 * LIMIT_S)
         assert ready, "the ranks hang"
-        return [Outcome(**found) for found in json.loads(self.process.stdout.readline())]
+        return [StartOutcome(**found) for found in json.loads(self.process.stdout.readline())]
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -113,7 +113,7 @@ def serve() -> None:
     for line in sys.stdin:
         children = [_fork(Rank(**given)) for given in json.loads(line)]
         print(json.dumps([_result(*child) for child in children]), flush=True)
-        for pid, _ in children:  # now: a rank may serve the store of the others
+        for pid, _ in children:  # after all results: a rank may serve the store of the others
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -164,7 +164,7 @@ def _start(rank: Rank) -> None:
     os.environ.update(rank.env)
     torch.__version__ = rank.torch or torch.__version__
     rendezvous.rendezvous.__defaults__ = (rank.timeout,)
-    rendezvous._TO_COME_S = same_mesh._TO_COME_S = TO_VOTE_S
+    rendezvous._TO_COME_S = same_mesh._TO_COME_S = VOTE_S
     progress.FIRST_SAID_S, progress.SAID_BY_OTHERS_S, progress.SAID_EVERY_S = 0.3, 0.4, 0.3
     size = int(rank.env["WORLD_SIZE"]) if rank.env["WORLD_SIZE"].isdecimal() else 1
     _make_meshes(rank.shapes or [[size]], size)

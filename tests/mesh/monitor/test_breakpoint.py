@@ -22,7 +22,7 @@ from shardmesh.mesh.monitor.settings import settings, watchdog
 from tests.mesh.monitor.starter import is_readable
 from tests.pool import Pool
 
-PATIENCE_S = 90.0
+LIMIT_S = 90.0
 
 
 def sum_of_ranks() -> float:
@@ -179,7 +179,7 @@ def test_launched_processes_read_from_the_terminal(tmp_path: Path) -> None:
 
 def converse(terminal: int, turns: list[tuple[str, str]]) -> None:
     """Wait for each text, then type its answer."""
-    said, deadline = "", time.monotonic() + PATIENCE_S
+    said, deadline = "", time.monotonic() + LIMIT_S
     for expected, answer in turns:
         while expected not in said:
             if not is_readable(terminal, max(0.0, deadline - time.monotonic())):

@@ -24,19 +24,19 @@ from shardmesh.mesh.monitor.start import start_monitor
 from shardmesh.mesh.monitor.termination import notify_peers
 from shardmesh.mesh.monitor.verdict import ERRORS, Verdict
 from shardmesh.mesh.text import ranks_text
-from tests.mesh.monitor.hands import Hand, played
+from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 
 SOON_S = 60.0  # tells an answer from a hang
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> list[Hand]:
-    return played(tmp_path, 2)
+def two(tmp_path: Path) -> list[DrivenRank]:
+    return driven_ranks(tmp_path, 2)
 
 
 @pytest.fixture
-def four(tmp_path: Path) -> list[Hand]:
-    return played(tmp_path, 4)
+def four(tmp_path: Path) -> list[DrivenRank]:
+    return driven_ranks(tmp_path, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -46,42 +46,42 @@ def _as_it_was() -> Iterator[None]:
     settings().mode, settings().warn, settings().timeout = before
 
 
-def watched(hand: Hand, op: str = "all_reduce", how: str = "sum", size: int = 4, lineage: int = 0) -> None:
+def recorded_call(rank: DrivenRank, op: str = "all_reduce", how: str = "sum", size: int = 4, lineage: int = 0) -> None:
     """Call a collective of all ranks with this rank's monitor, which compares and waits as in a job."""
-    recorder = next((s for s in hand.monitor.recorders), None) or hand.monitor.add_recorder(hand.world.group(hand.everyone))
-    hand.world.comm_context.lineage = lineage
+    recorder = next((s for s in rank.monitor.recorders), None) or rank.monitor.add_recorder(rank.world.group(rank.everyone))
+    rank.world.comm_context.lineage = lineage
     recorder.enter(op, how, torch.float32, size, 16, 16)
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_agree_continue(two: list[Hand]) -> None:
+def test_ranks_that_agree_continue(two: list[DrivenRank]) -> None:
     for n in range(300):
         two[1].call(size=n)
-        watched(two[0], size=n)
+        recorded_call(two[0], size=n)
     assert two[0].monitor.standing() is None
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 63, 64, 100])
-def test_the_second_of_two_sees_the_difference(two: list[Hand], number: int) -> None:
+def test_the_second_of_two_sees_the_difference(two: list[DrivenRank], number: int) -> None:
     for _ in range(number):
         two[1].call()
-        watched(two[0])
+        recorded_call(two[0])
     two[1].call(how="max")
     with pytest.raises(errors.CollectiveMismatchError, match="the reduction differs") as caught:
-        watched(two[0])
+        recorded_call(two[0])
     assert caught.value.ranks == ()
     assert caught.value.verdict.field == "reduction"
     assert two[1].monitor.standing() == caught.value.verdict
 
 
-def test_every_later_collective_raises_the_verdict_again(two: list[Hand]) -> None:
+def test_every_later_collective_raises_the_verdict_again(two: list[DrivenRank]) -> None:
     two[1].call(how="max")
     texts = []
     for _ in range(2):
         with pytest.raises(errors.CollectiveMismatchError) as caught:
-            watched(two[0])
+            recorded_call(two[0])
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
     with pytest.raises(errors.CollectiveMismatchError) as caught:
@@ -89,21 +89,21 @@ def test_every_later_collective_raises_the_verdict_again(two: list[Hand]) -> Non
     assert str(caught.value) == texts[0]
 
 
-def test_lineage_difference_raises(four: list[Hand]) -> None:
+def test_lineage_difference_raises(four: list[DrivenRank]) -> None:
     one, other = 1 << 48 | 2 << 32 | 3 << 16, 4 << 48 | 5 << 32 | 6 << 16
     for rank in (1, 2):
         four[rank].call(lineage=one)
     four[3].call(lineage=other)
     with pytest.raises(errors.CollectiveMismatchError) as caught:
-        watched(four[0], lineage=one)
+        recorded_call(four[0], lineage=one)
     assert caught.value.ranks == (3,)
     assert caught.value.verdict.field == "lineage"
 
 
-def test_line_difference_does_not_raise(four: list[Hand]) -> None:
+def test_line_difference_does_not_raise(four: list[DrivenRank]) -> None:
     for rank in (1, 2, 3):
         four[rank].call(lineage=1 << 48 | 2 << 32 | 3 << 16)
-    watched(four[0], lineage=1 << 48 | 9 << 32 | 9 << 16)
+    recorded_call(four[0], lineage=1 << 48 | 9 << 32 | 9 << 16)
     assert four[0].monitor.standing() is None
 
 
@@ -122,26 +122,26 @@ def later(call: Callable[[], object], seconds: float = 0.3) -> threading.Timer:
     return timer
 
 
-def test_first_collective_of_a_group_waits_for_all_ranks(two: list[Hand]) -> None:
+def test_first_collective_of_a_group_waits_for_all_ranks(two: list[DrivenRank]) -> None:
     timer = later(two[1].call)
-    watched(two[0])
+    recorded_call(two[0])
     assert timer.finished.is_set()
     timer.join()
-    watched(two[0])  # and the others do not
+    recorded_call(two[0])  # and the others do not
 
 
-def test_strict_waits_each_time(two: list[Hand]) -> None:
+def test_strict_waits_each_time(two: list[DrivenRank]) -> None:
     two[1].call()
-    watched(two[0])
+    recorded_call(two[0])
     collective_check("strict")
     for _ in range(2):
         timer = later(two[1].call)
-        watched(two[0])
+        recorded_call(two[0])
         assert timer.finished.is_set()
         timer.join()
 
 
-def test_waiting_rank_shows_its_collective(two: list[Hand]) -> None:
+def test_waiting_rank_shows_its_collective(two: list[DrivenRank]) -> None:
     found: list[str] = []
 
     def look() -> None:
@@ -150,21 +150,21 @@ def test_waiting_rank_shows_its_collective(two: list[Hand]) -> None:
         two[1].call("all_gather", "")
 
     timer = later(look)
-    watched(two[0], "all_gather", "")
+    recorded_call(two[0], "all_gather", "")
     timer.join()
     assert found == ["all_gather"]
     assert two[0].buffer.blocked is None
 
 
-def test_waiting_rank_raises_a_verdict(two: list[Hand]) -> None:
+def test_waiting_rank_raises_a_verdict(two: list[DrivenRank]) -> None:
     timer = later(lambda: two[1].monitor.raised(ValueError("no such file")))
     with pytest.raises(errors.PeerError, match="rank 1 raised ValueError: no such file") as caught:
-        watched(two[0])
+        recorded_call(two[0])
     timer.join()
     assert caught.value.ranks == (1,)
 
 
-def test_waiting_rank_polls_at_growing_intervals(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_rank_polls_at_growing_intervals(two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch) -> None:
     """In 200 ms of waiting: at 10, 20 and 30 ms, then every 25 ms; the first times only for a verdict."""
     monitor, now, looked, diagnosed = two[0].monitor, [0], [], []
 
@@ -186,16 +186,16 @@ def test_waiting_rank_polls_at_growing_intervals(two: list[Hand], monkeypatch: p
     assert [at // 1_000_000 for at in diagnosed] == [30, 55, 80, 105, 130, 155, 180]
 
 
-def test_waiting_rank_raises_when_a_rank_dies(two: list[Hand]) -> None:
+def test_waiting_rank_raises_when_a_rank_dies(two: list[DrivenRank]) -> None:
     timer = later(two[1].die)
     with pytest.raises(errors.RankLostError, match="rank 1 died") as caught:
-        watched(two[0])
+        recorded_call(two[0])
     timer.join()
     assert caught.value.ranks == (1,)
 
 
 @pytest.fixture
-def beyond(four: list[Hand]) -> list[Hand]:
+def beyond(four: list[DrivenRank]) -> list[DrivenRank]:
     """Ranks in a group that does not fit into their tables: it is recorded, but not compared, and arrivals are unknown."""
     for rank in four:
         rank.buffer.words[Header.GROUPS] = GROUPS
@@ -203,14 +203,14 @@ def beyond(four: list[Hand]) -> list[Hand]:
     return four
 
 
-def test_groups_beyond_the_table_do_not_wait(beyond: list[Hand]) -> None:
+def test_groups_beyond_the_table_do_not_wait(beyond: list[DrivenRank]) -> None:
     monitor, recorder = beyond[0].monitor, beyond[0].recorder()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(monitor.wait_for_peers, recorder, 0, [1, 3]).result(SOON_S)
     assert monitor.standing() is None
 
 
-def test_groups_beyond_the_table_are_not_diagnosed(beyond: list[Hand]) -> None:
+def test_groups_beyond_the_table_are_not_diagnosed(beyond: list[DrivenRank]) -> None:
     settings().timeout = 0.5
     assert beyond[0].diagnosed(waited=60.0) is None
 
@@ -218,7 +218,7 @@ def test_groups_beyond_the_table_are_not_diagnosed(beyond: list[Hand]) -> None:
 # -- telling -----------------------------------------------------------------------------------------------------------
 
 
-def test_exception_is_published_once(two: list[Hand]) -> None:
+def test_exception_is_published_once(two: list[DrivenRank]) -> None:
     two[1].call("all_gather", "")
     try:
         raise KeyError("loss")
@@ -233,13 +233,13 @@ def test_exception_is_published_once(two: list[Hand]) -> None:
     assert two[1].buffer.words[Header.STATE] == RankState.RAISED
 
 
-def test_verdict_is_not_published_as_an_exception(two: list[Hand]) -> None:
+def test_verdict_is_not_published_as_an_exception(two: list[DrivenRank]) -> None:
     verdict = Verdict("stall", (1,), "", (), "rank 1 is late")
     two[0].monitor.raised(verdict.error())
     assert two[1].monitor.standing() is None
 
 
-def test_tell_of_reaches_every_monitor_of_the_process(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tell_of_reaches_every_monitor_of_the_process(two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(termination, "monitors", {two[0].monitor})
     notify_peers(RuntimeError("out of memory"))
     found = two[1].monitor.standing()
@@ -247,7 +247,7 @@ def test_tell_of_reaches_every_monitor_of_the_process(two: list[Hand], monkeypat
     assert "rank 0 raised RuntimeError: out of memory" in found.text
 
 
-def test_published_state(two: list[Hand]) -> None:
+def test_published_state(two: list[DrivenRank]) -> None:
     two[0].monitor.set_state("downloads the data")
     buffer = two[1].monitor.directory.buffer_of(0)
     assert buffer is not None
@@ -256,7 +256,7 @@ def test_published_state(two: list[Hand]) -> None:
     assert buffer.words[Header.DOING] == 0
 
 
-def test_nested_pauses(two: list[Hand]) -> None:
+def test_nested_pauses(two: list[DrivenRank]) -> None:
     monitor = two[0].monitor
     with monitor.paused():
         with monitor.paused():
@@ -284,14 +284,14 @@ def test_ranks_text() -> None:
 
 
 @pytest.fixture
-def running(two: list[Hand]) -> Iterator[list[Hand]]:
+def running(two: list[DrivenRank]) -> Iterator[list[DrivenRank]]:
     """Both with a watchdog that runs."""
-    for hand in two:
-        hand.monitor.notified = True  # the main thread is this test's: it is not to be called away
-        hand.monitor.watchdog.start()
+    for rank in two:
+        rank.monitor.notified = True  # the main thread is this test's: it is not to be called away
+        rank.monitor.watchdog.start()
     yield two
-    for hand in two:
-        hand.monitor.watchdog.stop()
+    for rank in two:
+        rank.monitor.watchdog.stop()
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -301,18 +301,18 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_heartbeat(running: list[Hand]) -> None:
+def test_heartbeat(running: list[DrivenRank]) -> None:
     before = running[0].buffer.words[Header.HEARTBEAT]
     until(lambda: running[0].buffer.words[Header.HEARTBEAT] > before)
 
 
-def test_the_stack_of_another_rank(running: list[Hand]) -> None:
+def test_the_stack_of_another_rank(running: list[DrivenRank]) -> None:
     lines = "\n".join(running[0].monitor.stack_of(1))
     assert "test_the_stack_of_another_rank" in lines
     assert "in stack\n" not in lines  # the watchdog's own frames are not the rank's
 
 
-def test_the_watchdog_finds_a_stall_by_itself(running: list[Hand], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_watchdog_finds_a_stall_by_itself(running: list[DrivenRank], capfd: pytest.CaptureFixture[str]) -> None:
     """If the main thread waits without polling, as for a GPU."""
     running[0].call()
     running[1].call()
@@ -328,18 +328,18 @@ def test_the_watchdog_finds_a_stall_by_itself(running: list[Hand], capfd: pytest
     assert "for rank 1 in number 1" in printed
 
 
-def test_watchdog_checks_completed_collectives(running: list[Hand]) -> None:
-    for hand in running:
+def test_watchdog_checks_completed_collectives(running: list[DrivenRank]) -> None:
+    for rank in running:
         for _ in range(3):
-            hand.call()
-        hand.monitor.recorders.append(hand.recorder())
+            rank.call()
+        rank.monitor.recorders.append(rank.recorder())
     until(lambda: running[0].recorder().settled == 3)
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def test_closing(two: list[Hand]) -> None:
+def test_closing(two: list[DrivenRank]) -> None:
     folder = two[0].monitor.directory.folder
     two[0].monitor.close(RankState.ENDED)
     two[0].monitor.close()  # once is enough
@@ -348,7 +348,7 @@ def test_closing(two: list[Hand]) -> None:
     assert not folder.exists()
 
 
-def test_forked_child_publishes_nothing(two: list[Hand]) -> None:
+def test_forked_child_publishes_nothing(two: list[DrivenRank]) -> None:
     two[0].monitor.pid += 1
     two[0].monitor.raised(ValueError("in a child"))
     two[0].monitor.close()
@@ -356,25 +356,25 @@ def test_forked_child_publishes_nothing(two: list[Hand]) -> None:
     assert two[0].buffer.words[Header.STATE] == RankState.RUNNING
 
 
-def test_final_check_waits_for_arriving_ranks_and_prints_the_error(two: list[Hand], capsys: pytest.CaptureFixture[str]) -> None:
+def test_final_check_waits_for_arriving_ranks_and_prints_the_error(two: list[DrivenRank], capsys: pytest.CaptureFixture[str]) -> None:
     """A broadcast's source has all it needs at once, and may be at its end before the others see that they differ."""
     two[1].call()
-    watched(two[0])
+    recorded_call(two[0])
     timer = later(lambda: two[1].monitor.fail(Verdict("mismatch", (0,), "source", (), "rank 0 called another collective")), 0.05)
-    watched(two[0])
+    recorded_call(two[0])
     two[0].monitor.settle()
     timer.join()
     assert "shardmesh: rank 0: rank 0 called another collective" in capsys.readouterr().err
     assert two[0].monitor.abandoned  # so that the process ends with an error
 
 
-def test_final_check_terminates(two: list[Hand]) -> None:
+def test_final_check_terminates(two: list[DrivenRank]) -> None:
     """Whether or not the other ranks arrive."""
     two[1].call()
-    watched(two[0])
+    recorded_call(two[0])
     two[0].monitor.settle()
     assert two[0].monitor.is_settled(two[0].monitor.recorders[0])
-    watched(two[0])
+    recorded_call(two[0])
     two[0].monitor.settle()
     assert not two[0].monitor.is_settled(two[0].monitor.recorders[0])
 

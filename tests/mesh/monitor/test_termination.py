@@ -20,14 +20,14 @@ from shardmesh.mesh.monitor.settings import settings
 from shardmesh.mesh.monitor.verdict import Verdict
 from tests.mesh.monitor import forked_ranks as programs
 from tests.mesh.monitor.attempts import LAST
+from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 from tests.mesh.monitor.forked import Ended, Forked, statuses
-from tests.mesh.monitor.hands import Hand, played
 from tests.mesh.monitor.starter import ROOT
 
 
 @pytest.fixture
-def two(tmp_path) -> list[Hand]:
-    return played(tmp_path, 2)
+def two(tmp_path) -> list[DrivenRank]:
+    return driven_ranks(tmp_path, 2)
 
 
 @pytest.mark.parametrize("how", ["communicates", "computes"])
@@ -124,7 +124,7 @@ def test_every_attempt_of_torchrun_ends_and_the_next_one_starts_clean(tmp_path: 
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("result 10.0 monitor on") == 4
     said = found.stderr
-    assert said.count("PeerError: rank 2 raised ValueError: attempt 0") >= 3  # those of later attempts do not hear it again
+    assert said.count("PeerError: rank 2 raised ValueError: attempt 0") >= 3  # later attempts do not repeat it
     assert said.count("StallError: ranks 0, 1, 3 have waited") >= 6
     assert "rank 2 does not react and is killed" in said
 
@@ -148,7 +148,7 @@ class World:
 
 
 @pytest.fixture
-def failed(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> Any:
+def failed(two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a monitor of a failed job, in a process without a test runner."""
     monitor = two[0].monitor
     monitor.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
@@ -163,7 +163,7 @@ def test_process_that_only_ran_the_job_is_ended(failed: Any) -> None:
     assert termination.may_end(failed)
 
 
-def test_processes_under_a_test_runner_are_not_ended(two: list[Hand], failed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_under_a_test_runner_are_not_ended(two: list[DrivenRank], failed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert termination.is_hosted()
     assert not termination.may_end(failed)
@@ -193,7 +193,7 @@ def test_termination_can_be_turned_off(failed: Any, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("state", "stuck"), [("R", False), ("T", True), ("t", False), ("Z", False)], ids=["runs", "stopped", "debugged", "dead"]
 )
-def test_ranks_that_are_killed_by_another(two: list[Hand], monkeypatch: pytest.MonkeyPatch, state: str, stuck: bool) -> None:
+def test_ranks_that_are_killed_by_another(two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch, state: str, stuck: bool) -> None:
     """A process stopped by a debugger is not stuck."""
     buffer = two[1].buffer
     buffer.words[Header.EXIT_S], buffer.words[Header.AWARE] = 10, state == "R"
@@ -217,7 +217,7 @@ def test_broken_connections(error: Exception, broken: bool) -> None:
     assert termination.is_broken_connection(error) == broken
 
 
-def test_verdict_is_raised_again(two: list[Hand]) -> None:
+def test_verdict_is_raised_again(two: list[DrivenRank]) -> None:
     two[1].monitor.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
     for _ in range(2):
         with pytest.raises(WatchError):

@@ -21,7 +21,7 @@ def line(fn: object, offset: int) -> str:
 
 
 def unwrapped(text: str) -> list[str]:
-    """The lines of an error, each in one piece."""
+    """Return the logical lines of an error, with wrapped lines joined."""
     assert all(len(line) <= 120 or " " not in line.strip() for line in text.splitlines())
     return text.replace("\n      ", " ").splitlines()
 

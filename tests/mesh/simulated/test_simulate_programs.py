@@ -19,7 +19,7 @@ from shardmesh.mesh import CollectiveMismatchError, Group, current_world, simula
 OPS = ("sum", "max", "gather", "scatter", "exchange", "ring", "broadcast", "draw", "backward")
 
 
-class Step(NamedTuple):
+class GroupStep(NamedTuple):
     """One collective, or none, in every group of a partition of the ranks."""
 
     op: str
@@ -27,13 +27,13 @@ class Step(NamedTuple):
     seed: int
 
 
-def steps(seed: int, n: int, count: int = 25) -> Iterator[Step]:
+def steps(seed: int, n: int, count: int = 25) -> Iterator[GroupStep]:
     choose = random.Random(seed)
     for _ in range(count):
         ranks = choose.sample(range(n), n)
         cuts = sorted(choose.sample(range(1, n), choose.randint(0, n - 1)))
         groups = [sorted(ranks[a:b]) for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
-        yield Step(choose.choice(OPS), groups, choose.randrange(1000))
+        yield GroupStep(choose.choice(OPS), groups, choose.randrange(1000))
 
 
 def splits(seed: int, size: int, length: int) -> list[list[int]]:
@@ -65,7 +65,7 @@ class SumOver(torch.autograd.Function):
         return y, None
 
 
-def collective(step: Step, x: Tensor, group: Group) -> Tensor:
+def collective(step: GroupStep, x: Tensor, group: Group) -> Tensor:
     """Run the step on one rank."""
     n, k = group.size, x.numel()
     if step.op in ("sum", "max"):
@@ -89,7 +89,7 @@ def collective(step: Step, x: Tensor, group: Group) -> Tensor:
     return x
 
 
-def one_rank(program: list[Step], trace: list[tuple[int, str]]) -> Tensor:
+def one_rank(program: list[GroupStep], trace: list[tuple[int, str]]) -> Tensor:
     world = current_world()
     x = torch.arange(6.0) + world.rank
     for step in program:
@@ -107,7 +107,7 @@ def one_rank(program: list[Step], trace: list[tuple[int, str]]) -> Tensor:
     return x
 
 
-def reference_step(step: Step, xs: list[Tensor], ranks: list[int]) -> list[Tensor]:
+def reference_step(step: GroupStep, xs: list[Tensor], ranks: list[int]) -> list[Tensor]:
     """Compute the step's result from all of a group's tensors."""
     n, k = len(xs), xs[0].numel()
     if step.op in ("sum", "max"):
@@ -126,7 +126,7 @@ def reference_step(step: Step, xs: list[Tensor], ranks: list[int]) -> list[Tenso
     return [x + sum(1.0 + r for r in ranks) for x in xs]  # backward
 
 
-def reference(program: list[Step], n: int) -> list[Tensor]:
+def reference(program: list[GroupStep], n: int) -> list[Tensor]:
     xs = [torch.arange(6.0) + r for r in range(n)]
     for step in program:
         drawn = torch.rand(6) if step.op == "draw" else None
@@ -183,7 +183,7 @@ def test_64_ranks_train_a_model() -> None:
 
 
 def test_modules_run_like_functions() -> None:
-    class Model(torch.nn.Module):
+    class Documented(torch.nn.Module):
         """Doc."""
 
         def __init__(self) -> None:
@@ -195,7 +195,7 @@ def test_modules_run_like_functions() -> None:
             w, b = (sm.device_put(p, mesh, P("a")) for p in (self.linear.weight, self.linear.bias))
             return torch.nn.functional.linear(sm.device_put(x, mesh, P()), w, b).full_tensor()
 
-    model, x = Model(), torch.randn(5, 4)
+    model, x = Documented(), torch.randn(5, 4)
     for y in simulate(2)(model)(x):
         torch.testing.assert_close(y, model.linear(x))
 

@@ -1,12 +1,12 @@
-"""Saves in which ranks are killed, with names such as "save one 0 17 before": which ranks, at which write, before or half way.
+"""Saves in which ranks are killed, with names such as "save one 0 17 before": which ranks, at which write, before or halfway.
 
     save|replace|async  a new step, the existing step saved again, or a new step by async_save
     one|all             the rank alone, or all four
-    0                   the rank that counts its calls
+    0                   the rank whose calls are counted
     17 before|half      at its 17th call that changes the disk; half: after half of the data is written
-    0.013 after         13 ms after the start of the save, wherever it is
+    0.013 after         13 ms after the start of the save
 
-Each works in the folder CHECKPOINT_KILLS of the environment, under its own name.
+Each writes to a folder of its name in the folder given by the environment variable CHECKPOINT_KILLS.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.save import async_save, save
-from tests.faults.at import At
-from tests.faults.fault import RANKS, Fault
+from tests.faults.fault import Fault, FaultsByName
+from tests.faults.rank_context import RankContext
 
 VARIABLE = "CHECKPOINT_KILLS"
 CALLS = ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")
-LARGE = 1 << 18  # elements, of saves that are killed by the clock: some time passes in them
+LARGE = 1 << 18  # elements, for saves that are killed after a time
 
 
 def tree(mesh: sm.DeviceMesh, step: int, size: int) -> dict[str, Any]:
@@ -45,19 +45,19 @@ def tree(mesh: sm.DeviceMesh, step: int, size: int) -> dict[str, Any]:
 def fault_of(name: str) -> Fault:
     kind, who, rank, when, how = name.split()
 
-    def program(at: At) -> Any:
+    def program(ctx: RankContext) -> Any:
         folder, size = Path(os.environ[VARIABLE], name.replace(" ", "-")), LARGE if how == "after" else 64
-        save(tree(at.mesh, 1, size), folder, step=1)
-        pids = at.mesh.group("x").all_gather_object(os.getpid())
+        save(tree(ctx.mesh, 1, size), folder, step=1)
+        pids = ctx.mesh.group("x").all_gather_object(os.getpid())
         doomed = pids if who == "all" else [os.getpid()]
-        second = tree(at.mesh, 2, size)
-        with killed(doomed, when, how) if at.rank == int(rank) else nothing() as count:
+        second = tree(ctx.mesh, 2, size)
+        with killed(doomed, when, how) if ctx.rank == int(rank) else nothing() as count:
             step = 1 if kind == "replace" else 2
             async_save(second, folder, step=step).wait() if kind == "async" else save(second, folder, step=step)
         return count[0]
 
     program.__name__ = name
-    return Fault(program, (), (), (), (), (), (), {"x": RANKS}, twin=False)
+    return Fault(program)
 
 
 @contextmanager
@@ -99,23 +99,10 @@ def killed(pids: list[int], when: str, how: str) -> Iterator[list[int]]:
             setattr(os, name, original)
 
 
-class Programs(Mapping[str, Fault]):
-    """Every name has a program."""
-
-    def __getitem__(self, name: str) -> Fault:
-        return fault_of(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
+FAULTS = FaultsByName(fault_of)
 
 
-FAULTS = Programs()
-
-
-def what_is_there(base: Path, name: str) -> int:
+def loaded_step(base: Path, name: str) -> int:
     """Return the step that is loaded after a kill, checking that it is exactly one save's and that another save works.
 
     Raises:

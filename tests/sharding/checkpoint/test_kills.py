@@ -1,6 +1,6 @@
 """Ranks killed in the middle of a save: the folder has the old or the new checkpoint, and surviving ranks raise an error.
 
-Every call and 500 random moments are run by benchmarks/checkpoint_faults.py.
+benchmarks/checkpoint_faults.py runs every call and 500 random times.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.faults.runner import Runner
-from tests.sharding.checkpoint.kills import FAULTS, VARIABLE, what_is_there
+from tests.sharding.checkpoint.kills import FAULTS, VARIABLE, loaded_step
 
 pytestmark = pytest.mark.xdist_group("faults")
 
@@ -46,4 +46,4 @@ def test_old_or_new_checkpoint_remains(name, outcomes):
     else:
         assert statuses.count(-9) == 1
         assert {rank.error for rank in outcome.ranks if rank.status != -9} == {"RankLostError"}
-    assert what_is_there(base, name) in (1, 2)
+    assert loaded_step(base, name) in (1, 2)

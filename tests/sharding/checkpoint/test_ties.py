@@ -14,7 +14,7 @@ from shardmesh.sharding.checkpoint.ties import ties
 from tests.sharding.ranks import collectives, launched, on_mesh
 
 
-class Tied(nn.Module):
+class TiedEmbedding(nn.Module):
     """An embedding and a head that are one parameter, and a buffer with two names."""
 
     def __init__(self):
@@ -27,13 +27,13 @@ class Tied(nn.Module):
 
 def _tied(mesh, value):
     """Return the model with parameters sharded over all ranks, and this value in the tied one."""
-    model = Tied()
+    model = TiedEmbedding()
     nn.init.constant_(model.embed.weight, value)
     return sm.parallel.fully_shard(model, mesh)
 
 
 def test_names():
-    model = Tied()
+    model = TiedEmbedding()
     expected = {"head.weight": "embed.weight", "last.weight": "embed.weight", "head.scale": "scale"}
     assert ties(model) == expected
     assert ties({"a": [model]}) == {f"a.0.{name}": f"a.0.{kept}" for name, kept in expected.items()}
@@ -58,7 +58,7 @@ def test_file_stores_tied_weights_once(tmp_path):
     assert sorted(header) == ["__metadata__", "embed.weight", "head.bias", "scale"]
     assert header["__metadata__"]["format"] == "pt"
     library = pytest.importorskip("safetensors.torch")
-    back = Tied()
+    back = TiedEmbedding()
     library.load_model(back, path)
     assert torch.equal(back.head.weight, torch.full((5, 3), 4.0))
 
@@ -73,7 +73,7 @@ def test_files_may_have_any_of_the_tied_names(stored, tmp_path):
         return sm.checkpoint.full_state_dict(sm.checkpoint.load_safetensors(path, _tied(mesh, 0.0)))
 
     found = on_mesh((2,), program)[0]
-    assert list(found) == list(Tied().state_dict())
+    assert list(found) == list(TiedEmbedding().state_dict())
     assert all(torch.equal(x, torch.ones_like(x)) for x in found.values())
 
 
@@ -87,4 +87,4 @@ def test_full_state_has_tied_weights_once():
 
     whole = on_mesh((3,), program)[0]["m"]
     assert whole["head.weight"] is whole["embed.weight"] is whole["last.weight"]
-    assert list(whole) == list(Tied().state_dict())
+    assert list(whole) == list(TiedEmbedding().state_dict())

@@ -16,7 +16,7 @@ from shardmesh import Layout, P, ShardedTensor
 from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.save import save
-from tests.device import DEVICE, made_here
+from tests.device import DEVICE, on_device
 from tests.sharding.ranks import AXES
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (3, 2), (1, 3), (2, 1, 2), (5,)]
@@ -106,7 +106,7 @@ def pair(seed: int, folder: Path) -> int:
         size, start = math.prod(shape) + rng.randrange(2), rng.random()  # at times a rank is outside the mesh
 
         def rank(program: Any = program, start: float = start) -> None:
-            with made_here():
+            with on_device():
                 program(random.Random(start))
 
         sm.simulate(size)(rank)()

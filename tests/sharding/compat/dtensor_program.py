@@ -1,7 +1,7 @@
-"""A program written for `torch.distributed.tensor`. Every part takes the API as an argument and returns plain values, so that it
-runs on torch's and on ours and the results can be compared; nothing in it knows which of the two it runs on.
+"""A program written for `torch.distributed.tensor`, which runs with torch and with shardmesh.
 
-A user's file would have the import lines of `torch_api`, or in their place `from shardmesh import ...`.
+Every part takes the API as an argument and returns plain values for comparison. A user's file would have the import lines of
+`torch_api`, or `from shardmesh import ...` instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BATCH, LENGTH, VOCAB, WIDTH, HIDDEN = 4, 3, 16, 8, 12
 
 
 def torch_api() -> Any:
-    """What the import lines of a DTensor program bring."""
+    """Return the names imported by a DTensor program."""
     import torch.distributed.device_mesh as device_mesh
     import torch.distributed.tensor as tensor
     from torch.distributed.tensor import debug, experimental
@@ -109,7 +109,7 @@ def boundary(api: Any) -> Any:
 
 
 def gradients_of_parts(api: Any) -> Any:
-    """to_local and full_tensor, with and without a word on how the gradients add up."""
+    """Run to_local and full_tensor, with and without grad_placements."""
     S, R, U = api.Shard, api.Replicate, api.Partial
     mesh, rank = grid(api), dist.get_rank()
     found = {}
@@ -161,7 +161,7 @@ def factories(api: Any) -> Any:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-class Model(nn.Module):
+class TextModel(nn.Module):
     """Embedding, a two-layer MLP with a residual, a norm and a head."""
 
     def __init__(self) -> None:
@@ -178,13 +178,13 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def make_model() -> Model:
+def make_model() -> TextModel:
     torch.manual_seed(0)
-    return Model().double()
+    return TextModel().double()
 
 
 def sharded_model(api: Any, mesh: Any) -> nn.Module:
-    """Vocabulary, hidden units and classes over tp; all else replicated."""
+    """Return a model with vocabulary, hidden units and classes sharded over tp, and the rest replicated."""
     splits = {"embed": {"weight": 0}, "up": {"weight": 0, "bias": 0}, "down": {"weight": 1}, "head": {"weight": 0}}
 
     def partition(name: str, module: nn.Module, mesh: Any) -> None:
@@ -213,7 +213,7 @@ def batches() -> Any:
 
 
 def train(api: Any) -> Any:
-    """Losses, and whole parameters, gradients and optimizer states after three steps; then a checkpoint, read again."""
+    """Return losses, full parameters, gradients and optimizer states after three steps, and those of a loaded checkpoint."""
     mesh = grid(api)
     model = sharded_model(api, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -232,7 +232,7 @@ def train(api: Any) -> Any:
 
 
 def checkpoint(api: Any, mesh: Any, model: nn.Module) -> Any:
-    """Whole tensors to a file, and from it into a model that lies otherwise; and this rank's parts to a file and back."""
+    """Save full tensors and load them into a model with another layout; save and load this rank's parts."""
     file = io.BytesIO()
     torch.save({name: x.full_tensor() for name, x in model.state_dict().items()}, file)
     file.seek(0)
@@ -286,7 +286,7 @@ def local_functions(api: Any) -> Any:
 
 
 def extension(api: Any) -> Any:
-    """An operator of the program's own, with the shardings it accepts."""
+    """Register and run an operator of the program, with its accepted shardings."""
     name = f"dtensor_program::cumsum_{type(api).__name__}_{os.getpid()}"
 
     @torch.library.custom_op(name, mutates_args=())
@@ -330,7 +330,7 @@ def counting(api: Any) -> Any:
 
 
 def mixing(api: Any) -> Any:
-    """Plain tensors beside sharded ones, taken as replicated."""
+    """Mix plain tensors with sharded ones; plain tensors are replicated."""
     x = api.distribute_tensor(numbers(4, 6), grid(api), [api.Shard(0), api.Replicate()])
     with api.implicit_replication():
         return (x * numbers(6, seed=1) + torch.ones(4, 6)).full_tensor()

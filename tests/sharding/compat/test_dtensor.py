@@ -36,7 +36,7 @@ def _on_both(part: str) -> tuple[Any, Any]:
 
 
 def _check_same(ours: Any, theirs: Any, at: str = "") -> None:
-    """Equal structures of equal values; tensors and floats to the last digits of float64."""
+    """Assert equal structures with equal values; tensors and floats up to float64 rounding."""
     if isinstance(theirs, torch.Tensor | float):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=lambda text: f"{at}: {text}")
     elif isinstance(theirs, dict):
@@ -64,7 +64,7 @@ DIFFERENCES: dict[str, Callable[[sm.DeviceMesh], None]] = {}
 
 
 def difference(title: str) -> Callable[[Callable[[sm.DeviceMesh], None]], Callable[[sm.DeviceMesh], None]]:
-    """Registers what stands in a row of docs/from_dtensor.md: `test(mesh)` runs on a mesh of four ranks."""
+    """Register the test of a row of docs/from_dtensor.md: `test(mesh)` runs on a mesh of four ranks."""
 
     def register(test: Callable[[sm.DeviceMesh], None]) -> Callable[[sm.DeviceMesh], None]:
         DIFFERENCES[title] = test
@@ -360,7 +360,7 @@ def test_the_page_has_a_row_for_each_difference_and_no_other():
 
 
 def _their_surprises() -> dict[str, Any]:
-    """What the page says of torch, for what neither hangs nor needs a GPU."""
+    """Return torch's results for the page's statements that neither hang nor need a GPU."""
     api, rank = dtensor_program.torch_api(), torch.distributed.get_rank()
     mesh = api.init_device_mesh(DEVICE, (4,))
 
@@ -467,7 +467,7 @@ def tables():
 
 
 def _placed() -> list[list[sm.Placement]]:
-    """Ways to lay a matrix out on two axes."""
+    """Return layouts of a matrix on two axes."""
     return [[Shard(0), Shard(1)], [Shard(1), Shard(1)], [Replicate(), Partial()], [Replicate(), Replicate()], [Shard(1), Partial("max")]]
 
 

@@ -180,7 +180,7 @@ def test_mapped_functions():
 # -- modules and optimizers --------------------------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
+class TiedLinears(nn.Module):
     """Two names for one weight, a buffer, and a tensor that is neither."""
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class Tied(nn.Module):
 def test_a_module_is_copied_without_its_values():
     def fn():
         mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("dp",))
-        model = sm.parallel.distribute_module(Tied(), mesh, lambda name, m, mesh: None)
+        model = sm.parallel.distribute_module(TiedLinears(), mesh, lambda name, m, mesh: None)
         model.mesh = mesh  # type: ignore[assignment]
         weight = model.first.weight
 

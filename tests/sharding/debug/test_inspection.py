@@ -39,7 +39,7 @@ def test_output_agrees_with_the_boxes(move):
 
 
 def same_values(layout, boxes, nbytes):
-    """Ranks with the same box and the same place along the axes that are pending."""
+    """Return the ranks with the same box and the same coordinates on pending axes."""
     groups = {}
     for rank, (coordinate, box) in boxes.items():
         if nbytes[rank]:

@@ -22,7 +22,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def caught(program, *args, infs: bool = True) -> BadValueError:
-    """The error of a program inside `debug_nans`; it stands at a line marked as bad."""
+    """Return the error of a program inside `debug_nans`, and check that it names a line marked as bad."""
     with pytest.raises(BadValueError) as found, debug_nans(infs=infs):
         program(*args)
     file, _, line = found.value.place.rpartition(":")
@@ -56,7 +56,7 @@ def test_operator_rank_line_and_global_index():
 
 
 def one_element(mesh, where, shape, index, value, otherwise):
-    """A tensor of one value, with another one at an index."""
+    """Return a tensor filled with one value, except at an index."""
     whole = torch.full(shape, otherwise)
     whole[index] = value
     return place(mesh, whole, *where)
@@ -238,7 +238,7 @@ def test_attention_masks_are_no_false_alarm():
 
 
 def test_uninitialized_memory_is_no_false_alarm():
-    """Whatever it contains: here memory just freed, full of NaNs."""
+    """Its contents do not matter: here freed memory full of NaNs."""
     for _ in range(20):
         torch.full((1000,), NAN)
         with debug_nans():
@@ -291,7 +291,7 @@ def test_infinities_may_be_allowed():
 
 
 def find_one_alone(folder: Path) -> None:
-    """Rank 1 finds a bad value; rank 0 waits for it in a sum over both. Each writes down what it raises."""
+    """Find a bad value on rank 1 while rank 0 waits for it in an all_reduce. Each rank records what it raises."""
     mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
     x = place(mesh, torch.tensor([1.0, 0.0]), Shard(0))
     try:

@@ -129,7 +129,7 @@ def mlp_step(x, w1, w2):
 
 
 def really(mesh, rows, specs):
-    """Layouts of the results, bytes moved, and bytes held: by the counter, of real tensors."""
+    """Return layouts of the results, bytes moved and bytes held, counted on real tensors."""
     shapes = (rows, 8), (24, 8), (8, 24)
     with PeakMemory("cpu") as memory, sm.debug.comm_report() as report:
         arguments = [
@@ -165,7 +165,7 @@ def on_real_ranks(rows, specs):
 
 
 def unnamed(at, by_op, by_axis, *sizes):
-    """Without the names of axes: on processes that have seen other meshes, a group may go by the names of one of these."""
+    """Remove axis names, since a group on processes that created other meshes may have their names."""
     return at, by_op, tuple(map(sum, zip(*by_axis.values(), strict=True))), *sizes
 
 

@@ -62,7 +62,7 @@ def test_patches_are_where_the_boxes_are():
 
 @given(ragged_moves(("sum", "max")))
 def test_every_holder_is_named_once(move):
-    """Of tensors with at most two dims: the labels of a state name each rank that holds something exactly once."""
+    """For tensors with at most two dims, the labels of a state name each rank with data exactly once."""
     mesh_shape, shape, src, dst = move
     for panel in plan_panels(explained(shape[:2], *[_first_dims(spec) for spec in (src, dst)], (mesh_shape, AXES[: len(mesh_shape)]))):
         holders = {c: box for c, box in panel.layout.boxes() if all(start < stop for start, stop in box)}

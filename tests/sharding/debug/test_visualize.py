@@ -120,7 +120,7 @@ def test_further_split_dims_are_pages():
 
 @given(layouts(("sum", "max")))
 def test_every_rank_with_elements_is_shown_once_at_its_box(layout):
-    """Whatever the number of dims and axes: the labels around a rank are the intervals of its box."""
+    """For any number of dims and axes, the labels around a rank are the intervals of its box."""
     boxes = {int(layout.mesh.ranks[c]): box for c, box in layout.boxes() if all(b > a for a, b in box)}
     found = []
     for (corner, *cols), *rows in RankTable.of(layout).pages:

@@ -1,7 +1,7 @@
-"""Where we do something else than JAX, and why: programs as in `table.py`, `Case.differs` holds the reason.
+"""Differences from JAX: programs as in `table.py`; `MappedCase.differs` is the reason.
 
-`test_against_jax` checks that JAX does differ, or refuses, and that we do what the plain definition in `oracle.py` says. Beside
-these, only dtypes differ (`Case.dtypes`).
+`test_against_jax` checks that JAX differs or raises, and that our results equal the definition in `oracle.py`. Otherwise only dtypes
+differ (`MappedCase.dtypes`).
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.sharding.functional.table import Case, case_of, each, permutations
+from tests.sharding.functional.table import MappedCase, case_of, each, permutations
 
 
-def in_another_order() -> Iterator[Case]:
+def in_another_order() -> Iterator[MappedCase]:
     mesh, axis = (2, 4), ("b", "a")
     why = (
         "JAX's ppermute and pshuffle count places in mesh order, whatever the order of the names; its axis_index and other "
@@ -32,7 +32,7 @@ def in_another_order() -> Iterator[Case]:
     yield case_of("pshuffle", mesh, axis, lambda c, x: c.pshuffle(x, axis, sources), each(mesh, 2), differs=why)
 
 
-def sums_in_groups() -> Iterator[Case]:
+def sums_in_groups() -> Iterator[MappedCase]:
     why = "JAX sums in groups with check_vma=False only; here what a group makes varies, and is checked like anything else"
     for mesh, axis, groups in (((8,), "a", [[0, 3, 5, 1], [2], [4], [7, 6]]), ((2, 4), ("b", "a"), [[0, 1, 2, 3], [7, 6, 5, 4]])):
         for what in ("psum", "pmean"):
@@ -42,7 +42,7 @@ def sums_in_groups() -> Iterator[Case]:
             )  # fmt: skip
 
 
-def negative_dims() -> Iterator[Case]:
+def negative_dims() -> Iterator[MappedCase]:
     mesh, axis = (2, 4), "b"
     why = "JAX counts dims from the end in all_gather only"
     programs: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
@@ -62,7 +62,7 @@ def negative_dims() -> Iterator[Case]:
         yield case_of(f"{what}, negative dim", mesh, axis, program, each(mesh, *local), differs=why, refused=refused)
 
 
-def uneven() -> Iterator[Case]:
+def uneven() -> Iterator[MappedCase]:
     mesh, axis = (2, 4), ("b", "a")
     why = "JAX takes multiples of the axis only; we cut as torch.chunk cuts (what does not stack is in `test_against_oracle`)"
     sizes = (2, 2, 2, 2, 2, 2, 2, 1)
@@ -73,7 +73,7 @@ def uneven() -> Iterator[Case]:
     yield case_of("all_to_all of 15", mesh, axis, back, each(mesh, 15, 2), differs=why, refused="divisible")
 
 
-def more_gradients() -> Iterator[Case]:
+def more_gradients() -> Iterator[MappedCase]:
     mesh, axis = (2, 4), ("b", "a")
     wrong = "JAX's derivative of all_to_all that is not tiled has the wrong shape where the dims differ"
     for split, concat in [(0, 1), (1, 0), (2, 0), (0, 2)]:
@@ -93,7 +93,7 @@ def more_gradients() -> Iterator[Case]:
     )
 
 
-def types() -> Iterator[Case]:
+def types() -> Iterator[MappedCase]:
     mesh, axis = (2, 4), "b"
     x = each(mesh, 2, 3)
     default = "an all_gather's result is the same on every rank: we say so by default, JAX where asked to (`to=`)"
@@ -110,7 +110,7 @@ def types() -> Iterator[Case]:
     )
 
 
-def lacking() -> Iterator[Case]:
+def lacking() -> Iterator[MappedCase]:
     mesh, why = (2, 4), "JAX does not have it on the CPU"
     for axis in ("b", ("b", "a")):
         program = lambda c, x, axis=axis: c.pbroadcast(x, axis, 3)  # noqa: E731
@@ -123,8 +123,8 @@ def lacking() -> Iterator[Case]:
     )
 
 
-def extremes_of_nan() -> Iterator[Case]:
-    """0 / 0 on some of the ranks."""
+def extremes_of_nan() -> Iterator[MappedCase]:
+    """Yield cases with NaN on some ranks."""
     mesh, axis = (2, 4), "b"
     why = "an extreme of NaN is NaN, as in torch.maximum; JAX's on the CPU passes over it"
     largest = lambda c, x: c.pmax(x / (x * x), axis)  # noqa: E731
@@ -135,4 +135,4 @@ def extremes_of_nan() -> Iterator[Case]:
 
 FAMILIES = (in_another_order, sums_in_groups, negative_dims, uneven, more_gradients, types, lacking, extremes_of_nan)
 
-DIFFERENCES: dict[str, Case] = {f"{case.name} (differs)": case for family in FAMILIES for case in family()}
+DIFFERENCES: dict[str, MappedCase] = {f"{case.name} (differs)": case for family in FAMILIES for case in family()}

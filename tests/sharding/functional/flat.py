@@ -1,6 +1,6 @@
-"""Programs of parts whose shapes differ from rank to rank, through `shard_map` and by definition (`oracle.py`).
+"""Programs on parts whose shapes differ between ranks, through `shard_map` and by definition (`oracle.py`).
 
-The parts travel in and out as one flat tensor, cut into pieces of these lengths:
+The parts are passed and returned as one flat tensor, split into pieces of these lengths:
 
     rank 0   [2, 3]    ->   6 numbers  |
     rank 1   [0, 3]    ->   0 numbers  |  P("a", sizes={"a": (6, 0, 3)})
@@ -32,14 +32,14 @@ Program = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Case:
-    """A program, and what every rank has.
+class FlatCase:
+    """A program and the inputs of every rank.
 
     Attributes:
         mesh: its shape; the axes are a, b, c.
         program: `(c, *tensors) -> pytree of tensors`; `c` is `shardmesh` or the oracle.
-        inputs: what goes in: the parts of all ranks.
-        replicated: the results leave as replicated.
+        inputs: the parts of all ranks.
+        replicated: whether the results are replicated.
     """
 
     mesh: Shape
@@ -55,7 +55,7 @@ class Case:
 
 
 def numbers(shapes: Sequence[Shape], seed: int = 0) -> list[torch.Tensor]:
-    """A part for each rank, of these shapes, float64; a quarter of a whole number each, so that sums are exact."""
+    """Return a float64 part for each rank, with multiples of 1/4, so that sums are exact."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(-8, 9, shape, generator=generator).double() / 4 for shape in shapes]
 
@@ -76,8 +76,8 @@ def flat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.reshape(-1) for part in parts])
 
 
-def wanted(case: Case) -> tuple[Found, list[Everyone]]:
-    """By definition; and the results as they are on each rank."""
+def wanted(case: FlatCase) -> tuple[Found, list[Everyone]]:
+    """Return the result by definition, and the expected values on each rank."""
     xs = [flat(parts).requires_grad_(parts[0].is_floating_point()) for parts in case.inputs]
     everyone = [Everyone(cut_flat(x, parts)) for x, parts in zip(xs, case.inputs, strict=True)]
     leaves = tree_leaves(case.program(Oracle(case.mesh), *everyone))
@@ -92,8 +92,8 @@ def cut_flat(x: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor
     return [piece.reshape(part.shape) for piece, part in zip(pieces, like, strict=True)]
 
 
-def ours(case: Case, results: list[Everyone], check: Any) -> Found:
-    """On this rank, through `shard_map`."""
+def ours(case: FlatCase, results: list[Everyone], check: Any) -> Found:
+    """Return the result on this rank, through `shard_map`."""
     mesh = sm.init_device_mesh(DEVICE, case.mesh, axis_names=AXES[: len(case.mesh)])
     specs = [case.spec_of(parts) for parts in case.inputs]
     xs = [laid_out(mesh, flat(parts), spec) for parts, spec in zip(case.inputs, specs, strict=True)]
@@ -110,7 +110,7 @@ def ours(case: Case, results: list[Everyone], check: Any) -> Found:
 
 
 def derivatives(mesh: sm.DeviceMesh, out: Any, by: Any) -> Found:
-    """Of the same losses as the oracle's. The gradients by `backward`, too: it has to come to the same."""
+    """Return derivatives of the same losses as the oracle's, and check that `backward` gives the same gradients."""
     total: Any = sum(loss(y.double(), weighing(mesh, y, k, y.spec)) for k, y in enumerate(out))
     grads: Any = torch.autograd.grad(total, by, create_graph=True)
     again: Any = sum((x * 0).sum() for x in by)
@@ -122,8 +122,8 @@ def derivatives(mesh: sm.DeviceMesh, out: Any, by: Any) -> Found:
     return Found(*([x.full_tensor().detach() for x in xs] for xs in (out, grads, second)))
 
 
-def check_case(case: Case, check: Any = True) -> None:
-    """Values, gradients and second derivatives are those of the definition, on every rank."""
+def check_case(case: FlatCase, check: Any = True) -> None:
+    """Check that values, gradients and second derivatives equal those of the definition, on every rank."""
     by_definition, results = wanted(case)
     for found in sm.simulate(math.prod(case.mesh))(lambda: ours(case, results, check))():
         for what in ("values", "grads", "second"):
@@ -139,5 +139,5 @@ def all_ranks(mesh: Shape, shape: Shape, seed: int = 0) -> list[torch.Tensor]:
 
 
 def by_place(mesh: Shape, axis: AxisName, shape: Callable[[int], Shape], seed: int = 0) -> list[torch.Tensor]:
-    """Parts whose shape depends on the place along the axis."""
+    """Return parts whose shape depends on the index along the axis."""
     return numbers([shape(int(place)) for place in Oracle(mesh).axis_index(axis).values], seed)

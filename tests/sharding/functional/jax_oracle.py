@@ -1,9 +1,9 @@
-"""The table's programs under JAX, on simulated CPU devices, in a process of its own: `python -m tests.sharding.functional.jax_oracle`.
+"""The table's programs under JAX, on simulated CPU devices, in a separate process: `python -m tests.sharding.functional.jax_oracle`.
 
-Of its own, because JAX wants its flags before it starts, and starts threads that no forked test process should inherit. It
-works through the table and writes one answer after the other, while the tests run behind it:
+The process is separate because JAX reads its flags at startup, and starts threads that forked test processes must not inherit. It
+runs the table and writes one answer after the other, while the tests wait for their answers:
 
-    tests   case 0  case 1  case 2  ..      each waits until the answer to its case is there
+    tests   case 0  case 1  case 2  ..      each waits for the answer to its case
               ^       ^
     JAX     case 0  case 1  case 2  case 3 ..
 """
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from tests.sharding.functional.differences import DIFFERENCES
-from tests.sharding.functional.table import CASES, Case, loss, weights
+from tests.sharding.functional.table import CASES, MappedCase, loss, weights
 
 ROOT = Path(__file__).parents[3]
 TOGETHER = 12  # cases compiled as one program
@@ -32,14 +32,14 @@ FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_lev
 
 @dataclass
 class Answer:
-    """What becomes of a case.
+    """The result of a case.
 
     Attributes:
         values: the results, leaf by leaf, as float64.
-        dtypes: their dtypes, before.
-        grads: derivatives of the loss by each differentiable input.
-        second: derivatives of the weighted sum of those, again by each.
-        refused: the message, where JAX refuses.
+        dtypes: their original dtypes.
+        grads: gradients of the loss with respect to each differentiable input.
+        second: gradients of the weighted sum of those, with respect to each.
+        refused: the message, if JAX raises.
     """
 
     values: list[np.ndarray] = field(default_factory=list)
@@ -50,10 +50,10 @@ class Answer:
 
 
 class Jax:
-    """The process, and the answers that have come from it: `with Jax([name]) as jax: jax.answer(name)`.
+    """The JAX process and its answers: `with Jax([name]) as jax: jax.answer(name)`.
 
     Args:
-        names: of the cases that will be asked about, "psum on 8 over a" and so on; others are left alone.
+        names: names of the cases to run, such as "psum on 8 over a".
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -74,7 +74,7 @@ class Jax:
         self._process.communicate()
 
     def answer(self, name: str) -> Answer:
-        """The answer to a case, as soon as it is there."""
+        """Wait for the answer to a case."""
         while name not in self._answers:
             self._read()
         return self._answers[name]
@@ -93,7 +93,7 @@ class Jax:
 
 
 def _lax() -> SimpleNamespace:
-    """`jax.lax`, with our words for the types of an all_gather, and deaf to `sizes`, which it has no use for."""
+    """Return `jax.lax` with our names for the types of an all_gather, ignoring `sizes`."""
     from jax import lax
 
     types = {"replicated": "invarying", "sharded": "varying"}
@@ -107,8 +107,8 @@ def _lax() -> SimpleNamespace:
     return SimpleNamespace(**{**vars(lax), "all_gather": all_gather, "all_to_all": all_to_all})
 
 
-def _mapped(case: Case) -> Callable[..., list[Any]]:
-    """The program over global arrays; a list of leaves."""
+def _mapped(case: MappedCase) -> Callable[..., list[Any]]:
+    """Return the program over global arrays; it returns a list of leaves."""
     import jax
 
     devices = jax.devices()[: int(np.prod(case.mesh))]
@@ -128,8 +128,8 @@ def _mapped(case: Case) -> Callable[..., list[Any]]:
     )
 
 
-def _derivatives(case: Case) -> Callable[..., tuple[list[Any], Any, Any]]:
-    """Inputs -> results, gradients, gradients of the gradients' weighted sum."""
+def _derivatives(case: MappedCase) -> Callable[..., tuple[list[Any], Any, Any]]:
+    """Return a function from inputs to results, gradients, and gradients of the gradients' weighted sum."""
     import jax
 
     function, by = _mapped(case), case.differentiable
@@ -158,13 +158,13 @@ def _answer(out: Sequence[Any], grads: Sequence[Any], second: Sequence[Any]) -> 
     return Answer(values, [str(x.dtype) for x in out], first, again)
 
 
-def _inputs(case: Case) -> list[Any]:
+def _inputs(case: MappedCase) -> list[Any]:
     import jax.numpy as jnp
 
     return [jnp.asarray(x.values(seed)).astype(x.dtype) for seed, x in enumerate(case.inputs)]
 
 
-def _together(cases: dict[str, Case]) -> dict[str, Answer]:
+def _together(cases: dict[str, MappedCase]) -> dict[str, Answer]:
     import jax
 
     def run(inputs: list[list[Any]]) -> list[Any]:
@@ -174,8 +174,8 @@ def _together(cases: dict[str, Case]) -> dict[str, Answer]:
     return {name: _answer(*result) for name, result in zip(cases, results, strict=True)}
 
 
-def _asked(cases: dict[str, Case]) -> dict[str, Answer]:
-    """The answers to these cases; where JAX refuses one of them, each alone."""
+def _asked(cases: dict[str, MappedCase]) -> dict[str, Answer]:
+    """Return the answers to these cases; if JAX rejects one of them, compute each separately."""
     try:
         return _together(cases)
     except Exception as error:
@@ -193,7 +193,7 @@ def _answers(asked: set[str]) -> Iterator[tuple[str, Answer]]:
 
 
 def main() -> None:
-    """Reads which cases are asked about, and writes the answers, in the order of the table."""
+    """Read the cases to compute, and write the answers in the order of the table."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "XLA_FLAGS": FLAGS}
     for name, answer in _answers(pickle.load(sys.stdin.buffer)):
         pickle.dump((name, vars(answer)), sys.stdout.buffer)

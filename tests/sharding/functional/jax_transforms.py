@@ -1,4 +1,4 @@
-"""Programs of transforms and control flow, written once for JAX and for this library; under JAX in a process of its own:
+"""Programs of transforms and control flow, written once for JAX and for this library; run under JAX in a separate process:
 `python -m tests.sharding.functional.jax_transforms`.
 """
 
@@ -21,7 +21,7 @@ NUMBERS = ("sin", "cos", "tanh", "exp", "stack", "where")
 
 
 def inputs() -> dict[str, np.ndarray]:
-    """The arguments of all programs."""
+    """Return the arguments of all programs."""
     rng = np.random.default_rng(0)
     shapes = {"x": (4, 6), "xs": (4, 4, 6), "v": (4, 6), "w": (6, 4), "u": (6, 4), "y": (4, 4)}
     return {name: rng.normal(size=shape) for name, shape in shapes.items()}
@@ -48,7 +48,7 @@ def pair(d: Any, y: Any) -> Any:
 
 
 def steps(t: Any, c: Any, rows: Any) -> Any:
-    """A recurrence with a collective in each step."""
+    """Compute a recurrence with a collective in each step."""
     return t.scan(lambda c, row: (t.tanh(c + t.psum(row, "tp")), c.sum()), c, rows)
 
 

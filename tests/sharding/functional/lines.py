@@ -1,7 +1,7 @@
-"""The lines that random programs are made of: operators, writes, looks, and lines that ask who the rank is.
+"""Lines of random programs: operators, writes, reads of values, and reads of the rank.
 
-x and y stand for variables, z and w for new ones, d for a dim, n for the length of x's last dim, a and b for the two axes. Where an
-operator has a kink it is kept away from zero, which ranks and one process may round to different sides.
+x and y are variables, z and w new ones, d a dim, n the length of x's last dim, a and b the two axes. Operators with a kink get inputs
+away from it, where rounding may differ between ranks and one process.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ INDEX = [
 
 
 def texts(table: str) -> list[str]:
-    """The expressions of a table."""
+    """Return the expressions of a table."""
     return [text.strip() for text in table.replace("\n", " ").split("|")]
 
 
 class Square(torch.autograd.Function):
-    """A user's own operator, with its gradient."""
+    """A user-defined operator with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Square(torch.autograd.Function):
 
 
 class Same(torch.autograd.Function):
-    """One that gives back what it is given, and scales the gradient."""
+    """An operator that returns its input, and scales the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Same(torch.autograd.Function):
 
 
 class Halved(torch.autograd.Function):
-    """One that writes to what it is given."""
+    """An operator that modifies its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mapped programs as data, and what they mean in one process: every step is done for all ranks before the next one begins.
+"""Mapped programs as data, and their meaning in one process: every step runs for all ranks before the next one begins.
 
     step                      rank 0      rank 1              a variable is a list of tensors, one for each rank, and all of
     v0 = x0.sin()             sin(.)      sin(.)              them hang in one graph of torch.autograd, whose leaves are the
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from shardmesh import P
 from tests.sharding.functional import oracle
 from tests.sharding.functional.lines import Halved, Same, Square
-from tests.sharding.functional.steps import Env, Step, own
+from tests.sharding.functional.steps import Env, ProgramStep, own
 
 CONSTANTS = torch.linspace(-1, 1, 12, dtype=torch.float64)
 NAMES = {"torch": torch, "F": F, "K": CONSTANTS, "checkpoint": checkpoint, "Square": Square, "Same": Same, "Halved": Halved}
@@ -47,7 +47,7 @@ class Lockstep:
         self.coordinates = [dict(zip("ab", c, strict=True)) for c in itertools.product(*map(range, mesh))]
         self.names = [{**NAMES, "sm": _Rank(self.oracle, rank)} for rank in range(self.size)]
 
-    def run(self, steps: Sequence[Step], envs: list[Env]) -> None:
+    def run(self, steps: Sequence[ProgramStep], envs: list[Env]) -> None:
         for step in steps:
             step.run(self, envs)
 
@@ -60,7 +60,7 @@ class Lockstep:
     def along(
         self, axis: str | Sequence[str], definition: Callable[[list[Tensor]], list[Tensor]], xs: list[Tensor]
     ) -> list[Tensor]:
-        """The definition of a collective on every group of ranks along the axis.
+        """Apply the definition of a collective to every group of ranks along the axis.
 
         Raises: ValueError for parts of different shapes.
         """
@@ -69,7 +69,7 @@ class Lockstep:
         return self.each(axis, definition, xs)
 
     def each(self, axis: str | Sequence[str], definition: Callable[[list[Tensor]], list[Tensor]], xs: list[Tensor]) -> list[Tensor]:
-        """The same, of parts of any shapes."""
+        """Apply the definition to parts of any shapes."""
         found: dict[int, Tensor] = {}
         for group in self.groups(axis):
             found |= zip(group, (own(part) for part in definition([xs[rank] for rank in group])), strict=True)
@@ -79,7 +79,7 @@ class Lockstep:
         return all(x.shape == xs[0].shape and torch.allclose(x, xs[0], rtol=1e-9, atol=1e-11) for x in xs)
 
     def enter(self, whole: Tensor, spec: P) -> list[Tensor]:
-        """Every rank's part of a global tensor."""
+        """Return every rank's part of a global tensor."""
         pending = [axis for axis, _ in spec.unreduced]
         parts = []
         for place in self.coordinates:
@@ -94,7 +94,7 @@ class Lockstep:
         return math.prod(SHARES[self.mesh["ab".index(axis)]][place[axis]] for axis in pending)
 
     def leave(self, xs: list[Tensor], spec: P) -> Tensor:
-        """The global tensor of a result.
+        """Return the global tensor of a result.
 
         Raises: ValueError where parts are not as torch.chunk cuts.
         """
@@ -118,7 +118,7 @@ class Lockstep:
 
 
 class _Rank:
-    """What a line that communicates nothing may ask the library for, on one rank."""
+    """The part of the library that local lines use, on one rank."""
 
     def __init__(self, meaning: oracle.Oracle, rank: int) -> None:
         self.meaning, self.rank = meaning, rank
@@ -137,11 +137,11 @@ class _Rank:
 
 
 @dataclass
-class Program:
-    """A program and what goes in and out.
+class LockstepProgram:
+    """A program with its inputs and outputs.
 
     Attributes:
-        seed: by which it was made.
+        seed: seed of the program.
         mesh: shape, of axes a and b.
         shapes: of the global arguments, x0, x1, ...
         given: how each lies before the call; no pending ones.
@@ -183,33 +183,33 @@ class Program:
         return re.search(word, self.source()) is not None
 
     def inputs(self, call: int) -> list[Tensor]:
-        """The global arguments of one call."""
+        """Return the global arguments of one call."""
         generator = torch.Generator().manual_seed(1000 * self.seed + call)
         drawn = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in self.shapes]
         return [x.requires_grad_(not frozen) for x, frozen in zip(drawn, self.frozen, strict=True)]
 
     def begin(self, world: Lockstep, leaves: Sequence[Tensor]) -> list[Env]:
-        """The variables of each rank before the first step."""
+        """Return the variables of each rank before the first step."""
         parts = [world.enter(leaf, spec) for leaf, spec in zip(leaves, self.in_specs, strict=True)]
         return [dict(zip(self.arguments, each, strict=True)) for each in zip(*parts, strict=True)]
 
 
 def weight(x: Tensor) -> Tensor:
-    """What each element of a result counts in the loss."""
+    """Return the weight of each element of a result in the loss."""
     return torch.linspace(0.3, 1.1, x.numel(), dtype=torch.float64).cos().reshape(x.shape)
 
 
 @dataclass
 class Meaning:
-    """What a call of a program gives: results and gradients, and whether ranks disagree on one of them."""
+    """Results and gradients of a call of a program, and whether ranks disagree on any of them."""
 
     results: list[Tensor]
     gradients: list[Tensor]
     unequal: bool
 
 
-def finish(program: Program, world: Lockstep, leaves: Sequence[Tensor], envs: list[Env]) -> Meaning:
-    """Results and gradients, of variables after the last step."""
+def finish(program: LockstepProgram, world: Lockstep, leaves: Sequence[Tensor], envs: list[Env]) -> Meaning:
+    """Return results and gradients, given the variables after the last step."""
     results = [
         world.leave([env[name] for env in envs], spec)
         for name, spec in zip(program.results, program.out_specs, strict=True)
@@ -223,8 +223,8 @@ def finish(program: Program, world: Lockstep, leaves: Sequence[Tensor], envs: li
     return Meaning([y.detach() for y in results], grads, world.unequal)
 
 
-def meaning(program: Program, call: int) -> Meaning:
-    """What the program means, on the arguments of one call."""
+def meaning(program: LockstepProgram, call: int) -> Meaning:
+    """Return the meaning of the program on the arguments of one call."""
     world = Lockstep(program.mesh)
     leaves = program.inputs(call)
     envs = program.begin(world, leaves)

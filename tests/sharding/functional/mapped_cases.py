@@ -1,7 +1,7 @@
-"""The programs of `table.py` through `shard_map`, and by their definitions; how the two, and JAX's answers, are compared.
+"""The programs of `table.py` through `shard_map` and by their definitions, and the comparison of both with JAX's answers.
 
-Numbers have few bits, so that sums are exact in any order, and results have to be equal to the last bit; half precision, where
-gradients are rounded on the way, has a tolerance of a few units in the last place.
+Numbers have few bits, so sums are exact in any order and results must be bitwise equal; half precision, where gradients are
+rounded, has a tolerance of a few units in the last place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardmesh import P
 from tests.device import DEVICE
 from tests.sharding.functional import oracle
 from tests.sharding.functional.jax_oracle import Answer
-from tests.sharding.functional.table import Case, Input, loss, weights
+from tests.sharding.functional.table import Input, MappedCase, loss, weights
 
 # -- our side ----------------------------------------------------------------------------------------------------------
 
@@ -27,8 +27,8 @@ def tensor_of(x: Input, seed: int) -> torch.Tensor:
     return torch.from_numpy(x.values(seed)).to(DEVICE, getattr(torch, x.dtype))
 
 
-def mapped(case: Case, mesh: sm.DeviceMesh) -> Callable[..., Any]:
-    """The program of the case over ShardedTensors."""
+def mapped(case: MappedCase, mesh: sm.DeviceMesh) -> Callable[..., Any]:
+    """Return the program of the case on ShardedTensors."""
 
     def run(*local: torch.Tensor) -> Any:
         out = case.program(sm, *local)
@@ -38,8 +38,8 @@ def mapped(case: Case, mesh: sm.DeviceMesh) -> Callable[..., Any]:
     return sm.shard_map(run, mesh=mesh, in_specs=tuple(P(*x.spec) for x in case.inputs), out_specs=out_specs)
 
 
-def ours(case: Case) -> Answer:
-    """What becomes of the case on this rank. The function is called twice: the types are tracked, then trusted."""
+def ours(case: MappedCase) -> Answer:
+    """Return the result of the case on this rank. Calls the function twice: types are tracked in the first call, trusted in the second."""
     mesh = sm.init_device_mesh(DEVICE, case.mesh, axis_names=case.axes)
     xs = [laid_out(mesh, tensor_of(x, seed), P(*x.spec)) for seed, x in enumerate(case.inputs)]
     by = [xs[i].requires_grad_() for i in case.differentiable]
@@ -53,8 +53,8 @@ def ours(case: Case) -> Answer:
     return Answer(numpy_of(values), dtypes_of(values), grads, second)
 
 
-def derivatives(case: Case, mesh: sm.DeviceMesh, out: list[Any], by: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Of the same losses as on JAX's side."""
+def derivatives(case: MappedCase, mesh: sm.DeviceMesh, out: list[Any], by: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return derivatives of the same losses as in JAX."""
     total: Any = sum(loss(y.double(), weighing(mesh, y, k, y.spec)) for k, y in enumerate(out))
     grads: Any = torch.autograd.grad(total, by, create_graph=case.second)
     found = numpy_of([g.full_tensor() for g in grads])
@@ -68,12 +68,12 @@ def derivatives(case: Case, mesh: sm.DeviceMesh, out: list[Any], by: list[Any]) 
 
 
 def laid_out(mesh: sm.DeviceMesh, whole: torch.Tensor, spec: P) -> sm.ShardedTensor:
-    """What every rank has whole; nothing is sent."""
+    """Distribute a tensor that every rank holds in full, without communication."""
     return sm.distribute_tensor(whole, mesh, spec, src_data_rank=None)
 
 
 def weighing(mesh: sm.DeviceMesh, like: torch.Tensor, seed: int, spec: P) -> sm.ShardedTensor:
-    """The weights of the losses, laid out like what they weigh."""
+    """Return the weights of the losses, with the layouts of the weighted results."""
     return laid_out(mesh, torch.from_numpy(weights(like.shape, seed)), spec)
 
 
@@ -88,8 +88,8 @@ def dtypes_of(xs: list[torch.Tensor]) -> list[str]:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def close(case: Case, ours: list[np.ndarray], theirs: list[np.ndarray], what: str) -> None:
-    """Equal; where gradients travel in half precision, but for a few roundings."""
+def close(case: MappedCase, ours: list[np.ndarray], theirs: list[np.ndarray], what: str) -> None:
+    """Assert equality, up to a few roundings where gradients are communicated in half precision."""
     assert len(ours) == len(theirs), what
     half = max(
         (torch.finfo(getattr(torch, x.dtype)).eps for x in case.inputs if "16" in x.dtype and "float" in x.dtype),
@@ -100,14 +100,14 @@ def close(case: Case, ours: list[np.ndarray], theirs: list[np.ndarray], what: st
         np.testing.assert_allclose(one, other, rtol=0, atol=slack, err_msg=what, strict=True)
 
 
-def same_answer(case: Case, one: Answer, other: Answer) -> None:
+def same_answer(case: MappedCase, one: Answer, other: Answer) -> None:
     close(case, one.values, other.values, "values")
     close(case, one.grads, other.grads, "gradients")
     close(case, one.second, other.second, "second derivatives")
 
 
-def defined(case: Case) -> Answer:
-    """What becomes of the case by the definitions in `oracle.py`."""
+def defined(case: MappedCase) -> Answer:
+    """Return the result of the case by the definitions in `oracle.py`."""
     xs = [tensor_of(x, seed) for seed, x in enumerate(case.inputs)]
     by = [xs[i].requires_grad_() for i in case.differentiable]
     values = oracle.evaluate(case.mesh, case.program, xs, [x.spec for x in case.inputs], case.out)

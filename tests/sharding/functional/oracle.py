@@ -1,10 +1,10 @@
-"""What each collective means: a line or two on the list of what the ranks along the axis have.
+"""Definitions of the collectives, each in a line or two on the list of parts along the axis.
 
-    parts[i]     what the rank at place i along the axis has
-    result[i]    what it gets
+    parts[i]     the part of the rank at index i along the axis
+    result[i]    its result
 
-Derivatives are those of the definition itself, by torch.autograd. `Oracle` runs the programs of `table.py` by these
-definitions, all ranks at once: a value of a program is an `Everyone`, what it is on each rank.
+Derivatives are those of the definition, by torch.autograd. `Oracle` runs the programs of `table.py` by these definitions for
+all ranks at once: a value of a program is an `Everyone`, the list of its values on all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Parts = list[Tensor]
 
 
 def psum(parts: Parts) -> Parts:
-    """The sum, on each. Truth values are counted."""
+    """Return the sum on each rank. Booleans are counted."""
     return [reduce(torch.add, [p.long() if p.dtype == torch.bool else p for p in parts])] * len(parts)
 
 
@@ -37,7 +37,7 @@ def pmean(parts: Parts) -> Parts:
 
 
 def pmax(parts: Parts) -> Parts:
-    """Gradient: to those that have it, in equal shares (so does `amax`)."""
+    """Return the maximum. Its gradient is divided equally among the ranks that hold it, as in `amax`."""
     return [torch.stack(parts).amax(0)] * len(parts)
 
 
@@ -46,17 +46,17 @@ def pmin(parts: Parts) -> Parts:
 
 
 def psum_scatter(parts: Parts, scatter_dimension: int = 0, tiled: bool = False) -> Parts:
-    """The sum; to each its slice of the dim (which goes), or its chunk."""
+    """Return each rank's slice of the sum along the dim, which is removed, or its chunk."""
     return cut(psum(parts)[0], scatter_dimension, len(parts), tiled)
 
 
 def all_gather(parts: Parts, axis: int = 0, tiled: bool = False) -> Parts:
-    """All parts, along a new dim or one after the other along an old one."""
+    """Return all parts, stacked along a new dim or concatenated along an existing one."""
     return [(torch.cat if tiled else torch.stack)(parts, axis)] * len(parts)
 
 
 def all_to_all(parts: Parts, split_axis: int, concat_axis: int, tiled: bool = False) -> Parts:
-    """Each part is cut; what is at place j of each goes to j, and is put together there."""
+    """Split each part; send piece j to index j, which concatenates the received pieces."""
     pieces = [cut(part, split_axis, len(parts), tiled) for part in parts]
     return [(torch.cat if tiled else torch.stack)(list(column), concat_axis) for column in zip(*pieces, strict=True)]
 
@@ -66,7 +66,7 @@ def pswapaxes(parts: Parts, axis: int) -> Parts:
 
 
 def ppermute(parts: Parts, perm: Sequence[tuple[int, int]]) -> Parts:
-    """What is at the source goes to the destination; zeros where nothing arrives."""
+    """Send each source's part to its destination; zeros where nothing is received."""
     source = {destination: source for source, destination in perm}
     return [parts[source[i]] if i in source else part * torch.zeros_like(part) for i, part in enumerate(parts)]
 
@@ -82,7 +82,7 @@ def pbroadcast(parts: Parts, source: int) -> Parts:
 def ragged_all_to_all(
     operand: Parts, output: Parts, input_offsets: Parts, send_sizes: Parts, output_offsets: Parts, recv_sizes: Parts
 ) -> Parts:
-    """To place j goes the j-th group of slices of rows; each sender says where in the receiver's output they are to lie."""
+    """Send the j-th group of row slices to index j; the sender gives their offsets in the receiver's output."""
     results, places = [x.clone() for x in output], range(len(operand))
     for source, place, (at, sent, to) in itertools.product(
         places, places, [(input_offsets, send_sizes, output_offsets)]
@@ -95,7 +95,7 @@ def ragged_all_to_all(
 
 
 def cut(whole: Tensor, dim: int, n: int, tiled: bool) -> Parts:
-    """n parts: slices of a dim of n, which goes, or chunks as `torch.chunk` makes them, with empty ones at the end."""
+    """Return n parts: slices of a dim of size n, which is removed, or chunks as in `torch.chunk`, with empty ones at the end."""
     if not tiled:
         return list(whole.unbind(dim))
     lengths = [len(chunk) for chunk in torch.arange(whole.shape[dim]).chunk(n)] if whole.shape[dim] else []
@@ -149,7 +149,7 @@ class Oracle:
         self.mesh = tuple(mesh)
 
     def groups(self, axis_name: str | Sequence[str]) -> list[list[int]]:
-        """Ranks that differ only along these axes, in the order of the names, major to minor."""
+        """Return ranks that differ only along these axes, in the order of the names, major to minor."""
         ranks = torch.arange(math.prod(self.mesh)).reshape(self.mesh)
         axes = ["abcd".index(name) for name in axis_name]
         return ranks.movedim(axes, list(range(len(axes)))).reshape(self.axis_size(axis_name), -1).T.tolist()
@@ -162,11 +162,11 @@ class Oracle:
         return Everyone([torch.tensor(place[rank]) for rank in range(math.prod(self.mesh))])
 
     def pcast(self, x: Any, axis_name: str | Sequence[str], *, to: str) -> Any:
-        """Another type of the same values; a pending sum has them at the first place."""
+        """Cast to another type; a pending sum has the values at the first index."""
         return self.along(axis_name, _keep_first, x) if to == "pending" else x
 
     def along(self, axis_name: str | Sequence[str], definition: Callable[..., Parts], *xs: Any) -> Any:
-        """The definition, on every group of ranks; of every leaf, where what it takes is a pytree."""
+        """Apply the definition to every group of ranks, and to every leaf of a pytree."""
         return tree_map(lambda *leaves: self._along(axis_name, definition, *leaves), *xs)
 
     def _along(self, axis_name: str | Sequence[str], definition: Callable[..., Parts], *xs: Any) -> Everyone:
@@ -205,7 +205,7 @@ def _keep_first(parts: Parts) -> Parts:
 
 
 def spread(whole: Tensor, spec: Sequence[Any], oracle: Oracle) -> Everyone:
-    """The part of every rank of a tensor that `spec` splits evenly."""
+    """Return every rank's part of a tensor with an even `spec`."""
     parts = [whole] * math.prod(oracle.mesh)
     for dim, axes in enumerate(spec):
         if axes:
@@ -215,7 +215,7 @@ def spread(whole: Tensor, spec: Sequence[Any], oracle: Oracle) -> Everyone:
 
 
 def put_together(x: Everyone, spec: Sequence[Any] | None, oracle: Oracle) -> Tensor:
-    """The tensor that `spec` splits along dim 0, or not at all; without a spec, what every rank has, stacked."""
+    """Return the global tensor of a result that `spec` shards along dim 0 or not at all; without a spec, the stacked parts."""
     if spec is None:
         return torch.stack(x.values)
     if not spec[0]:
@@ -230,14 +230,14 @@ def evaluate(
     specs: Sequence[Any],
     out: Sequence[Any] | None,
 ) -> list[Tensor]:
-    """The program's results by definition, leaf by leaf."""
+    """Return the program's results by definition, leaf by leaf."""
     oracle = Oracle(mesh)
     result = program(oracle, *(spread(x, spec, oracle) for x, spec in zip(inputs, specs, strict=True)))
     return [put_together(leaf, out, oracle) for leaf in tree_leaves(result)]
 
 
 def derivatives(results: Sequence[Tensor], by: Sequence[Tensor], second: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Of the losses that every side takes: the gradients, and those of the gradients' weighted sum."""
+    """Return the gradients of the common losses, and those of the gradients' weighted sum."""
     total: Any = sum(loss(y.double(), torch.from_numpy(weights(y.shape, k)).to(y.device)) for k, y in enumerate(results))
     grads = list(torch.autograd.grad(total, by, create_graph=second))
     if not second:

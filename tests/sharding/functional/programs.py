@@ -1,8 +1,8 @@
 """Random small programs for `shard_map`: operators and collectives over the axes a and b, in the order in which they were drawn.
 
-A program grows step by step. Each step is done at once for all ranks (`lockstep.py`), and dropped if torch refuses it or the numbers get
-large. Most steps are such that a sensible program would have them, by a rough account of which axes a value varies over and is pending
-over (a `Kind`); some are drawn at random, so that the library has something to refuse.
+A program grows step by step. Each step runs at once for all ranks (`lockstep.py`), and is dropped if torch raises or numbers become
+large. Most steps make sense, by an approximate record of the axes over which a value varies and is pending (a `Kind`); some are
+random, so that the library must reject some programs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shardmesh import P
 from tests.sharding.functional.lines import BINARY, INDEX, LINEAR, LOOKS, UNARY, WRITES, texts
-from tests.sharding.functional.lockstep import Lockstep, Meaning, Program, finish, meaning
-from tests.sharding.functional.steps import Block, Collective, Env, Gradient, Local
+from tests.sharding.functional.lockstep import Lockstep, LockstepProgram, Meaning, finish, meaning
+from tests.sharding.functional.steps import Collective, Env, Gradient, LocalStep, NestedFunction
 
 MESHES = [(2, 2)] * 14 + [(2, 3), (3, 2), (1, 2), (2, 1), (3, 1)]
 SHAPES = [(2, 3), (3, 2), (2, 2), (3,), (2,), (), (2, 2, 2), (4, 2)]
@@ -39,7 +39,7 @@ TEXTS = {"linear": texts(LINEAR), "unary": texts(UNARY), "binary": texts(BINARY)
 
 
 class Kind(NamedTuple):
-    """Over which axes a value varies, and is pending."""
+    """The axes over which a value varies, and is pending."""
 
     varying: frozenset[str] = frozenset()
     pending: frozenset[str] = frozenset()
@@ -52,21 +52,21 @@ class Kind(NamedTuple):
 REPLICATED = Kind()
 
 
-class Maker:
+class ProgramGenerator:
     """Draws one program.
 
     Attributes:
-        program: as far as it has been drawn.
-        kinds: of its variables.
-        looked: what it knows in numbers.
+        program: the program so far.
+        kinds: kinds of its variables.
+        read_kinds: values that the program has read.
     """
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         mesh = rng.choice(MESHES)
-        self.program = Program(seed, mesh, [], [], [], [])
+        self.program = LockstepProgram(seed, mesh, [], [], [], [])
         self.kinds: dict[str, Kind] = {}
-        self.looked, self.count, self.in_vmap = REPLICATED, 0, False
+        self.read_kinds, self.count, self.in_vmap = REPLICATED, 0, False
         for _ in range(rng.choice([1, 2, 2, 3])):
             self._argument()
         self.world = Lockstep(mesh)
@@ -95,7 +95,7 @@ class Maker:
         self.program.given.append(P(*given.dims[: len(shape)]))
 
     def _spec(self, pending: int) -> P:
-        """At random: each axis on a dim, nowhere, or (where `pending` is not 0) pending."""
+        """Return a random spec: each axis on a dim, unused, or (unless `pending` is 0) pending."""
         dims: list[list[str]] = [[], [], []]
         unreduced = []
         for axis in self.rng.sample("ab", 2):
@@ -113,7 +113,7 @@ class Maker:
         return f"v{self.count - 1}"
 
     def pick(self, kinds: dict[str, Kind], wanted: Any = None) -> str:
-        """A variable, late ones more often; one with a wanted kind, if sense has it and there is one."""
+        """Return a random variable, preferring recent ones, and one of the wanted kind if possible."""
         names = list(kinds)
         if wanted is not None and self.chance(SENSE):
             names = [name for name in names if wanted(kinds[name])] or names
@@ -133,26 +133,26 @@ class Maker:
             return False
         self.envs = envs
         self.program.steps.append(step)
-        self.kinds |= dict.fromkeys(names, kind.join(self.looked))
+        self.kinds |= dict.fromkeys(names, kind.join(self.read_kinds))
         return True
 
     def grow(self) -> bool:
-        """Try one step at random."""
+        """Try to append a random step."""
         weights, kinds = zip(*ROUGH, strict=True)
         step, kind, names = getattr(self, f"_{self.rng.choices(kinds, weights)[0]}")(self.kinds)
         return self.attempt(step, kind, names)
 
-    def _operator(self, kinds: dict[str, Kind], name: str, wanted: Any = None, other: Any = None) -> tuple[Local, Kind, list[str]]:
+    def _operator(self, kinds: dict[str, Kind], name: str, wanted: Any = None, other: Any = None) -> tuple[LocalStep, Kind, list[str]]:
         x, z = self.pick(kinds, wanted), self.new()
         y = self.pick(kinds, other) if other is not None else x
         usable = [text for text in TEXTS[name] if not self.in_vmap or not any(word in text for word in NOT_IN_VMAP)]
         return self._filled(f"{{z}} = {self.rng.choice(usable)}", x, y, z), kinds[x].join(kinds[y]), [z]
 
-    def _filled(self, text: str, x: str, y: str, z: str, w: str = "") -> Local:
+    def _filled(self, text: str, x: str, y: str, z: str, w: str = "") -> LocalStep:
         shape = self.envs[0][x].shape if x in self.envs[0] else (2,)
         a, b = self.rng.sample("ab", 2)
         dim = self.rng.randrange(-1, max(len(shape), 1))
-        return Local(text.format(x=x, y=y, z=z, w=w, a=a, b=b, d=dim, n=shape[-1] if shape else 1))
+        return LocalStep(text.format(x=x, y=y, z=z, w=w, a=a, b=b, d=dim, n=shape[-1] if shape else 1))
 
     def _linear(self, kinds: dict[str, Kind]) -> Any:
         return self._operator(kinds, "linear")
@@ -163,7 +163,7 @@ class Maker:
     def _binary(self, kinds: dict[str, Kind]) -> Any:
         return self._operator(kinds, "binary", not_pending, not_pending)
 
-    def _with_two(self, kinds: dict[str, Kind], texts: list[str]) -> tuple[Local, Kind, list[str]]:
+    def _with_two(self, kinds: dict[str, Kind], texts: list[str]) -> tuple[LocalStep, Kind, list[str]]:
         x, y, z, w = self.pick(kinds, not_pending), self.pick(kinds, not_pending), self.new(), self.new()
         step = self._filled(self.rng.choice(texts), x, y, z, w)
         return step, kinds[x].join(kinds[y]), [z, w] if f"{w} =" in step.text else [z]
@@ -174,7 +174,7 @@ class Maker:
     def _look(self, kinds: dict[str, Kind]) -> Any:
         step, kind, names = self._with_two(kinds, LOOKS)
         kind = kind if "axis_index" not in step.text else kind.join(Kind(frozenset(a for a in "ab" if f"'{a}'" in step.text)))
-        self.looked = self.looked.join(Kind(kind.varying))
+        self.read_kinds = self.read_kinds.join(Kind(kind.varying))
         return step, kind, names
 
     def _index(self, kinds: dict[str, Kind]) -> Any:
@@ -190,7 +190,7 @@ class Maker:
         return self.call(kinds, name, axis, x)
 
     def call(self, kinds: dict[str, Kind], name: str, axis: Any, x: str) -> tuple[Collective, Kind, list[str]]:
-        """A collective on a variable, sometimes on two at once."""
+        """Return a collective on a variable, sometimes on two."""
         shape = tuple(self.envs[0][x].shape) if x in self.envs[0] else (2,)
         options = self._options(name, axis, shape, x)
         args = (x, self.pick(kinds, lambda kind: kind == kinds[x])) if self.chance(0.1) else (x,)
@@ -202,7 +202,7 @@ class Maker:
         return step, law(name, options.get("to"), given, frozenset(axis)), list(step.targets)
 
     def _options(self, name: str, axis: Any, shape: tuple[int, ...], x: str) -> dict[str, Any]:
-        """Arguments of a collective."""
+        """Return random arguments of a collective."""
         rng, n, dim = self.rng, self.world.oracle.axis_size(axis), self.rng.randrange(max(len(shape), 1))
         tiled = {} if self.chance(0.3) else {"tiled": True}
         if name == "psum_scatter":
@@ -222,7 +222,7 @@ class Maker:
         return {"to": rng.choice(["sharded", "unreduced", "pending"])} if name == "pcast" else {}
 
     def _sizes(self, x: str, axis: Any, dim: int) -> dict[str, Any]:
-        """Of a gathered variable whose parts differ in length."""
+        """Return the sizes of a gathered variable with parts of different lengths."""
         xs = [env[x] for env in self.envs] if x in self.envs[0] else []
         lengths = [xs[rank].shape[dim] for rank in self.world.groups(axis)[0]] if xs and all(dim < x.ndim for x in xs) else []
         return {"tiled": True, "sizes": tuple(lengths)} if len(set(lengths)) > 1 else {}
@@ -230,7 +230,7 @@ class Maker:
     # -- functions within ----------------------------------------------------------------------------------------------
 
     def _body(self, arg: Kind, makers: Sequence[Any], length: int) -> tuple[list[Any], str, Kind]:
-        """Steps on `p` and variables from around."""
+        """Return steps on `p` and captured variables."""
         own = {"p": arg}
         steps = []
         for _ in range(length):
@@ -246,9 +246,9 @@ class Maker:
         body, result, kind = self._body(self.kinds[arg], makers, self.rng.choice([1, 2, 3]))
         target, tied = self.new(), self.new()
         if name == "vmap":  # torch puts a result that has no batch dim wherever it likes
-            body.append(Local(f"{tied} = {result} * p.sum()"))
+            body.append(LocalStep(f"{tied} = {result} * p.sum()"))
             result = tied
-        return Block(name, (target,), arg, body, result, out_dim=self.rng.choice([0, 0, 1])), kind, [target]
+        return NestedFunction(name, (target,), arg, body, result, out_dim=self.rng.choice([0, 0, 1])), kind, [target]
 
     def _remat(self, _: Any) -> Any:
         name = "remat" if self.chance(0.7) else "torch_checkpoint"
@@ -262,51 +262,51 @@ class Maker:
             self.in_vmap = False
 
     def _func_gradient(self, kinds: dict[str, Kind]) -> Any:
-        """By torch.func, of what each rank computes by itself."""
+        """Return a gradient by torch.func of what each rank computes locally."""
         self.in_vmap = True
         arg = self.pick(kinds, not_pending)
         body, result, kind = self._body(kinds[arg], [self._linear, self._unary, self._binary], self.rng.choice([1, 2, 3]))
         self.in_vmap = False
         total, target = self.new(), self.new()
-        body.append(Local(f"{total} = {result}.square().sum()"))
-        return Block("func_grad", (target,), arg, body, total), kind.join(kinds[arg]), [target]
+        body.append(LocalStep(f"{total} = {result}.square().sum()"))
+        return NestedFunction("func_grad", (target,), arg, body, total), kind.join(kinds[arg]), [target]
 
     def _gradient(self, kinds: dict[str, Kind]) -> Any:
-        """Of a loss that each rank has of its own."""
+        """Return a gradient of a loss that differs between ranks."""
         fitting = {name: kind for name, kind in kinds.items() if kind.varying == {"a", "b"}}
         loss = self.pick(fitting if fitting else kinds)
         by, total, target = self.pick(kinds), self.new(), self.new()
-        if (not fitting and self.chance(SENSE)) or not self.attempt(Local(f"{total} = ({loss} * {loss}).sum()"), kinds[loss], [total]):
-            return Local("pass"), REPLICATED, []
+        if (not fitting and self.chance(SENSE)) or not self.attempt(LocalStep(f"{total} = ({loss} * {loss}).sum()"), kinds[loss], [total]):
+            return LocalStep("pass"), REPLICATED, []
         kind = Kind(kinds[by].varying, frozenset("ab") - kinds[by].varying - kinds[by].pending)
         return Gradient(target, total, by), kind, [target]
 
     def _sm_gradient(self, kinds: dict[str, Kind]) -> Any:
-        """By an argument, whose kind is known, of a loss that all ranks have."""
+        """Return a gradient by an argument of known kind, of a loss that is the same on all ranks."""
         arg = self.rng.choice(self.program.arguments)
         makers = [self._linear, self._unary, self._binary, self._collective]
         body, result, kind = self._body(kinds[arg], makers, self.rng.choice([1, 2, 3]))
-        total, over = self.new(), "".join(sorted(kind.varying | kind.pending | self.looked.varying))
-        body.append(Local(f"{total} = {result}.sum()"))
+        total, over = self.new(), "".join(sorted(kind.varying | kind.pending | self.read_kinds.varying))
+        body.append(LocalStep(f"{total} = {result}.sum()"))
         if over or self.chance(0.1):
             how = "psum" if kind.pending or self.chance(0.5) else "pmean"
             body.append(Collective(how, (total,), (total,), tuple(over) or "a"))
         own, name = kinds[arg], self.rng.choice(["grad", "grad", "value_and_grad", "vjp"])
         targets = (self.new(), self.new()) if name == "value_and_grad" else (self.new(),)
         summed = tuple(a for a in "ab" if a not in own.varying | own.pending)
-        return Block(name, targets, arg, body, total, summed), Kind(own.varying), list(targets)
+        return NestedFunction(name, targets, arg, body, total, summed), Kind(own.varying), list(targets)
 
     def _jvp(self, kinds: dict[str, Kind]) -> Any:
         arg = self.pick(kinds, not_pending)
         makers = [self._linear, self._unary, self._binary, self._collective]
         body, result, kind = self._body(kinds[arg], makers, self.rng.choice([1, 2, 3]))
         targets = (self.new(), self.new())
-        return Block("jvp", targets, arg, body, result), kind.join(kinds[arg]), list(targets)
+        return NestedFunction("jvp", targets, arg, body, result), kind.join(kinds[arg]), list(targets)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Results and their specs."""
+        """Append the results and their specs."""
         for name in self._last():
             bold = self.chance(BOLD)
             name = self._settled(name) if self.chance(0.4 if bold else SENSE) else name
@@ -321,7 +321,7 @@ class Maker:
         return [names[-1]] if self.chance(0.6) else [names[-1], self.rng.choice(names)]
 
     def _settled(self, name: str) -> str:
-        """Reduced over the axes over which it is not replicated, or some of them."""
+        """Reduce over the axes over which the value varies, or over some of them."""
         kind = self.kinds[name]
         for axis in sorted(kind.varying | kind.pending):
             if self.chance(0.6):
@@ -333,7 +333,7 @@ class Maker:
         return name
 
     def _out_spec(self, name: str) -> P:
-        """One that fits the kind of the result, where there is one and sense has it."""
+        """Return a spec that fits the kind of the result, if there is one that makes sense."""
         xs, kind = [env[name] for env in self.envs], self.kinds[name]
         tries = [self._spec(-1) for _ in range(12)]
         tries = [P(*spec.dims[: xs[0].ndim], unreduced=dict(spec.unreduced)) for spec in tries]
@@ -348,7 +348,7 @@ class Maker:
 
 
 def fits(x: Any) -> bool:
-    """Whether a value is one to go on with."""
+    """Return whether the program can continue with a value."""
     good = isinstance(x, Tensor) and x.dtype == torch.float64 and 0 < x.numel() <= MOST
     return good and bool(x.detach().abs().max() < LARGE)
 
@@ -358,36 +358,36 @@ def not_pending(kind: Kind) -> bool:
 
 
 def fits_kind(spec: P, kind: Kind) -> bool:
-    """Whether a result of this kind may leave so."""
+    """Return whether a result of this kind can be returned with this spec."""
     split, pending = {axis for axes in spec.dims for axis in axes}, {axis for axis, _ in spec.unreduced}
     return kind.pending <= pending and kind.varying <= split | pending and pending <= kind.varying | kind.pending
 
 
 def sensible(name: str, kind: Kind, axes: frozenset[str]) -> bool:
-    """Whether one would call this collective on such a value."""
+    """Return whether this collective makes sense on such a value."""
     if kind.pending:
         return (name in ("psum", "pmean", "psum_scatter") and kind.pending <= axes) or (name not in REDUCE and not kind.pending & axes)
     return not (name == "pcast" and kind.varying & axes)
 
 
 def law(name: str, to: str | None, kind: Kind, axes: frozenset[str]) -> Kind:
-    """The kind of a collective's result."""
+    """Return the kind of a collective's result."""
     if to in ("unreduced", "pending"):
         return Kind(kind.varying - axes, kind.pending | axes)
     varies = name not in (*REDUCE, "pbroadcast") and (name != "all_gather" or to == "sharded")
     return Kind(kind.varying | axes if varies else kind.varying - axes, kind.pending - axes)
 
 
-def make(seed: int) -> tuple[Program, list[Meaning]]:
-    """A program by its number, and what it gives in two calls, with different arguments."""
+def make(seed: int) -> tuple[LockstepProgram, list[Meaning]]:
+    """Return a program by its number, and its results in two calls with different arguments."""
     while True:
-        maker = Maker(seed)
-        for _ in range(maker.rng.choice([1, 2, 3, 4, 6, 8])):
-            any(maker.grow() for _ in range(8))
-        maker.end()
-        program = maker.program
+        generator = ProgramGenerator(seed)
+        for _ in range(generator.rng.choice([1, 2, 3, 4, 6, 8])):
+            any(generator.grow() for _ in range(8))
+        generator.end()
+        program = generator.program
         try:
-            first = finish(program, maker.world, maker.leaves, maker.envs)
+            first = finish(program, generator.world, generator.leaves, generator.envs)
             return program, [first, meaning(program, 1)]
         except REFUSALS:  # torch has no gradient for it, or parts do not make a whole
             seed += 1 << 32

@@ -1,4 +1,4 @@
-"""The steps of random programs: each is a line or two of Python, and what it does to the values of all ranks at once."""
+"""The steps of random programs: each is a line or two of Python, and its effect on the values of all ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 Env = dict[str, Any]
 
 
-class Step(Protocol):
+class ProgramStep(Protocol):
     """A line or two of a program."""
 
     def lines(self) -> list[str]:
-        """As Python."""
+        """Return the step as lines of Python."""
         ...
 
     def run(self, world: Lockstep, envs: list[Env]) -> None:
@@ -32,13 +32,13 @@ class Step(Protocol):
 
 
 def own(x: Tensor) -> Tensor:
-    """The same values as a tensor of its own."""
+    """Return a copy of the tensor."""
     return x.view_as(x)
 
 
 @dataclass
-class Local:
-    """Lines in which each rank works by itself."""
+class LocalStep:
+    """Lines without communication."""
 
     text: str
 
@@ -61,7 +61,7 @@ class Collective:
     Attributes:
         targets, args: names of variables.
         options: of the call.
-        started: whether it is started and waited for.
+        started: whether it is asynchronous.
     """
 
     name: str
@@ -100,8 +100,8 @@ class Collective:
 
 
 @dataclass
-class Block:
-    """A function within the program, and what is done with it.
+class NestedFunction:
+    """A nested function of the program, and the transformation applied to it.
 
     Attributes:
         kind: "remat", "torch_checkpoint", "vmap", "func_grad" (of torch), "grad", "value_and_grad", "vjp" or "jvp" (of the library).
@@ -157,13 +157,13 @@ class Block:
         return [(torch.stack(column, self.out_dim),) for column in zip(*rows, strict=True)]
 
     def _func_grad(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor]]:
-        """Each rank's own."""
+        """Return the gradient of each rank's function."""
         mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
         losses = self._call(world, envs, mine)
         return [torch.autograd.grad(y, x, create_graph=True, materialize_grads=True) for y, x in zip(losses, mine, strict=True)]  # type: ignore[misc]
 
     def _gradient(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor, ...]]:
-        """The gradient of a loss that all ranks have: of a replicated argument, of all its uses."""
+        """Return the gradient of a loss that is the same on all ranks, with respect to a replicated argument."""
         mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
         losses = self._call(world, envs, mine)
         if not world.same(losses):
@@ -174,7 +174,7 @@ class Block:
         return list(zip(losses, values, strict=True)) if self.kind == "value_and_grad" else [(g,) for g in values]
 
     def _jvp(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor, ...]]:
-        """In the direction of x.sin(): the gradient of the gradient with respect to the cotangent."""
+        """Return the derivative in the direction x.sin(), as the gradient of the gradient with respect to the cotangent."""
         mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
         results = self._call(world, envs, mine)
         cotangents = [torch.zeros_like(y).requires_grad_() for y in results]
@@ -191,7 +191,7 @@ class Block:
 
 @dataclass
 class Gradient:
-    """`torch.autograd.grad` of losses that each rank has of its own: the gradient of their sum."""
+    """`torch.autograd.grad` of losses that differ between ranks: the gradient of their sum."""
 
     target: str
     loss: str

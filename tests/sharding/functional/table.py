@@ -1,11 +1,11 @@
-"""Every collective as a table of small programs that run word for word under JAX and under this library.
+"""A table of small programs for every collective, which run unchanged under JAX and under this library.
 
-A program gets the library as `c` (`jax.lax` or `shardmesh`: the names and arguments are the same) and this rank's tensors:
+A program gets the library as `c` (`jax.lax` or `shardmesh`, with the same names and arguments) and this rank's tensors:
 
-    Case("psum on 2x4 over b", (2, 4), lambda c, x: c.psum(x, "b"), (each((2, 4), 3, 2),))
+    MappedCase("psum on 2x4 over b", (2, 4), lambda c, x: c.psum(x, "b"), (each((2, 4), 3, 2),))
 
-What it returns on every rank is stacked in the order of the ranks and compared, with first and second derivatives. Nothing
-here imports torch or JAX: the JAX side runs in a process of its own.
+The results of all ranks are stacked and compared, with first and second derivatives. This file imports neither torch nor JAX,
+since the JAX side runs in a separate process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EVERY_DIM: tuple[tuple[tuple[int, ...], AxisName], ...] = (((2, 4), "b"), ((2, 4
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor that goes in.
+    """An input tensor.
 
     Attributes:
         shape: the global shape.
@@ -49,7 +49,7 @@ class Input:
     dtype: str = "float64"
 
     def values(self, seed: int) -> np.ndarray:
-        """Numbers of few bits, as float64: sums and products of a few of them are exact, in whatever order."""
+        """Return float64 numbers of few bits: sums and products of a few of them are exact in any order."""
         numbers = np.random.default_rng(seed).integers(-8, 9, self.shape)
         if self.dtype in ("bool", "uint8"):
             return (numbers > 0).astype("float64")
@@ -61,7 +61,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Case:
+class MappedCase:
     """One program on one mesh.
 
     Attributes:
@@ -99,27 +99,27 @@ class Case:
 
 
 def weights(shape: Sequence[int], seed: int) -> np.ndarray:
-    """What a result is multiplied with to make a loss: numbers of few bits that differ from place to place."""
+    """Return the factors of a result in a loss: numbers of few bits that differ between elements."""
     return ((np.arange(math.prod(shape)) * 5 + seed) % 7 - 3).reshape(tuple(shape)) / 4
 
 
 def loss(y: Any, w: Any) -> Any:
-    """A scalar of a result, with second derivatives that are not zero."""
+    """Return a scalar of a result, with second derivatives that are not zero."""
     return (y * w + y * y * y / 4).sum()
 
 
 def each(mesh: Sequence[int], first: int, *local: int, dtype: str = "float64") -> Input:
-    """Data of its own, of this local shape, on every rank."""
+    """Return a different tensor of this local shape on every rank."""
     return Input((first * math.prod(mesh), *local), (AXES[: len(mesh)],), dtype)
 
 
 def same(*shape: int, dtype: str = "float64") -> Input:
-    """The same on every rank."""
+    """Return the same tensor on every rank."""
     return Input(shape, (), dtype)
 
 
 def size(mesh: Sequence[int], axis: AxisName) -> int:
-    """Number of ranks along the axis."""
+    """Return the number of ranks along the axis."""
     return math.prod(mesh[AXES.index(name)] for name in axis)
 
 
@@ -129,15 +129,15 @@ def _name(what: str, mesh: Sequence[int], axis: AxisName) -> str:
 
 def case_of(
     what: str, mesh: tuple[int, ...], axis: AxisName, program: Callable[..., Any], *inputs: Input, **more: Any
-) -> Case:
-    """A case whose name tells the mesh and the axes."""
-    return Case(_name(what, mesh, axis), mesh, program, inputs, **more)
+) -> MappedCase:
+    """Return a case whose name has the mesh and the axes."""
+    return MappedCase(_name(what, mesh, axis), mesh, program, inputs, **more)
 
 
 # -- one collective ----------------------------------------------------------------------------------------------------
 
 
-def reductions(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
+def reductions(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
     x = each(mesh, 3, 2)
     yield case_of("psum", mesh, axis, lambda c, x: c.psum(x, axis), x, second=True)
     yield case_of("pmean", mesh, axis, lambda c, x: c.pmean(x, axis), x, second=True)
@@ -148,8 +148,8 @@ def reductions(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
     yield case_of("psum of scalars", mesh, axis, lambda c, x: c.psum(x[0], axis), each(mesh, 1))
 
 
-def replicated_results(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
-    """What is the same along the axis leaves under a spec that does not mention it."""
+def replicated_results(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
+    """Yield cases whose results are replicated along the axis and returned with a spec without it."""
     rest = tuple(name for name in AXES[: len(mesh)] if name not in axis)
     x, out = each(mesh, 2, 3), (rest or None,)
     gathered = lambda c, x: c.all_gather(x, axis, tiled=True, to="replicated")  # noqa: E731
@@ -158,7 +158,7 @@ def replicated_results(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
     yield case_of("all_gather, replicated", mesh, axis, gathered, x, out=out, second=True)
 
 
-def moves(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
+def moves(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
     n, x = size(mesh, axis), each(mesh, 2, 3)
     over = lambda what, program, *inputs: case_of(what, mesh, axis, program, *inputs, second=True)  # noqa: E731
     yield over("psum_scatter", lambda c, x: c.psum_scatter(x, axis), each(mesh, n, 2))
@@ -171,7 +171,7 @@ def moves(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
     yield over("all_to_all tiled", lambda c, x: c.all_to_all(x, axis, 1, 0, tiled=True), each(mesh, 3, 2 * n))
 
 
-def dims(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
+def dims(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
     n, x = size(mesh, axis), each(mesh, 2, 3)
     for dim, local in enumerate([(n, 2, 3), (2, n, 3), (2, 3, n)]):
         program = lambda c, x, dim=dim: c.psum_scatter(x, axis, scatter_dimension=dim)  # noqa: E731
@@ -186,7 +186,7 @@ def dims(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
         yield case_of(f"all_gather tiled axis {dim}", mesh, axis, program, x)
 
 
-def exchanged_dims(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
+def exchanged_dims(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
     n = size(mesh, axis)
     for split, concat in itertools.product(range(3), repeat=2):
         program = lambda c, x, s=split, t=concat: c.all_to_all(x, axis, s, t)  # noqa: E731
@@ -201,7 +201,7 @@ def exchanged_dims(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
 
 
 def permutations(n: int) -> dict[str, list[tuple[int, int]]]:
-    """By name, pairs (source, destination) of n places."""
+    """Return permutations by name, as pairs (source, destination) of n indices."""
     return {
         "round": [(i, (i + 1) % n) for i in range(n)],
         "round back": [((i + 1) % n, i) for i in range(n)],
@@ -218,8 +218,8 @@ def in_mesh_order(axis: AxisName) -> bool:
     return isinstance(axis, str) or list(axis) == sorted(axis)
 
 
-def permutes(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
-    """Axes in mesh order: see `DIFFERENCES` for the others."""
+def permutes(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
+    """Yield cases with axes in mesh order; `DIFFERENCES` has the others."""
     if not in_mesh_order(axis):
         return
     x = each(mesh, 2, 3)
@@ -230,7 +230,7 @@ def permutes(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
         yield case_of(f"pshuffle {what}", mesh, axis, lambda c, x, p=sources: c.pshuffle(x, axis, p), x)
 
 
-def places(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
+def places(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
     why = "JAX's indices are int32, torch's int64"
     yield case_of("axis_index", mesh, axis, lambda c: c.axis_index(axis), dtypes=why)
     yield case_of("axis_index in arithmetic", mesh, axis, lambda c, x: x * c.axis_index(axis), each(mesh, 2))
@@ -243,7 +243,7 @@ def places(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
 # -- several of them ---------------------------------------------------------------------------------------------------
 
 
-def nested(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
+def nested(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
     n, x = size(mesh, axis), each(mesh, 2, 3)
     over = lambda what, program, *inputs: case_of(what, mesh, axis, program, *inputs, second=True)  # noqa: E731
     yield over("psum of all_gather", lambda c, x: c.psum(c.all_gather(x, axis), axis), x)
@@ -269,7 +269,7 @@ def _there_and_back(axis: AxisName) -> Callable[..., Any]:
     return program
 
 
-def trees(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
+def trees(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
     x, y, z = each(mesh, 2, 3), each(mesh, 4), each(mesh, 1, 2, dtype="float32")
     n = size(mesh, axis)
     for what in ("psum", "pmean", "all_gather", "psum_scatter"):
@@ -280,8 +280,8 @@ def trees(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
         yield case_of(f"{what} of a pytree", mesh, axis, program, *inputs)
 
 
-def two_axes() -> Iterator[Case]:
-    """One collective after another, over different axes."""
+def two_axes() -> Iterator[MappedCase]:
+    """Yield cases with two collectives over different axes."""
     mesh, both = (2, 4), ("a", "b")
     x = each(mesh, 4, 2)
     programs: dict[str, Callable[..., Any]] = {
@@ -298,20 +298,20 @@ def two_axes() -> Iterator[Case]:
         "psum over both of a product": lambda c, x: c.psum(c.psum(x, "a") * c.psum(x, "b"), both),
     }
     for what, program in programs.items():
-        yield Case(what, mesh, program, (x,), second=True)
+        yield MappedCase(what, mesh, program, (x,), second=True)
 
 
-def matmuls() -> Iterator[Case]:
+def matmuls() -> Iterator[MappedCase]:
     mesh = (2, 4)
     w = Input((4, 8), (None, "b"))
-    yield Case("matmul, x over a, w over b", mesh, lambda c, x, w: x @ w, (Input((6, 4), ("a",)), w))
-    yield Case(
+    yield MappedCase("matmul, x over a, w over b", mesh, lambda c, x, w: x @ w, (Input((6, 4), ("a",)), w))
+    yield MappedCase(
         "matmul, inner dim over b",
         mesh,
         lambda c, x, w: c.psum(x @ w, "b"),
         (Input((6, 8), ("a", "b")), Input((8, 3), ("b",))),
     )
-    yield Case(
+    yield MappedCase(
         "matmul, inner dim over b, laid out over a",
         mesh,
         lambda c, x, w: c.psum(x @ w, "b"),
@@ -320,13 +320,13 @@ def matmuls() -> Iterator[Case]:
     )
 
 
-def dtypes() -> Iterator[Case]:
+def dtypes() -> Iterator[MappedCase]:
     mesh, axis = (2, 4), "b"
     for dtype in ("float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8", "bool"):
         yield from _of_dtype(mesh, axis, dtype)
 
 
-def _of_dtype(mesh: tuple[int, ...], axis: str, dtype: str) -> Iterator[Case]:
+def _of_dtype(mesh: tuple[int, ...], axis: str, dtype: str) -> Iterator[MappedCase]:
     x, whole = each(mesh, 4, 2, dtype=dtype), "float" not in dtype
     why = {
         "pmean": "JAX divides int64 in float64, torch in its default dtype" if dtype == "int64" else "",
@@ -352,7 +352,7 @@ def _of_dtype(mesh: tuple[int, ...], axis: str, dtype: str) -> Iterator[Case]:
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 
-def brief(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
+def brief(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
     n, x = size(mesh, axis), each(mesh, 2, 3)
     over = lambda what, program, *inputs: case_of(what, mesh, axis, program, *inputs)  # noqa: E731
     yield from replicated_results(mesh, axis)
@@ -372,8 +372,8 @@ FAMILIES = (
     (brief, BRIEF),
 )
 
-def in_groups() -> Iterator[Case]:
-    """Collectives inside groups of places, and `pswapaxes`; JAX's sums in groups are in `differences.py`."""
+def in_groups() -> Iterator[MappedCase]:
+    """Yield cases of collectives inside index groups, and `pswapaxes`; `differences.py` has JAX's sums in groups."""
     for mesh, axis, groups in (
         ((8,), "a", [[0, 3], [5, 1], [2, 4], [7, 6]]),
         ((2, 4), "b", [[0, 2], [3, 1]]),
@@ -403,7 +403,7 @@ def in_groups() -> Iterator[Case]:
         yield case_of("pswapaxes", mesh, axis, lambda c, x, a=axis: c.pswapaxes(x, a, 0), each(mesh, whole, 3), second=True)
 
 
-CASES: dict[str, Case] = {
+CASES: dict[str, MappedCase] = {
     case.name: case
     for case in itertools.chain(
         (case for family, on in FAMILIES for mesh, axis in on for case in family(mesh, axis)),

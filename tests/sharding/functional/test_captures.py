@@ -22,7 +22,7 @@ SPECS = [P(), P(None, "b"), P("b"), P("a"), P(unreduced="b"), P(None, ("a", "b")
 
 
 def score(x, w):
-    """A scalar of this rank's part of both, whatever their shapes."""
+    """Return a scalar of this rank's parts of both, for any shapes."""
     return sm.psum((x.sum() * w.sin()).square().sum() + w.square().sum(), ("a", "b"))
 
 
@@ -152,7 +152,7 @@ def test_over_the_axes_that_stay_global_it_stays_sharded(mesh):
 
 @every_rank(2, 2)
 def test_nested_functions(mesh):
-    """What the inner one closes over: from outside of both, and from the outer one."""
+    """The inner function captures from outside both, and from the outer one."""
     w, x = put(mesh, W, P("b", "a"), grad=True), put(mesh, X, P("a", "b"))
 
     def outer(x):

@@ -20,7 +20,7 @@ def over(mesh, f, out_specs=P(), **more):
 
 
 def unlike(mesh, scale=1.0):
-    """A tensor that is said to be replicated, and differs on the last rank in one element."""
+    """Return a tensor that is declared replicated, but differs on the last rank in one element."""
     local = W.clone()
     if mesh.coordinate[0] == mesh.size("a") - 1:
         local[2, 1] += scale
@@ -142,7 +142,7 @@ def test_values_of_every_kind(mesh):
 
 
 def errors(size, f, out_specs=P(), kind=sm.errors.ShardingTypeError):
-    """What every rank raises; a rank that raised nothing, or that waits for ever, fails."""
+    """Return the error of every rank; fail if a rank raises none or hangs."""
 
     def program(mesh):
         mapped = over(mesh, f, out_specs)
@@ -171,7 +171,7 @@ def test_an_error_on_one_rank_is_raised_on_all():
 
 
 def _rank():
-    """This rank, by a way that the checker does not see."""
+    """Return this rank in a way that the type checker does not see."""
     return current_world().rank
 
 

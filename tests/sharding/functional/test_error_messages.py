@@ -22,7 +22,7 @@ def refused(
     out_specs: Any = P("a"),
     **kwargs: Any,
 ) -> str:
-    """The text of the error of f(x), the same on every rank."""
+    """Return the text of the error of f(x), the same on every rank."""
 
     def program(mesh: sm.DeviceMesh) -> None:
         sm.shard_map(lambda x, **more: f(mesh, x, **more), mesh=mesh, in_specs=in_specs, out_specs=out_specs)(X, **kwargs)

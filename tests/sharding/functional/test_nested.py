@@ -40,7 +40,7 @@ def test_a_mapped_function_in_another(mesh):
 
 @every_rank(2)
 def test_recursion_and_methods(mesh):
-    class Model:
+    class MappedMethod:
         def __init__(self, scale):
             self.scale = scale
 
@@ -52,7 +52,7 @@ def test_recursion_and_methods(mesh):
         return x.sum() if x.shape[0] <= 1 else halve(x[: x.shape[0] // 2]) + halve(x[x.shape[0] // 2 :])
 
     for scale in (2, 3, 2):
-        same(Model(scale).total(put(mesh, X, P("a"))), X.sum() * scale)
+        same(MappedMethod(scale).total(put(mesh, X, P("a"))), X.sum() * scale)
     mapped = sm.shard_map(lambda x: sm.psum(halve(x), "a"), mesh=mesh, in_specs=P("a"), out_specs=P())
     same(mapped(put(mesh, X, P("a"))), X.sum())
 

@@ -100,7 +100,7 @@ def _mesh() -> sm.DeviceMesh:
 
 
 def _errors() -> list[str]:
-    """Errors of programs that are wrong on every rank, or on one; after each of them the mesh works."""
+    """Run programs that are wrong on every rank or on one; check that the mesh works after each error."""
     mesh, texts = _mesh(), []
     mine = mesh.world.rank == 3
     programs = [
@@ -135,7 +135,7 @@ def test_all_ranks_raise(world4):
 
 
 def _ring(x: Any, w: Any) -> Any:
-    """The sum over all blocks of x, which travel round the ring while one of them is worked on."""
+    """Return the sum over all blocks of x, which are sent around the ring while one of them is processed."""
     n, total, block = sm.axis_size("a"), 0, x
     for i in range(n):
         coming = sm.async_start(sm.ppermute, block, "a", [(j, (j + 1) % n) for j in range(n)]) if i + 1 < n else None
@@ -207,7 +207,7 @@ def test_forward_mode(world4):
 
 
 def _losses(mesh: sm.DeviceMesh) -> list[float]:
-    """Five steps of a two-layer network: columns then rows over b, examples over a; the whole step is one mapped function."""
+    """Run five steps of a two-layer network with columns then rows over b, examples over a; the whole step is one mapped function."""
 
     specs = {"up": P(None, "b"), "down": P("b")}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.layout.layout import Layout
-from tests.sharding.functional.lockstep import NAMES, Lockstep, Meaning, Program, weight
+from tests.sharding.functional.lockstep import NAMES, Lockstep, LockstepProgram, Meaning, weight
 from tests.sharding.functional.programs import make
 from tests.sharding.ranks import on_mesh, place
 
@@ -26,8 +26,8 @@ ALWAYS = 1  # so many slices are no slow test
 LATE = "by its type it is the same"  # in the refusal of a result that types let pass, and a comparison of values did not
 
 
-class Outcome(NamedTuple):
-    """What became of a program on one rank.
+class ProgramOutcome(NamedTuple):
+    """The outcome of a program on one rank.
 
     Attributes:
         kind: "equal", "refused", "wrong" or "failed".
@@ -41,14 +41,14 @@ class Outcome(NamedTuple):
 # -- in the library ----------------------------------------------------------------------------------------------------
 
 
-def mapped(program: Program, mesh: sm.DeviceMesh) -> Callable[..., Any]:
+def mapped(program: LockstepProgram, mesh: sm.DeviceMesh) -> Callable[..., Any]:
     names = {**NAMES, "sm": sm}
     exec(compile(program.source(), f"<program {program.seed}>", "exec"), names)
     return sm.shard_map(names["program"], mesh=mesh, in_specs=tuple(program.in_specs), out_specs=tuple(program.out_specs))
 
 
-def call(program: Program, f: Callable[..., Any], leaves: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
-    """Results, as whole tensors, and gradients of one call."""
+def call(program: LockstepProgram, f: Callable[..., Any], leaves: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
+    """Return full results and gradients of one call."""
     if program.outside == "backward":
         results = [y.full_tensor() for y in f(*leaves)]
         loss = sum((y * weight(y)).sum() for y in results)
@@ -77,8 +77,8 @@ def difference(name: str, got: Sequence[Tensor], expected: Sequence[Tensor]) -> 
     return ""
 
 
-def outcome(program: Program, meanings: Sequence[Meaning], mesh: sm.DeviceMesh) -> Outcome:
-    """What became of a program on this rank."""
+def outcome(program: LockstepProgram, meanings: Sequence[Meaning], mesh: sm.DeviceMesh) -> ProgramOutcome:
+    """Return the outcome of a program on this rank."""
     found = ""  # a rank that finds a difference goes on, so that the others do not wait for it
     try:
         f = mapped(program, mesh)
@@ -93,38 +93,38 @@ def outcome(program: Program, meanings: Sequence[Meaning], mesh: sm.DeviceMesh) 
             wrong = wrong or difference("result", results, expected.results) or difference("gradient", mine, whole)
             found = found or (wrong and f"call {number}: {wrong}")
     except sm.errors.ShardingTypeError as error:
-        return Outcome("refused", str(error))
-    return Outcome("wrong" if found else "equal", found)
+        return ProgramOutcome("refused", str(error))
+    return ProgramOutcome("wrong" if found else "equal", found)
 
 
-def outcomes(programs: Sequence[tuple[Program, Sequence[Meaning]]]) -> list[list[Outcome]]:
-    """By program, what became of it on each rank; programs of one mesh together, as long as all ranks go on."""
+def outcomes(programs: Sequence[tuple[LockstepProgram, Sequence[Meaning]]]) -> list[list[ProgramOutcome]]:
+    """Return the outcomes of programs on each rank; programs on one mesh run together while all ranks continue."""
 
-    def together(mesh: sm.DeviceMesh) -> list[Outcome]:
+    def together(mesh: sm.DeviceMesh) -> list[ProgramOutcome]:
         return [outcome(*each, mesh) for each in programs]
 
     try:
         return [list(ranks) for ranks in zip(*on_mesh(programs[0][0].mesh, together), strict=True)]
     except Exception as error:
         if len(programs) == 1:
-            return [[Outcome("failed", f"{type(error).__name__}: {error}")]]
+            return [[ProgramOutcome("failed", f"{type(error).__name__}: {error}")]]
         half = len(programs) // 2
         return outcomes(programs[:half]) + outcomes(programs[half:])
 
 
-def verdict(program: Program, ranks: Sequence[Outcome]) -> Outcome:
-    """What became of a program on all ranks; a refusal must be one everywhere, in the same words where all go the same way."""
+def verdict(program: LockstepProgram, ranks: Sequence[ProgramOutcome]) -> ProgramOutcome:
+    """Return the outcome of a program on all ranks; a rejection must occur everywhere, with the same text if all take the same path."""
     worst = next((each for each in ranks if each.kind in ("failed", "wrong")), ranks[0])
     if worst.kind in ("failed", "wrong"):
         return worst
     if len({each.kind for each in ranks}) > 1:
-        return Outcome("wrong", f"refused on some ranks only: {ranks}")
+        return ProgramOutcome("wrong", f"refused on some ranks only: {ranks}")
     if len({each.text for each in ranks}) > 1 and not program.uses(r"\bif\b"):
-        return Outcome("wrong", f"refused in different words: {[each.text for each in ranks]}")
+        return ProgramOutcome("wrong", f"refused in different words: {[each.text for each in ranks]}")
     return ranks[0]
 
 
-def judged(seeds: Sequence[int]) -> list[tuple[Program, Sequence[Meaning], Outcome]]:
+def judged(seeds: Sequence[int]) -> list[tuple[LockstepProgram, Sequence[Meaning], ProgramOutcome]]:
     made = sorted((make(seed) for seed in seeds), key=lambda each: each[0].mesh)
     found = []
     for mesh in sorted({program.mesh for program, _ in made}):
@@ -133,8 +133,8 @@ def judged(seeds: Sequence[int]) -> list[tuple[Program, Sequence[Meaning], Outco
     return found
 
 
-def is_late(program: Program, end: Outcome) -> bool:
-    """Whether types missed what varies. Where parts differ in shape they must: they do not follow numbers read from shapes."""
+def is_late(program: LockstepProgram, end: ProgramOutcome) -> bool:
+    """Return whether types missed a varying value, as they must for numbers read from shapes that differ between ranks."""
     sizes = dict(zip("ab", program.mesh, strict=True))
     pairs = zip(program.shapes, program.in_specs, strict=True)
     cuts = [cut for shape, spec in pairs for cut in zip(shape, spec.dims, strict=False)]

@@ -19,7 +19,7 @@ X, W = values(6, 4), values(4, 5, seed=1)
 
 
 def mean_loss(x, w):
-    """A loss of rows of x: the sum over the axis "a"."""
+    """Return a loss of rows of x: the sum over the axis "a"."""
     return sm.psum((x @ w).square().sum(), "a")
 
 
@@ -166,18 +166,18 @@ def test_no_arguments_no_results(mesh):
         assert nothing(X) is None
 
 
-class Pair(NamedTuple):
+class XY(NamedTuple):
     x: Any
     y: Any
 
 
 @every_rank(2)
 def test_named_tuples_and_dicts_of_any_order(mesh):
-    swap = sm.shard_map(lambda t: Pair(t.y, t.x), mesh=mesh, in_specs=(Pair(P("a"), P()),), out_specs=Pair(P(), P("a")))
+    swap = sm.shard_map(lambda t: XY(t.y, t.x), mesh=mesh, in_specs=(XY(P("a"), P()),), out_specs=XY(P(), P("a")))
     of_dicts = sm.shard_map(lambda d: d["x"] @ d["w"], mesh=mesh, in_specs=({"x": P("a"), "w": P()},), out_specs=P("a"))
     for _ in range(2):
-        found = swap(Pair(put(mesh, X, P("a")), W))
-        assert type(found) is Pair
+        found = swap(XY(put(mesh, X, P("a")), W))
+        assert type(found) is XY
         same(found.x, W)
         same(found.y, X)
         same(of_dicts({"w": W, "x": put(mesh, X, P("a"))}), X @ W)

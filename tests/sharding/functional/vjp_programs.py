@@ -1,5 +1,5 @@
-"""Functions with gradients of their own, which run in JAX as they stand: `python -m tests.sharding.functional.vjp_programs` prints what it
-makes of them, as JSON."""
+"""Functions with custom gradients, which run unchanged in JAX: `python -m tests.sharding.functional.vjp_programs` prints JAX's results
+as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ X, W = [0.5, -1.0, 2.0, 1.5], [1.5, -0.5]
 
 
 def product(lib: Any) -> Any:
-    """The gradient of what is replicated is summed by hand, as JAX wants it."""
+    """Sum the gradient of a replicated argument by hand, as in JAX."""
 
     @lib.custom_vjp
     def scaled(w: Any, x: Any) -> Any:
@@ -31,7 +31,7 @@ def product(lib: Any) -> Any:
 
 
 def exponential(lib: Any) -> Any:
-    """What backward needs is a result: second derivatives go through it."""
+    """Save a result for backward, so that second derivatives go through it."""
 
     @lib.custom_vjp
     def exp(x: Any) -> Any:
@@ -48,7 +48,7 @@ def exponential(lib: Any) -> Any:
 
 
 def wrong_on_purpose(lib: Any) -> Any:
-    """A rule that is not the derivative: second derivatives are those of the rule."""
+    """Return a function with a rule that differs from the derivative; second derivatives follow the rule."""
 
     @lib.custom_vjp
     def cube(x: Any) -> Any:
@@ -60,7 +60,7 @@ def wrong_on_purpose(lib: Any) -> Any:
 
 
 def without_gradient(lib: Any) -> Any:
-    """Arguments that are not differentiated, by number, and passed by name; a tree; no gradient."""
+    """Pass non-differentiated arguments by number and by name, a tree, and an argument without a gradient."""
 
     def powered(f: Any, p: Any, n: Any, q: Any) -> Any:
         return {"y": f(p["w"]) ** n * q, "n": n}
@@ -76,7 +76,7 @@ def without_gradient(lib: Any) -> Any:
 
 
 def inside(lib: Any) -> Any:
-    """Differentiated inside of the mapped function."""
+    """Differentiate inside the mapped function."""
 
     @lib.custom_vjp
     def clipped(x: Any) -> Any:

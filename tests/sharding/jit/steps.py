@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import shardmesh as sm
 from shardmesh import P
 from tests.device import DEVICE
-from tests.sharding.parallel.compositions import Case, adamw, batch, loss_of, made, whole
+from tests.sharding.parallel.compositions import Composition, adamw, batch, loss_of, made, whole
 
 STEPS = 5
 
 
-def composed(case: Case, backend: str | None, clip: bool = True, **options: Any) -> tuple[Tensor, list[Tensor], int]:
+def composed(case: Composition, backend: str | None, clip: bool = True, **options: Any) -> tuple[Tensor, list[Tensor], int]:
     """Train the model of a composition, under `sm.jit` if a backend is given.
 
     Returns: losses and norms, the parameters, and how many calls ran a graph.
@@ -51,13 +51,13 @@ def trained(
 
 
 def runs(f: Any) -> int:
-    """How many calls of a jitted function ran a graph."""
+    """Return how many calls of a jitted function ran a graph."""
     entries = [entry for by_key in getattr(f, "_entries", {}).values() for found in by_key.values() for entry in found]
     return sum(entry.calls for entry in entries)
 
 
 def mlp(mesh: sm.DeviceMesh | None, d: int = 8, f: int = 16, dropout: float = 0.0, plan: Any = None) -> nn.Sequential:
-    """A small MLP, tensor-parallel over "tp" if there is a mesh."""
+    """Return a small MLP, tensor-parallel over "tp" if there is a mesh."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(d, f), nn.GELU(), nn.Dropout(dropout), nn.Linear(f, d))
     if mesh is not None:
@@ -66,7 +66,7 @@ def mlp(mesh: sm.DeviceMesh | None, d: int = 8, f: int = 16, dropout: float = 0.
 
 
 def pair(mesh: sm.DeviceMesh | None, step: int, b: int = 5, d: int = 8) -> tuple[Any, Any]:
-    """Inputs and targets [b, d] of a step."""
+    """Return inputs and targets [b, d] of a step."""
     generator = torch.Generator().manual_seed(step)
     both = [torch.randn(b, d, generator=generator) for _ in range(2)]
     x, y = (x if mesh is None else sm.device_put(x, mesh, P(), src_data_rank=None) for x in both)
@@ -74,5 +74,5 @@ def pair(mesh: sm.DeviceMesh | None, step: int, b: int = 5, d: int = 8) -> tuple
 
 
 def mean_square(model: nn.Module, x: Any, y: Any) -> Any:
-    """The loss of an MLP."""
+    """Return the loss of an MLP."""
     return F.mse_loss(model(x), y)

@@ -16,18 +16,18 @@ from shardmesh.sharding.jit.errors import JitError
 from tests.device import DEVICE
 from tests.sharding.jit.steps import composed, mean_square, mlp, pair
 from tests.sharding.jit.test_steps import assert_same
-from tests.sharding.parallel.compositions import EVEN, UNEVEN, Case, whole
+from tests.sharding.parallel.compositions import EVEN, UNEVEN, Composition, whole
 
 CASES = [
-    Case("ddp", "", "plain", EVEN, (2,)),
-    Case("zero1", "", "global", UNEVEN, (3,)),
-    Case("fsdp", "sp", "global", UNEVEN, (2, 2)),
-    Case("hsdp", "tp", "plain", EVEN, (1, 2, 2)),
+    Composition("ddp", "", "plain", EVEN, (2,)),
+    Composition("zero1", "", "global", UNEVEN, (3,)),
+    Composition("fsdp", "sp", "global", UNEVEN, (2, 2)),
+    Composition("hsdp", "tp", "plain", EVEN, (1, 2, 2)),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_backend_of_torch_compile(case: Case) -> None:
+def test_a_backend_of_torch_compile(case: Composition) -> None:
     simulated = sm.simulate(math.prod(case.shape))
     for expected, found in zip(simulated(composed)(case, None), simulated(composed)(case, "aot_eager"), strict=True):
         assert_same(found, expected, 1e-9)
@@ -169,7 +169,7 @@ def test_cpp_wrapper() -> None:
 @pytest.mark.parametrize(
     ("options", "backend", "error", "text"),
     [
-        ({"cpp_wraper": True}, None, ValueError, "has no 'cpp_wraper'; it has dead_collectives, .*, and the names in torch._inductor.config"),
+        ({"cpp_wraper": True}, None, ValueError, "has no 'cpp_wraper'; it has dead_collectives, .*, and the names in torch._inductor"),
         ({"cpp_wrapper": 1}, None, TypeError, r"compiler_options\['cpp_wrapper'\] must be bool, as in torch._inductor.config, got 1"),
         ({"cpp_wrapper": True}, "eager", ValueError, "has 'cpp_wrapper', an option of Inductor, but the backend is 'eager'"),
     ],

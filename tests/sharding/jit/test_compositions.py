@@ -150,7 +150,7 @@ def test_arguments_of_jit() -> None:
 
 
 def test_methods_and_decorators() -> None:
-    class Model(nn.Module):
+    class JittedMethod(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(2))
@@ -159,13 +159,13 @@ def test_methods_and_decorators() -> None:
         def scaled(self, x: Tensor, by: float = 1.0) -> Tensor:
             return self.weight * x * by
 
-    one, other = Model(), Model()
+    one, other = JittedMethod(), JittedMethod()
     with torch.no_grad():
         other.weight.fill_(3)
     for by in (1.0, 2.0, 4.0):
         assert one.scaled(torch.ones(2), by=by).tolist() == [by] * 2
         assert other.scaled(torch.ones(2), by=by).tolist() == [3 * by] * 2
-    assert Model.scaled.__name__ == "scaled"
+    assert JittedMethod.scaled.__name__ == "scaled"
 
 
 def test_reports_and_budgets_count_a_graph() -> None:
@@ -211,7 +211,38 @@ def test_lower_on_an_abstract_mesh() -> None:
     text = lowered.as_text()
     assert "over tp, receives 1,792 bytes" in text
     assert "f32[16, 64] @ P('dp', None)" in text
-    assert lowered.compile() is f
+    compiled = lowered.compile()
+    passes = "dead_collectives 0, common_collectives 0, reduce_scatter 0, bucket_bytes 0"
+    assert compiled.as_text() == f"# nodes changed by passes: {passes}\n{text}"
+    assert compiled.cost_analysis() == cost
+
+
+def test_lower_before_and_after_the_passes() -> None:
+    def f(x: Any, y: Any, z: Any) -> Any:
+        first = x.redistribute(P())
+        y.add_(1)  # memory of its own, also on "meta"
+        return first + x.redistribute(P()), y.redistribute(P()), z.redistribute(P())
+
+    def main(options: Any) -> Any:
+        mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("dp",))
+        args = [sm.ones(8, device_mesh=mesh, placements=P("dp")) for _ in range(3)]
+        g = sm.jit(f, backend="eager", compiler_options=options)
+        lowered = g.lower(*args)
+        compiled = lowered.compile()
+        before = lowered.as_text()
+        compiled(*args)
+        (ran,) = g.recorded
+        assert lowered.as_text() == before
+        assert before.count("shardmesh.all_gather") == lowered.cost_analysis().launches["dp"] == 4
+        assert compiled.cost_analysis() == ran.cost_analysis()
+        assert compiled.memory_analysis() == ran.memory_analysis()
+        assert compiled.cost_analysis().launches["dp"] == compiled.as_text().count("shardmesh.all_gather")
+        return compiled.passes, ran.passes, compiled.as_text().splitlines()[0], ran.cost_analysis().launches["dp"]
+
+    passes = {"dead_collectives": 0, "common_collectives": 1, "reduce_scatter": 0, "bucket_bytes": 0}
+    first = "# nodes changed by passes: dead_collectives 0, common_collectives 1, reduce_scatter 0, bucket_bytes 0"
+    assert sm.simulate(4)(main)(None) == [(passes, passes, first, 3)] * 4
+    assert sm.simulate(4)(main)(False) == [({}, {}, "# no passes", 4)] * 4
 
 
 def test_lower_changes_nothing() -> None:

@@ -89,15 +89,43 @@ def test_random_numbers_of_python(draw: Any) -> None:
         sm.jit(lambda x: x * torch.tensor(draw()), backend="eager")(X)
 
 
+@pytest.mark.parametrize("draw", [np.random.rand, random.random], ids=["numpy", "python"])
+@pytest.mark.parametrize("before", [True, False])
+def test_random_numbers_of_python_in_a_simulated_world(draw: Any, before: bool) -> None:
+    """Ranks share the generators; what another rank draws meanwhile is not this one's."""
+
+    def main(draws: bool) -> Any:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
+        x = sm.ones(4, device_mesh=mesh, placements=P("a"))
+
+        @sm.jit(backend="eager", compiler_options=False)
+        def f(x: Any) -> Any:
+            first = draw() if draws and before else 1.0
+            y = x.redistribute(P()) * first
+            return y * draw() if draws and not before else y
+
+        g = f if mesh.world.rank == 0 else f.__wrapped__
+        found = []
+        for _ in range(3):
+            found.append(g(x).full_tensor()[0].item())
+            if mesh.world.rank:
+                draw()
+        return found
+
+    with pytest.raises(JitError, match="random numbers of Python or NumPy"):
+        sm.simulate(2)(main)(True)
+    assert sm.simulate(2)(main)(False) == [[1.0] * 3] * 2
+
+
 def test_state_that_changes_in_every_call() -> None:
-    class Model(nn.Module):
+    class CountsCalls(nn.Module):
         calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
             return x * self.calls
 
-    f = sm.jit(Model(), backend="eager")
+    f = sm.jit(CountsCalls(), backend="eager")
     assert torch.equal(f(X), X)
     assert torch.equal(f(X), X * 2)
     with pytest.raises(JitError, match=r"calls.* was 2 and is 3"):
@@ -139,14 +167,14 @@ def test_an_iterator(source: str) -> None:
 
 
 def test_an_iterator_that_is_only_reached() -> None:
-    class Trainer:
+    class HoldsIterator:
         def __init__(self) -> None:
             self.batches, self.scale = forever(), torch.ones(3)
 
         def step(self, x: Tensor) -> Tensor:
             return x * self.scale + len([self.batches])
 
-    trainer = Trainer()
+    trainer = HoldsIterator()
     f = sm.jit(trainer.step, backend="eager")
     found = [f(next(trainer.batches)) for _ in range(4)]
     assert all(torch.equal(x, torch.ones(3) * 2) for x in found)

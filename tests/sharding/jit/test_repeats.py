@@ -23,7 +23,7 @@ from shardmesh.sharding.jit.backends.segments import Segment
 from tests.device import DEVICE
 from tests.sharding.jit.steps import composed, mlp, pair
 from tests.sharding.jit.test_steps import assert_same
-from tests.sharding.parallel.compositions import EVEN, UNEVEN, Case, whole
+from tests.sharding.parallel.compositions import EVEN, UNEVEN, Composition, whole
 
 
 @pytest.fixture
@@ -84,9 +84,12 @@ def test_cut_graphs_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(found[1]) > 1
 
 
+COMPOSITIONS = [Composition("fsdp", "sp", "global", UNEVEN, (2, 2)), Composition("hsdp", "tp", "plain", EVEN, (1, 2, 2))]
+
+
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("case", [Case("fsdp", "sp", "global", UNEVEN, (2, 2)), Case("hsdp", "tp", "plain", EVEN, (1, 2, 2))], ids=str)
-def test_compositions(case: Case) -> None:
+@pytest.mark.parametrize("case", COMPOSITIONS, ids=str)
+def test_compositions(case: Composition) -> None:
     simulated = sm.simulate(int(np.prod(case.shape)))
     for expected, found in zip(simulated(composed)(case, None), simulated(composed)(case, "aot_eager"), strict=True):
         assert_same(found, expected, 1e-9)

@@ -22,7 +22,7 @@ FLAG = False
 TABLE = {"scale": 2.0}
 
 
-class Trainer:
+class ScenarioTrainer:
     """A model on two ranks, its optimizer, and a step that a scenario changes the surroundings of."""
 
     def __init__(self, jit: Jit, *, dropout: float = 0.0, extra: Any = None, optimizer: Any = torch.optim.AdamW) -> None:
@@ -49,87 +49,87 @@ class Trainer:
         return [*self.results, *map(whole, self.model.parameters())]
 
 
-def set_lr(t: Trainer) -> None:
+def set_lr(t: ScenarioTrainer) -> None:
     t.optimizer.param_groups[0]["lr"] = 0.01
 
 
-def schedule(t: Trainer) -> None:
+def schedule(t: ScenarioTrainer) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(t.optimizer, 1, 0.5)
     for _ in range(3):
         t.steps(1)
         schedule.step()
 
 
-def set_weight_decay(t: Trainer) -> None:
+def set_weight_decay(t: ScenarioTrainer) -> None:
     t.optimizer.param_groups[0]["weight_decay"] = 0.5
 
 
-def replace_parameter(t: Trainer) -> None:
+def replace_parameter(t: ScenarioTrainer) -> None:
     t.model[3].bias = nn.Parameter(t.model[3].bias.detach() * 2 + 1)
     t.optimizer = torch.optim.AdamW(t.model.parameters(), lr=0.1)
 
 
-def replace_module(t: Trainer) -> None:
+def replace_module(t: ScenarioTrainer) -> None:
     t.model[1] = nn.ReLU()
 
 
-def evaluate(t: Trainer) -> None:
+def evaluate(t: ScenarioTrainer) -> None:
     t.model.eval()
 
 
-def freeze(t: Trainer) -> None:
+def freeze(t: ScenarioTrainer) -> None:
     t.model[0].weight.requires_grad_(False)
 
 
-def write_in_place(t: Trainer) -> None:
+def write_in_place(t: ScenarioTrainer) -> None:
     with torch.no_grad():
         t.model[0].weight.mul_(0.5)
 
 
-def swap_data(t: Trainer) -> None:
+def swap_data(t: ScenarioTrainer) -> None:
     t.model[0].weight.data = t.model[0].weight.data.clone() * 3
 
 
-def keep_gradients(t: Trainer) -> None:
+def keep_gradients(t: ScenarioTrainer) -> None:
     for p in t.model.parameters():
         p.grad = torch.ones_like(p)
 
 
-def add_hook(t: Trainer) -> None:
+def add_hook(t: ScenarioTrainer) -> None:
     t.model[1].register_forward_hook(lambda module, args, output: output * 3)
 
 
-def append_module(t: Trainer) -> None:
+def append_module(t: ScenarioTrainer) -> None:
     t.model.append(nn.Tanh())
 
 
-def load_optimizer(t: Trainer) -> None:
+def load_optimizer(t: ScenarioTrainer) -> None:
     state = copy.deepcopy(t.optimizer.state_dict())
     for values in state["state"].values():
         values["exp_avg"].mul_(10)
     t.optimizer.load_state_dict(state)
 
 
-def load_model(t: Trainer) -> None:
+def load_model(t: ScenarioTrainer) -> None:
     t.model.load_state_dict({name: x * 2 for name, x in t.model.state_dict().items()})
 
 
-def add_group(t: Trainer) -> None:
+def add_group(t: ScenarioTrainer) -> None:
     extra = nn.Parameter(torch.ones(8))
     t.model.register_parameter("scale", extra)
     t.model[3].register_forward_hook(lambda module, args, output: output * sm.device_put(extra, t.mesh, P(), src_data_rank=None))
     t.optimizer.add_param_group({"params": [extra], "lr": 0.3})
 
 
-def seed(t: Trainer) -> None:
+def seed(t: ScenarioTrainer) -> None:
     sm.random.manual_seed(7)
 
 
-def draw(t: Trainer) -> None:
+def draw(t: ScenarioTrainer) -> None:
     sm.rand(3, device_mesh=t.mesh)
 
 
-def convert(t: Trainer) -> None:
+def convert(t: ScenarioTrainer) -> None:
     t.model.double().float()
 
 
@@ -140,10 +140,10 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_changed_training_state_is_seen(change: Callable[[Trainer], None]) -> None:
+def test_a_changed_training_state_is_seen(change: Callable[[ScenarioTrainer], None]) -> None:
     def main(jit: Jit) -> Any:
         sm.random.manual_seed(3)
-        trainer = Trainer(jit, dropout=0.3)
+        trainer = ScenarioTrainer(jit, dropout=0.3)
         trainer.steps(4)
         before = runs(trainer.run)
         change(trainer)
@@ -156,7 +156,7 @@ def test_a_changed_training_state_is_seen(change: Callable[[Trainer], None]) -> 
 @pytest.mark.parametrize("shape", [{"b": 3}, {"b": 0}, {"b": 1}])
 def test_another_shape_is_another_graph(shape: dict[str, int]) -> None:
     def main(jit: Jit) -> Any:
-        trainer = Trainer(jit)
+        trainer = ScenarioTrainer(jit)
         trainer.steps(4)
         trainer.steps(2, **shape)
         trainer.steps(2)
@@ -324,7 +324,7 @@ def test_numbers() -> None:
 
 
 def test_an_instance_attribute() -> None:
-    class Scale(nn.Module):
+    class ScaleByAttribute(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.factor, self.steps = 2, [1]
@@ -333,7 +333,7 @@ def test_an_instance_attribute() -> None:
             return x * self.factor + len(self.steps)
 
     def program(jit: Jit) -> list[Tensor]:
-        module = Scale()
+        module = ScaleByAttribute()
         f = jit(module)
         found = [f(torch.ones(2)), f(torch.ones(2))]
         module.factor = 3

@@ -16,43 +16,50 @@ from shardmesh import P
 from tests.device import DEVICE
 from tests.pool import Pool
 from tests.sharding.jit.steps import composed, mean_square, mlp, pair, runs, trained
-from tests.sharding.parallel.compositions import EVEN, UNEVEN, Case, whole
+from tests.sharding.parallel.compositions import EVEN, UNEVEN, Composition, whole
+from tests.sharding.parallel.test_compositions import CASES as COMPOSITIONS
 
 CASES = [
-    Case("ddp", "", "plain", EVEN, (2,)),
-    Case("zero1", "", "global", UNEVEN, (3,)),
-    Case("zero2", "sp", "plain", EVEN, (1, 2)),
-    Case("fsdp", "", "global", EVEN, (2,)),
-    Case("fsdp", "tp", "global", EVEN, (2, 2)),
-    Case("fsdp", "sp", "global", UNEVEN, (2, 2)),
-    Case("fsdp", "sp", "plain", EVEN, (2, 2)),
-    Case("hsdp", "", "plain", EVEN, (2, 2)),
-    Case("ddp", "tp", "global", UNEVEN, (1, 3)),
+    Composition("ddp", "", "plain", EVEN, (2,)),
+    Composition("zero1", "", "global", UNEVEN, (3,)),
+    Composition("zero2", "sp", "plain", EVEN, (1, 2)),
+    Composition("fsdp", "", "global", EVEN, (2,)),
+    Composition("fsdp", "tp", "global", EVEN, (2, 2)),
+    Composition("fsdp", "sp", "global", UNEVEN, (2, 2)),
+    Composition("fsdp", "sp", "plain", EVEN, (2, 2)),
+    Composition("hsdp", "", "plain", EVEN, (2, 2)),
+    Composition("ddp", "tp", "global", UNEVEN, (1, 3)),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_composition_has_the_bits_of_eager(case: Case) -> None:
+def test_a_composition_has_the_bits_of_eager(case: Composition) -> None:
     simulated = sm.simulate(math.prod(case.shape))
     for expected, found in zip(simulated(composed)(case, None), simulated(composed)(case, "eager"), strict=True):
         assert_same(found, expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPOSITIONS, ids=str)
+def test_every_composition_has_the_bits_of_eager(case: Composition) -> None:
+    test_a_composition_has_the_bits_of_eager(case)
+
+
 def test_processes_have_the_bits_of_eager(world4: Pool) -> None:
-    case = Case("fsdp", "sp", "global", UNEVEN, (2, 2))
+    case = Composition("fsdp", "sp", "global", UNEVEN, (2, 2))
     for expected, found in zip(world4(composed, case, None), world4(composed, case, "eager"), strict=True):
         assert_same(found, expected)
 
 
 @pytest.mark.slow  # four processes compile
 def test_processes_with_inductor(world4: Pool) -> None:
-    case = Case("fsdp", "tp", "global", EVEN, (2, 2))
+    case = Composition("fsdp", "tp", "global", EVEN, (2, 2))
     for expected, found in zip(world4(composed, case, None), world4(composed, case, "inductor"), strict=True):
         assert_same(found, expected, 1e-5)
 
 
 def test_inductor() -> None:
-    case = Case("ddp", "tp", "global", EVEN, (1, 2))
+    case = Composition("ddp", "tp", "global", EVEN, (1, 2))
     for expected, found in zip(sm.simulate(2)(composed)(case, None), sm.simulate(2)(composed)(case, "inductor"), strict=True):
         assert_same(found, expected, 1e-5)
 

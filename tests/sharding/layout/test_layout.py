@@ -30,7 +30,7 @@ def layouts(draw, kinds=("sum",)):
 
 
 def chunk_by_torch(layout, coordinate):
-    """What nested `torch.chunk` calls leave on the rank at `coordinate`: the elements' flat indices."""
+    """Return the flat indices of the elements that nested `torch.chunk` leaves at `coordinate`."""
     part = torch.arange(math.prod(layout.shape)).view(layout.shape)
     for dim, axes in enumerate(layout.spec.dims):
         for axis in axes:

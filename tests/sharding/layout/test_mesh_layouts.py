@@ -1,4 +1,4 @@
-"""What a mesh keeps for its layouts: for how long, for which threads, until which change."""
+"""Caches of a mesh for its layouts: lifetime, threads and invalidation."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_spec_to_placements_and_back(data, axes, ndim):
 
 @st.composite
 def placement_lists(draw, ndim):
-    """One placement per axis, with explicit orders where several axes split a dim."""
+    """Draw one placement per axis, with explicit orders if several axes shard a dim."""
     kind = draw(st.sampled_from(KINDS))
     simple = [Replicate(), Partial(kind), *[Shard(d) for d in range(-ndim, ndim)]]
     return [draw(st.sampled_from(simple)) for _ in range(draw(st.integers(1, 3)))]

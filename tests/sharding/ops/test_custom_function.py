@@ -12,20 +12,11 @@ from torch.autograd.function import once_differentiable
 
 import shardmesh as sm
 from shardmesh import P, Shard, ShardedTensor
+from tests.sharding.autograd_functions import Double
 from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, place, same_error
 
 X = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 W = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
 
 
 class Reverse(torch.autograd.Function):
@@ -133,7 +124,7 @@ PROGRAMS = {
 
 
 def derivatives(program, x, w):
-    """Of a loss, of its gradients, and of theirs."""
+    """Return the derivatives of a loss, of its gradients, and of theirs."""
     found, total = [], program(x, w).sin().sum()
     for _ in range(3):
         if not total.requires_grad:
@@ -210,7 +201,7 @@ def test_only_its_own_lines_communicate(mesh):
 def test_in_a_training_loop():
     """A block with a custom activation, as in Bloom, under FSDP with sharded inputs and under checkpointing."""
 
-    class Block(nn.Module):
+    class CubeExpBlock(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(4, 4, dtype=torch.float64)
@@ -228,11 +219,11 @@ def test_in_a_training_loop():
     def made():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return nn.Sequential(*[Block() for _ in range(3)])
+            return nn.Sequential(*[CubeExpBlock() for _ in range(3)])
 
     def program(mesh, recompute):
         model = made()
-        sm.parallel.fully_shard(model, mesh, units=Block)
+        sm.parallel.fully_shard(model, mesh, units=CubeExpBlock)
         return gradients(model, sm.device_put(X[:4], mesh, P("a"), src_data_rank=None), recompute)
 
     expected = gradients(made(), X[:4], False)

@@ -11,7 +11,7 @@ from tests.device import DEVICE
 
 
 def _pending(mesh):
-    """A tensor of ones whose sum over the axis is pending."""
+    """Return a tensor of ones whose sum over the axis is pending."""
     return sm.ShardedTensor.from_local(torch.full((4,), 1 / mesh.size()), mesh, [sm.Partial()])
 
 

@@ -21,7 +21,7 @@ RANKS = 4
 
 
 def make(spec: P | None = None, value: float = 1.0) -> Any:
-    """On this line, wherever it is called from."""
+    """Create a tensor on this line, regardless of the caller."""
     return sm.device_put(torch.full((8, 8), value), mesh(), P("x") if spec is None else spec, src_data_rank=None)
 
 
@@ -30,22 +30,22 @@ def mesh() -> Any:
 
 
 def shown(x: Any) -> int:
-    """What stands beside the collectives that move it."""
+    """Return the lineage shown next to the collectives of a tensor."""
     return packed(x._lineage)
 
 
 def on_ranks(fn: Callable[[int], list[Any]]) -> list[list[int]]:
-    """For each rank, what its tensors show."""
+    """Return the lineages of the tensors on each rank."""
     return simulate(RANKS, prints="plain")(lambda: [shown(x) for x in fn(current_world().rank)])()
 
 
 def all_alike(found: list[list[int]]) -> bool:
-    """Whether the ranks agree on each tensor: directly, or through another rank."""
+    """Return whether the ranks agree on each tensor, directly or through another rank."""
     return not any(unlike(one, other) for column in zip(*found, strict=True) for one in column for other in column)
 
 
 def all_different(row: list[int]) -> bool:
-    """Whether no two tensors of a rank could be taken for each other."""
+    """Return whether all tensors of a rank have different lineages."""
     return all(unlike(one, other) for n, one in enumerate(row) for other in row[:n])
 
 
@@ -93,7 +93,7 @@ def test_tensors_created_on_one_rank_only(extra: int) -> None:
 
 
 def of_a_line_of_its_own(rank: int) -> Any:
-    """The product of two tensors: on one rank, the line of the first differs, and as it makes another one, the number of the second."""
+    """Return the product of two tensors; on one rank the line of the first differs, and so the number of the second."""
     if rank == 1:
         a = sm.device_put(torch.ones(8, 8), mesh(), P(), src_data_rank=None)
         assert sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None) is not None
@@ -283,7 +283,7 @@ def test_gradients_of_two_parameters() -> None:
 
 
 def test_gradients_of_two_losses() -> None:
-    """Of one parameter, and after a second backward."""
+    """For one parameter, and after a second backward."""
 
     def fn(_: int) -> list[Any]:
         w, found = make(P()).requires_grad_(), []

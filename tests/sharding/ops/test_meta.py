@@ -84,7 +84,7 @@ def blocks() -> nn.Sequential:
 
 
 def filled(module: Any) -> Any:
-    """With the same values however its parameters are laid out."""
+    """Fill the module with the same values for any layout of its parameters."""
     with torch.no_grad():
         for i, p in enumerate(module.parameters()):
             whole = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))

@@ -211,11 +211,11 @@ def test_sharded_operands_do_not_inspect_the_stack(mesh):
 
 @every_rank(2)
 def test_in_a_method_and_in_another_thread(mesh):
-    class Model(_Masked):
+    class Encoder(_Masked):
         def encode(self, x):
             return x + torch.ones(4, dtype=X.dtype, device=x.device)
 
-    made, x = PREPARED["distribute_module"](_model(Model), mesh), place(mesh, X.to(DEVICE), sm.Shard(0))
+    made, x = PREPARED["distribute_module"](_model(Encoder), mesh), place(mesh, X.to(DEVICE), sm.Shard(0))
     torch.testing.assert_close(made.encode(x).full_tensor(), X.to(DEVICE) + 1)
     made(x)
     found = []

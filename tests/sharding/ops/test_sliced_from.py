@@ -98,7 +98,7 @@ def test_pending_values_stay_pending():
 
 @every_rank(3)
 def test_writes_through_other_names(mesh):
-    """Whatever was written in between: to x, through another slice, to x without a trace."""
+    """Regardless of writes in between: to x, through another slice, to x untracked."""
 
     def change(x):
         row, rows = x[1], x[1:4]

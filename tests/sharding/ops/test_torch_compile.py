@@ -90,18 +90,43 @@ def test_compiled_function_is_correct(program, backend):
     on_mesh((2,), main)
 
 
-@pytest.mark.parametrize(
-    ("program", "says"),
-    [(lambda x: torch.relu(x), "operators on ShardedTensors run eagerly"), (lambda x: x @ x, "'ShardedTensor'")],
-    ids=["function", "operator"],
-)
-def test_fullgraph_error_explains_the_graph_break(program, says):
+BREAKS = {
+    "function": (lambda x: torch.relu(x), "operators on ShardedTensors run eagerly"),
+    "operator": (lambda x: x @ x, "'ShardedTensor'"),
+    "method": (lambda x: x.relu(), "ShardedTensor"),
+    "in place": (lambda x: x.add_(1), "ShardedTensor"),
+    "index": (lambda x: x[0], "ShardedTensor"),
+    "dtype": (lambda x: torch.ones(2, dtype=x.dtype), "ShardedTensor"),
+    "shape": (lambda x: torch.ones(x.shape[0]), "ShardedTensor"),
+    "redistribute": (lambda x: x.redistribute(P()), "skipped"),
+    "to_local": (lambda x: x.to_local().sin(), "to_local"),
+    "constraint": (lambda x: sm.with_sharding_constraint(x, P()), "skipped"),
+    "factory": (lambda x: sm.zeros(4, device_mesh=x.mesh), "skipped"),
+    "grad": (lambda x: sm.grad(lambda y: y.sum())(x), "skipped"),
+    "jit": (lambda x: sm.jit(lambda y: y.sum(), backend="eager")(x), "skipped"),
+}
+
+
+@pytest.mark.one_in(4, each=["program"])
+@pytest.mark.parametrize("program", BREAKS)
+def test_fullgraph_error_explains_the_graph_break(program):
+    f, says = BREAKS[program]
+
     def main(mesh):
         x = sm.device_put(torch.randn(4, 4), mesh, P("a"))
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=says):
-            torch.compile(program, backend="eager", fullgraph=True)(x)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=says) as error:
+            torch.compile(f, backend="eager", fullgraph=True)(x)
+        text = str(error.value)
+        assert "sm.jit(step)" in text
+        assert text.count("Hint:") == 1, "torch's own hints do not apply"
 
     on_mesh((2,), main)
+
+
+def test_errors_of_other_graph_breaks_are_those_of_torch():
+    with pytest.raises(torch._dynamo.exc.Unsupported) as error:
+        torch.compile(lambda x: torch._dynamo.graph_break() or x, backend="eager", fullgraph=True)(torch.ones(2))
+    assert "sm.jit" not in str(error.value)
 
 
 def test_plain_code_around_is_compiled():

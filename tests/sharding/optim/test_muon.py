@@ -26,7 +26,7 @@ PLACES = {
 MESHES = {"fsdp": (4,), "tp and fsdp": (2, 2), "replicas": (2, 2)}
 
 
-class Model(nn.Module):
+class MuonModel(nn.Module):
     def __init__(self, dtype=torch.float64):
         super().__init__()
         draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -44,7 +44,7 @@ def data(step, dtype=torch.float64):
 
 
 def reference_step(params, momenta, adam, step, *, lr, decay=0.1, momentum=0.95, rule=None, nesterov=True):
-    """Muon as the papers have it, on whole matrices; AdamW for `norm` and `embed`."""
+    """Run Muon as in the papers on full matrices, and AdamW for `norm` and `embed`."""
     for name, p in params.items():
         g = p.grad
         if name in ("norm", "embed"):
@@ -68,7 +68,7 @@ def reference_step(params, momenta, adam, step, *, lr, decay=0.1, momentum=0.95,
 
 
 def trained_reference(dtype, **options):
-    model, momenta, adam, losses = Model(dtype), {}, {}, []
+    model, momenta, adam, losses = MuonModel(dtype), {}, {}, []
     for step in range(STEPS):
         x = data(step, dtype)
         loss = F.mse_loss(model(x), x.flip(1))
@@ -80,7 +80,7 @@ def trained_reference(dtype, **options):
 
 
 def placed(mesh, specs, dtype=torch.float64):
-    model = Model(dtype)
+    model = MuonModel(dtype)
     for name, spec in specs.items():
         sm.parallel.shard_parameter(model, name, mesh, spec, src_data_rank=None)
     return model
@@ -137,7 +137,7 @@ def test_options(options):
 def test_bitwise_equal_to_torch(rule, where):
     """In bfloat16, as torch iterates, given the same gradients; also after its state is loaded in the middle."""
     names = ["up", "down"]
-    plain = Model(torch.float32)
+    plain = MuonModel(torch.float32)
     theirs = torch.optim.Muon([plain.get_parameter(name) for name in names], 0.02, adjust_lr_fn=rule)
     grads = [{name: torch.randn_like(plain.get_parameter(name)) for name in names} for _ in range(STEPS)]
     middle = None

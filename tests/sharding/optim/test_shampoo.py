@@ -13,7 +13,7 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.optim.shampoo import Shampoo, blocks, inverse_fourth_root
 from tests.device import DEVICE
-from tests.sharding.optim.test_muon import MESHES, PLACES, Model, data, placed
+from tests.sharding.optim.test_muon import MESHES, PLACES, MuonModel, data, placed
 from tests.sharding.ranks import on_mesh, same_error
 
 STEPS = 20
@@ -76,7 +76,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("where", PLACES)
 def test_equals_the_reference_over_20_steps(where, options):
-    model = Model()
+    model = MuonModel()
     expected = train(model, Reference(model, 0.02, **options))
 
     def program(mesh):
@@ -91,7 +91,7 @@ def test_equals_the_reference_over_20_steps(where, options):
 
 
 def test_plain_parameters():
-    model, mine = Model(), Model()
+    model, mine = MuonModel(), MuonModel()
     options = {"block_size": 4, "update_freq": 2, "momentum": 0.5}
     optimizer = Shampoo(mine.named_parameters(), 0.02, adamw="embed", adamw_lr=0.003, **options)
     assert train(mine, optimizer) == pytest.approx(train(model, Reference(model, 0.02, **options)), rel=1e-9)
@@ -118,7 +118,7 @@ def test_two_collectives_and_memory_per_rank():
 def test_resumes_from_its_state_with_other_owners(other):
     """Saved in the middle from one layout, loaded into another, between two computations of roots."""
     options = {"block_size": 5, "update_freq": 4, "momentum": 0.9, "adamw": ["embed"], "adamw_lr": 0.003}
-    model = Model()
+    model = MuonModel()
     expected = train(model, Shampoo(model.named_parameters(), 0.02, **options))
 
     def program(mesh):

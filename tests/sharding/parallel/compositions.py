@@ -19,7 +19,7 @@ from shardmesh import P, Replicate, Shard
 from shardmesh.mesh.comm.group import CollectiveRecord
 from shardmesh.parallel import data_parallel, fully_shard, parallelize
 from tests.device import DEVICE
-from tests.sharding.parallel.models import GPT, Block, Config, gpt, loss_of, tokens
+from tests.sharding.parallel.models import Config, SmallGPT, TransformerBlock, gpt, loss_of, tokens
 from tests.sharding.parallel.plans import SPLIT, megatron, on_axes
 from tests.sharding.ranks import collectives
 
@@ -31,7 +31,7 @@ UNEVEN = Config(vocabulary=13, d=10, heads=3, f=15, bias=True)
 
 
 @dataclass(frozen=True)
-class Case:
+class Composition:
     """A composition.
 
     Attributes:
@@ -90,10 +90,10 @@ FORMS: dict[str, Callable[[tuple[str, ...]], dict[str, Any]]] = {  # from the da
 def split(model: nn.Module, mesh: sm.DeviceMesh, form: str, axes: tuple[str, ...], **options: Any) -> nn.Module:
     said = FORMS[form](axes)
     layer: Split = fully_shard if "axes" in said else data_parallel
-    return layer(model, mesh, units=Block, src_data_rank=None, **said, **options)
+    return layer(model, mesh, units=TransformerBlock, src_data_rank=None, **said, **options)
 
 
-def made(case: Case, mesh: sm.DeviceMesh, **options: Any) -> GPT:
+def made(case: Composition, mesh: sm.DeviceMesh, **options: Any) -> SmallGPT:
     """Return the model, parallelized for the case; `options` are those of data parallelism."""
     model = gpt(case.config).to(DEVICE)
     if case.tp and case.inputs == "global":
@@ -134,7 +134,7 @@ def batch_of(config: Config, b: int, step: int) -> tuple[Tensor, Tensor]:
     return tokens(b, S, config.vocabulary, seed=step % BATCHES)
 
 
-def batch(case: Case, mesh: sm.DeviceMesh, step: int) -> list[Any]:
+def batch(case: Composition, mesh: sm.DeviceMesh, step: int) -> list[Any]:
     """Return this rank's part, or sharded tensors."""
     pair = batch_of(case.config, case.b, step)
     if case.inputs == "global":
@@ -143,7 +143,7 @@ def batch(case: Case, mesh: sm.DeviceMesh, step: int) -> list[Any]:
     return [x.chunk(ranks)[_place(case, mesh)] for x in pair]
 
 
-def _place(case: Case, mesh: sm.DeviceMesh) -> int:
+def _place(case: Composition, mesh: sm.DeviceMesh) -> int:
     """Return the index of this rank's part of the batch."""
     place = 0
     for axis in case.data:
@@ -160,7 +160,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-2, eps=1e-2)
 
 
-def loss_in(case: Case, model: nn.Module, mesh: sm.DeviceMesh, step: int) -> Tensor:
+def loss_in(case: Composition, model: nn.Module, mesh: sm.DeviceMesh, step: int) -> Tensor:
     inputs, targets = batch(case, mesh, step)
     return loss_of(model(inputs), targets)
 
@@ -173,7 +173,7 @@ def stepped(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
     return whole(loss)
 
 
-def train(case: Case, mesh: sm.DeviceMesh, model: nn.Module) -> tuple[Tensor, list[Used], dict[str, int]]:
+def train(case: Composition, mesh: sm.DeviceMesh, model: nn.Module) -> tuple[Tensor, list[Used], dict[str, int]]:
     """Return the losses, the communication of each step's forward and backward, and the rank's position."""
     optimizer, losses, all_used = adamw(model), [], []
     for step in range(STEPS):
@@ -187,7 +187,7 @@ def train(case: Case, mesh: sm.DeviceMesh, model: nn.Module) -> tuple[Tensor, li
     return torch.stack(losses), all_used, dict(zip(mesh.axis_names, mesh.coordinate or (), strict=True))
 
 
-def by_one_process(case: Case) -> Tensor:
+def by_one_process(case: Composition) -> Tensor:
     """Return the losses of one process."""
     return _by_one_process(case.config, case.b)
 
@@ -202,7 +202,7 @@ def _by_one_process(config: Config, b: int) -> Tensor:
     return torch.stack(losses)
 
 
-def on(case: Case, program: Callable[[sm.DeviceMesh], Any]) -> list[Any]:
+def on(case: Composition, program: Callable[[sm.DeviceMesh], Any]) -> list[Any]:
     """Run `program(mesh)` on every rank of the case's mesh."""
     return on_axes(case.shape, case.names, program)
 

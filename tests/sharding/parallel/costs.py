@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardmesh.sharding.parallel.data.storage.flat_layout import FlatLayout, make_flat_layout
-from tests.sharding.parallel.compositions import Case, S, Used
+from tests.sharding.parallel.compositions import Composition, S, Used
 from tests.sharding.parallel.models import Config
 
 
@@ -45,10 +45,10 @@ def chunk(size: int, parts: int, part: int) -> int:
     return max(0, min(most, size - part * most))
 
 
-class Paper:
-    """A case, seen from a rank."""
+class StepCosts:
+    """The costs of a composition on one rank."""
 
-    def __init__(self, case: Case, coordinate: dict[str, int], param_bytes: int = 8, sum_bytes: int = 8) -> None:
+    def __init__(self, case: Composition, coordinate: dict[str, int], param_bytes: int = 8, sum_bytes: int = 8) -> None:
         self.case, self.coordinate, self.param_bytes, self.sum_bytes = case, coordinate, param_bytes, sum_bytes
         self.tp = case.sizes.get("tp", 1)
         self.units = list(self._units(case.config))
@@ -163,7 +163,7 @@ class Paper:
         return b * S
 
     def activations(self) -> Used:
-        """Forward, a sum of the embedding, of attention and of the MLP; backward, of what came to attention, the MLP and the head."""
+        """Return sums: forward of the embedding, attention and the MLP; backward of the inputs of attention, the MLP and the head."""
         times, whole = 2 * self.case.config.layers + 1, self.tokens_here() * self.case.config.d * 8
         if self.case.tp == "tp":
             return {"all_reduce": (2 * times, 2 * times * 2 * (self.tp - 1) * whole // self.tp)}
@@ -189,14 +189,14 @@ class Paper:
         return plus(self._logits(), self.activations(), lengths, checks)
 
     def _logits(self) -> Used:
-        """Gathered, uneven parts by an exchange; each rank has all of their gradient."""
+        """Return the cost of gathered logits, by an all_to_all for uneven parts; each rank has their full gradient."""
         n, tokens, size = self.tp, self.tokens_here() * 8, self.case.config.vocabulary
         if size % n == 0:
             return {"all_gather": (1, (n - 1) * tokens * size // n)}
         return {"all_to_all": (1, (size - chunk(size, n, self.coordinate["tp"])) * tokens)}
 
     def loss(self) -> Used:
-        """Of the vocabulary's parts: the largest logit and the sum, backward a gradient of it, per token; the rest are scalars."""
+        """Return the cost of the loss on sharded logits per token: a maximum and a sum, and a gradient backward; the rest are scalars."""
         found: Used = {}
         ranks = self.size(*self.case.data)
         if self.tp > 1:
@@ -224,24 +224,24 @@ def collective(op: str, received: list[int]) -> Used:
     return {op: (sum(one > 0 for one in received), sum(received))}
 
 
-def of_data(paper: Paper, micro_batches: int = 0) -> Used:
+def of_data(costs: StepCosts, micro_batches: int = 0) -> Used:
     """Return the communication of data parallelism in a step; the reduction at the end of `accumulate_grads` is one call."""
     copies: dict[int, list[int]] = {}
-    for number, received in paper.reduced():
+    for number, received in costs.reduced():
         copies.setdefault(number, []).append(received)
     reduced = [sum(one) for one in copies.values()] if micro_batches else [x for one in copies.values() for x in one]
     return plus(
-        collective("all_gather", paper.gathered(micro_batches or 1)),
-        collective("reduce_scatter", paper.summed(micro_batches or 1)),
+        collective("all_gather", costs.gathered(micro_batches or 1)),
+        collective("reduce_scatter", costs.summed(micro_batches or 1)),
         {"all_reduce": (len(reduced), sum(reduced))},
     )
 
 
-def expected(paper: Paper) -> Used:
+def expected(costs: StepCosts) -> Used:
     """Return the communication of a step with sharded inputs."""
-    return plus(of_data(paper), paper.activations() if paper.tp > 1 else {}, paper.loss())
+    return plus(of_data(costs), costs.activations() if costs.tp > 1 else {}, costs.loss())
 
 
-def expected_of_plain(paper: Paper, first: bool = False) -> Used:
+def expected_of_plain(costs: StepCosts, first: bool = False) -> Used:
     """Return the communication of a step with plain inputs, where each rank has its own loss."""
-    return plus(of_data(paper), paper.with_torch_styles(first) if paper.tp > 1 else {})
+    return plus(of_data(costs), costs.with_torch_styles(first) if costs.tp > 1 else {})

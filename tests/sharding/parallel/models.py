@@ -1,7 +1,7 @@
 """A language model in plain PyTorch with Hugging Face's module names, which the tests of layers parallelize.
 
 It does not depend on a mesh. Tensor names end in one letter per dim: b batch, s position, d width of the residual stream,
-h head, e width of a head, f width of the MLP, v token.
+h head, e width of a head, f width of the SwiGLU, v token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Config:
     dtype: torch.dtype = torch.float64
 
 
-class Attention(nn.Module):
+class RotaryAttention(nn.Module):
     """Causal self-attention with rotary positions."""
 
     def __init__(self, config: Config) -> None:
@@ -74,7 +74,7 @@ def rotated(x_bhse: Tensor, rotary: Rotary) -> Tensor:
     return x_bhse * cos_se + torch.cat([-second, first], dim=-1) * sin_se
 
 
-class MLP(nn.Module):
+class SwiGLU(nn.Module):
     """SwiGLU."""
 
     def __init__(self, config: Config) -> None:
@@ -88,22 +88,33 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_bsd)) * self.up_proj(x_bsd))
 
 
-class Block(nn.Module):
-    """A layer: attention and MLP, each after a norm."""
+class ResidualMLP(nn.Module):
+    """x + down(relu(up(norm(x))))"""
+
+    def __init__(self, d: int, f: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, f), nn.Linear(f, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class TransformerBlock(nn.Module):
+    """A layer: attention and SwiGLU, each after a norm."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.d, eps=1e-6, dtype=config.dtype)
-        self.self_attn = Attention(config)
+        self.self_attn = RotaryAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.d, eps=1e-6, dtype=config.dtype)
-        self.mlp = MLP(config)
+        self.mlp = SwiGLU(config)
 
     def forward(self, x_bsd: Tensor, rotary: Rotary) -> Tensor:
         x_bsd = x_bsd + self.self_attn(self.input_layernorm(x_bsd), rotary)
         return x_bsd + self.mlp(self.post_attention_layernorm(x_bsd))
 
 
-class GPT(nn.Module):
+class SmallGPT(nn.Module):
     """Map tokens [b, s] to logits [b, s, v].
 
     Parameters by path: `embed_tokens.weight`, `layers.0.self_attn.{q,k,v,o}_proj.weight`, `layers.0.mlp.{gate,up,down}_proj.weight`,
@@ -113,7 +124,7 @@ class GPT(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocabulary, config.d, dtype=config.dtype)
-        self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
+        self.layers = nn.ModuleList([TransformerBlock(config) for _ in range(config.layers)])
         self.norm = nn.RMSNorm(config.d, eps=1e-6, dtype=config.dtype)
         self.lm_head = nn.Linear(config.d, config.vocabulary, bias=False, dtype=config.dtype)
         cos_pe, sin_pe = rotary_tables(config)
@@ -129,9 +140,9 @@ class GPT(nn.Module):
         return self.lm_head(self.norm(x_bsd))
 
 
-def gpt(config: Config = Config(), seed: int = 0) -> GPT:
+def gpt(config: Config = Config(), seed: int = 0) -> SmallGPT:
     """Return the model with the same values on every rank of every mesh, independent of torch's global generator."""
-    model, generator = GPT(config), torch.Generator().manual_seed(seed)
+    model, generator = SmallGPT(config), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -9,7 +9,7 @@ import torch
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.parallel.tensor.styles import colwise, rowwise, sequence_parallel, shard_params
-from tests.device import DEVICE, made_here
+from tests.device import DEVICE, on_device
 from tests.sharding.parallel.models import gpt, loss_of, tokens
 
 
@@ -60,7 +60,7 @@ def check_equal(loss, model, reference):
 
 def on_axes(shape, names, program):
     def rank():
-        with made_here():
+        with on_device():
             return program(sm.init_device_mesh(DEVICE, shape, axis_names=names))
 
     return sm.simulate(math.prod(shape))(rank)()

@@ -11,8 +11,8 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import Experts, context_parallel, data_parallel, fully_shard, top_k_routing
 from tests.device import DEVICE
-from tests.sharding.parallel.compositions import EVEN, STEPS, Case, adamw, split, stepped, used
-from tests.sharding.parallel.costs import Paper, of_data, plus
+from tests.sharding.parallel.compositions import EVEN, STEPS, Composition, adamw, split, stepped, used
+from tests.sharding.parallel.costs import StepCosts, of_data, plus
 from tests.sharding.parallel.models import Config, gpt, tokens
 from tests.sharding.parallel.plans import on_axes
 
@@ -84,7 +84,7 @@ def test_calls_and_bytes_of_context_parallelism(method):
         return found, dict(zip(("fsdp", "dp"), mesh.coordinate, strict=True))
 
     for found, coordinate in on_axes((2, 2), ("fsdp", "cp"), program):
-        data = of_data(Paper(Case("hsdp", "", "plain", EVEN, (2, 2)), coordinate))
+        data = of_data(StepCosts(Composition("hsdp", "", "plain", EVEN, (2, 2)), coordinate))
         assert found == plus(data, *[ATTENTION[method]] * EVEN.layers, COUNT_OF_TARGETS)
 
 

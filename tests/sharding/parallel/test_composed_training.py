@@ -14,7 +14,7 @@ from tests.sharding.parallel.compositions import (
     EVEN,
     STEPS,
     UNEVEN,
-    Case,
+    Composition,
     adamw,
     batch_of,
     by_one_process,
@@ -26,7 +26,7 @@ from tests.sharding.parallel.compositions import (
     used,
     whole,
 )
-from tests.sharding.parallel.costs import Paper, of_data
+from tests.sharding.parallel.costs import StepCosts, of_data
 from tests.sharding.parallel.models import gpt, loss_of
 
 MICRO, MAX_NORM = 2, 0.05
@@ -44,12 +44,12 @@ def parity(found, expected, rtol=1e-12):
 
 ODD, SMALL = replace(UNEVEN, layers=1), replace(EVEN, layers=1)
 CLIPPED = [
-    Case("ddp", "", "plain", ODD, (4,)),
-    Case("zero1", "tp", "global", ODD, (2, 2)),
-    Case("zero2", "", "plain", SMALL, (4,)),
-    Case("fsdp", "sp", "global", ODD, (2, 2)),
-    Case("hsdp", "", "global", ODD, (2, 2)),
-    Case("hybrid", "", "plain", ODD, (2, 2)),
+    Composition("ddp", "", "plain", ODD, (4,)),
+    Composition("zero1", "tp", "global", ODD, (2, 2)),
+    Composition("zero2", "", "plain", SMALL, (4,)),
+    Composition("fsdp", "sp", "global", ODD, (2, 2)),
+    Composition("hsdp", "", "global", ODD, (2, 2)),
+    Composition("hybrid", "", "plain", ODD, (2, 2)),
 ]
 
 
@@ -112,14 +112,14 @@ def test_calls_and_bytes_of_micro_batches(case):
         return found, here(mesh)
 
     for found, coordinate in on(case, program):
-        assert found == of_data(Paper(case, coordinate), MICRO)
+        assert found == of_data(StepCosts(case, coordinate), MICRO)
 
 
 # -- precision ---------------------------------------------------------------------------------------------------------
 
 
 def test_float32():
-    case = Case("fsdp", "sp", "global", replace(UNEVEN, dtype=torch.float32), (2, 2))
+    case = Composition("fsdp", "sp", "global", replace(UNEVEN, dtype=torch.float32), (2, 2))
     found = on(case, lambda mesh: train(case, mesh, made(case, mesh))[0])
     torch.testing.assert_close(torch.stack(found).mean(0), by_one_process(case), rtol=1e-5, atol=0)
 
@@ -151,7 +151,7 @@ def _mixed_by_hand(case, ranks):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("form", "shape"), [("ddp", (4,)), ("zero1", (4,)), ("hsdp", (2, 2)), ("hybrid", (2, 2))])
 def test_mixed_precision_equals_manual_computation(form, shape):
-    case = Case(form, "", "plain", replace(EVEN, dtype=torch.float32), shape)
+    case = Composition(form, "", "plain", replace(EVEN, dtype=torch.float32), shape)
     case = replace(case, config=replace(case.config, vocabulary=31))
     found = on(case, lambda mesh: train(case, mesh, made(case, mesh, mp_policy=MIXED))[0])
     parity(found, _mixed_by_hand(case, 4), rtol=1e-5)
@@ -160,7 +160,7 @@ def test_mixed_precision_equals_manual_computation(form, shape):
 @pytest.mark.parametrize(("form", "shape"), [("fsdp", (4,)), ("zero2", (2, 2)), ("hybrid", (2, 2))])
 def test_bytes_of_mixed_precision(form, shape):
     """Parameters are sent in 2 bytes per element, gradients in 4."""
-    case = Case(form, "", "plain", replace(UNEVEN, dtype=torch.float32), shape)
+    case = Composition(form, "", "plain", replace(UNEVEN, dtype=torch.float32), shape)
 
     def program(mesh):
         model = made(case, mesh, mp_policy=MIXED)
@@ -170,7 +170,7 @@ def test_bytes_of_mixed_precision(form, shape):
         return found, here(mesh)
 
     for found, coordinate in on(case, program):
-        assert found == of_data(Paper(case, coordinate, param_bytes=2, sum_bytes=4))
+        assert found == of_data(StepCosts(case, coordinate, param_bytes=2, sum_bytes=4))
 
 
 # -- Muon --------------------------------------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ def _by_muon(model, losses):
 @pytest.mark.parametrize(
     "case",
     [
-        Case("fsdp", "tp", "global", UNEVEN, (2, 2)),
-        Case("zero1", "", "plain", UNEVEN, (4,)),
+        Composition("fsdp", "tp", "global", UNEVEN, (2, 2)),
+        Composition("zero1", "", "plain", UNEVEN, (4,)),
     ],
     ids=str,
 )
@@ -211,8 +211,8 @@ def test_muon(case):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (Case("fsdp", "tp", "global", UNEVEN, (2, 2)), Case("zero1", "", "global", UNEVEN, (2, 1))),
-        (Case("hsdp", "", "plain", EVEN, (2, 2)), Case("fsdp", "sp", "global", EVEN, (2, 2))),
+        (Composition("fsdp", "tp", "global", UNEVEN, (2, 2)), Composition("zero1", "", "global", UNEVEN, (2, 1))),
+        (Composition("hsdp", "", "plain", EVEN, (2, 2)), Composition("fsdp", "sp", "global", EVEN, (2, 2))),
     ],
     ids=str,
 )

@@ -7,34 +7,34 @@ import torch
 
 import shardmesh as sm
 from tests.device import DEVICE
-from tests.sharding.parallel.compositions import EVEN, STEPS, UNEVEN, Case, by_one_process, made, on, train
-from tests.sharding.parallel.costs import Paper, expected, expected_of_plain
+from tests.sharding.parallel.compositions import EVEN, STEPS, UNEVEN, Composition, by_one_process, made, on, train
+from tests.sharding.parallel.costs import StepCosts, expected, expected_of_plain
 from tests.sharding.parallel.models import Config
 
 # Each form with each kind of tensor parallelism, with sharded and plain inputs, with even and uneven sizes.
 CASES = [
-    Case("ddp", "", "plain", UNEVEN, (4,)),
-    Case("ddp", "", "global", UNEVEN, (2, 1, 2)),
-    Case("ddp", "tp", "global", EVEN, (4,)),
-    Case("ddp", "sp", "global", UNEVEN, (4,)),
-    Case("ddp", "sp", "plain", EVEN, (2, 2)),
-    Case("zero1", "", "plain", UNEVEN, (2, 2)),
-    Case("zero1", "tp", "plain", EVEN, (2, 1, 2)),
-    Case("zero1", "sp", "global", UNEVEN, (2, 2)),
-    Case("zero2", "", "plain", EVEN, (2, 1, 2)),
-    Case("zero2", "tp", "global", UNEVEN, (2, 2)),
-    Case("zero2", "sp", "plain", Config(f=15, bias=True), (2, 2)),
-    Case("fsdp", "", "global", UNEVEN, (4,)),
-    Case("fsdp", "tp", "plain", Config(vocabulary=31, f=15), (2, 2)),
-    Case("fsdp", "tp", "global", UNEVEN, (2, 1, 2)),
-    Case("fsdp", "sp", "global", EVEN, (2, 2)),
-    Case("fsdp", "sp", "plain", EVEN, (2, 1, 2)),
-    Case("hsdp", "", "plain", UNEVEN, (2, 2)),
-    Case("hsdp", "tp", "plain", EVEN, (2, 1, 2)),
-    Case("hsdp", "sp", "global", UNEVEN, (2, 2, 2)),
-    Case("hybrid", "", "global", UNEVEN, (2, 2)),
-    Case("hybrid", "tp", "global", EVEN, (2, 1, 2)),
-    Case("hybrid", "sp", "plain", EVEN, (2, 1, 2)),
+    Composition("ddp", "", "plain", UNEVEN, (4,)),
+    Composition("ddp", "", "global", UNEVEN, (2, 1, 2)),
+    Composition("ddp", "tp", "global", EVEN, (4,)),
+    Composition("ddp", "sp", "global", UNEVEN, (4,)),
+    Composition("ddp", "sp", "plain", EVEN, (2, 2)),
+    Composition("zero1", "", "plain", UNEVEN, (2, 2)),
+    Composition("zero1", "tp", "plain", EVEN, (2, 1, 2)),
+    Composition("zero1", "sp", "global", UNEVEN, (2, 2)),
+    Composition("zero2", "", "plain", EVEN, (2, 1, 2)),
+    Composition("zero2", "tp", "global", UNEVEN, (2, 2)),
+    Composition("zero2", "sp", "plain", Config(f=15, bias=True), (2, 2)),
+    Composition("fsdp", "", "global", UNEVEN, (4,)),
+    Composition("fsdp", "tp", "plain", Config(vocabulary=31, f=15), (2, 2)),
+    Composition("fsdp", "tp", "global", UNEVEN, (2, 1, 2)),
+    Composition("fsdp", "sp", "global", EVEN, (2, 2)),
+    Composition("fsdp", "sp", "plain", EVEN, (2, 1, 2)),
+    Composition("hsdp", "", "plain", UNEVEN, (2, 2)),
+    Composition("hsdp", "tp", "plain", EVEN, (2, 1, 2)),
+    Composition("hsdp", "sp", "global", UNEVEN, (2, 2, 2)),
+    Composition("hybrid", "", "global", UNEVEN, (2, 2)),
+    Composition("hybrid", "tp", "global", EVEN, (2, 1, 2)),
+    Composition("hybrid", "sp", "plain", EVEN, (2, 1, 2)),
 ]
 
 
@@ -44,8 +44,8 @@ def test_twenty_steps(case):
     found = on(case, lambda mesh: train(case, mesh, made(case, mesh)))
     torch.testing.assert_close(torch.stack([losses for losses, *_ in found]).mean(0), by_one_process(case), rtol=1e-12, atol=0)
     for _, used, coordinate in found:
-        paper = Paper(case, coordinate)
-        steps = [expected(paper) if case.inputs == "global" else expected_of_plain(paper, first=i == 0) for i in range(STEPS)]
+        costs = StepCosts(case, coordinate)
+        steps = [expected(costs) if case.inputs == "global" else expected_of_plain(costs, first=i == 0) for i in range(STEPS)]
         assert used == steps, coordinate
 
 
@@ -56,6 +56,6 @@ def _losses(case):
 
 @pytest.mark.slow
 def test_twenty_steps_on_processes(world4):
-    case = Case("fsdp", "sp", "global", UNEVEN, (2, 2))
+    case = Composition("fsdp", "sp", "global", UNEVEN, (2, 2))
     found = world4(_losses, case)
     torch.testing.assert_close(torch.stack(found).mean(0), by_one_process(case), rtol=1e-12, atol=0)

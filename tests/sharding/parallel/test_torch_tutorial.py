@@ -26,7 +26,7 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class Block(nn.Module):
+class FeedForwardBlock(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.norm, self.feed_forward = nn.RMSNorm(dim), FeedForward(dim)
@@ -35,11 +35,11 @@ class Block(nn.Module):
         return x + self.feed_forward(self.norm(x))
 
 
-class Model(nn.Module):
+class TutorialModel(nn.Module):
     def __init__(self, vocab: int = 16, dim: int = 8, depth: int = 2) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(vocab, dim)
-        self.layers = nn.ModuleDict({str(i): Block(dim) for i in range(depth)})
+        self.layers = nn.ModuleDict({str(i): FeedForwardBlock(dim) for i in range(depth)})
         self.norm, self.output = nn.RMSNorm(dim), nn.Linear(dim, vocab, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def parallelize(model: Any, mesh: sm.DeviceMesh, whole_model: bool) -> nn.Module
 def test_training_equals_one_process(whole_model):
     def program():
         torch.manual_seed(0)
-        model, plain = Model(), Model()
+        model, plain = TutorialModel(), TutorialModel()
         plain.load_state_dict(model.state_dict())
         mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
         parallel = parallelize(model, mesh, whole_model)

@@ -33,7 +33,7 @@ def layout_of(mesh, spec, shape):
 
 
 def check_value(local, layout, expected):
-    """The tensor has the expected global value: reduced to whole, every rank holds it."""
+    """Check the expected global value of the tensor, reduced to replicated, on every rank."""
     whole = redistribute_local(local, layout, layout.replicated)
     torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
 

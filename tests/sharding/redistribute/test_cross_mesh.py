@@ -28,7 +28,7 @@ MESH_SHAPES = [(1,), (2,), (3,), (8,), (2, 2), (1, 3), (3, 2), (4, 2), (2, 2, 2)
 
 @st.composite
 def some_ranks(draw, names):
-    """Ranks of some mesh in a world of 8, in any order, and its names."""
+    """Draw the ranks of a mesh in a world of 8, in any order, and its axis names."""
     shape = draw(st.sampled_from(MESH_SHAPES))
     ranks = draw(st.permutations(range(WORLD)))[: math.prod(shape)]
     return torch.tensor(ranks).reshape(shape).tolist(), names[: len(shape)]
@@ -36,7 +36,7 @@ def some_ranks(draw, names):
 
 @st.composite
 def crossings(draw, kinds=KINDS, dst_kinds=None):
-    """Two meshes of ranks, a tensor shape and a spec on each."""
+    """Draw two meshes of ranks, a tensor shape and a spec on each."""
     shape, sides = draw(shapes()), []
     for names, allowed in (
         ("abc", kinds),
@@ -49,7 +49,7 @@ def crossings(draw, kinds=KINDS, dst_kinds=None):
 
 
 def layouts(crossing):
-    """The two layouts, in the world at hand."""
+    """Return the two layouts in the current world."""
     shape, *sides = crossing
     meshes = [sm.DeviceMesh(DEVICE, ranks, axis_names=names) for ranks, names, _ in sides]
     return [Layout.of(mesh, spec, shape, torch.float64) for mesh, (*_, spec) in zip(meshes, sides, strict=True)]
@@ -132,7 +132,7 @@ def test_gradient_equals_autograd_on_the_stack(crossing):
 
 
 def whole_sum(local, layout):
-    """This rank's share of the sum of a tensor's elements."""
+    """Return this rank's share of the sum of a tensor's elements."""
     copies = layout.mesh.size(layout.replicated_axes) if layout.replicated_axes else 1
     return local.sum() / copies
 
@@ -228,7 +228,7 @@ def on(ranks, where, shape=(6, 4)):
 
 
 def _through_three_meshes():
-    """x on ranks 0 1, doubled; on 3 2, squared; on 2 0 1 (replicated), summed with what came straight from the first."""
+    """Double x on ranks 0 1, square it on 3 2, and on 2 0 1 (replicated) add what came directly from the first mesh."""
     first, second, third = on([0, 1], P("x")), on([3, 2], P(None, "x")), on([2, 0, 1], P())
     whole = torch.arange(24, dtype=torch.float64).reshape(6, 4)
     x = part_of(whole[None], first).requires_grad_()

@@ -21,7 +21,7 @@ def mesh_of(ranks):
 
 
 def whole_of(x):
-    """The whole tensor on the ranks of its mesh; None on the others."""
+    """Return the full tensor on the ranks of its mesh, None on the others."""
     return None if x.mesh.coordinate is None else x.detach().full_tensor()
 
 
@@ -40,7 +40,7 @@ PAIRS = [
 
 
 def _two_stages(first, second):
-    """A network whose first layer lies on one mesh and the second on another, with a connection past the second."""
+    """Run a network with its first layer on one mesh and its second on another, and a skip connection."""
     one, two = mesh_of(first), mesh_of(second)
     v = nn.Parameter(sm.distribute_tensor(V, one, P(None, "x")))
     w = nn.Parameter(sm.distribute_tensor(W, two, P("x")))

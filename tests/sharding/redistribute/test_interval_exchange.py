@@ -24,7 +24,7 @@ def numbers(*shape, dtype=torch.float64):
 
 
 def intervals_of(seed, length):
-    """Any intervals for each part of a result: of any lengths, none, overlapping, the same twice."""
+    """Return random intervals for each part of a result: of any lengths, none, overlapping, repeated."""
 
     def wanted(start, stop):
         generator = torch.Generator().manual_seed(hash((seed, start, stop)) % 2**31)
@@ -36,7 +36,7 @@ def intervals_of(seed, length):
 
 
 def fetched(layout, whole, dim, intervals):
-    """What a rank should get: the intervals of its part of the whole."""
+    """Return what a rank must receive: the intervals of its part of the tensor."""
     parts = [whole.narrow(dim, start, stop - start) for start, stop in intervals]
     joined = torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
     box = [slice(None) if d == dim else slice(*interval) for d, interval in enumerate(layout.box)]
@@ -73,7 +73,7 @@ def test_any_intervals_of_any_layout(data):
 
 
 def check_bytes(records, fetch, src, dim, mine):
-    """Nothing at all where no rank needs anything, else exactly what this rank has not."""
+    """Check that no bytes are received if no rank needs any, otherwise exactly those that this rank lacks."""
     low, high = src.box[dim]
     row = 8 * torch.Size(stop - start for d, (start, stop) in enumerate(src.box) if d != dim).numel()
     missing = sum(stop - start - max(0, min(stop, high) - max(start, low)) for start, stop in mine)
@@ -82,7 +82,7 @@ def check_bytes(records, fetch, src, dim, mine):
 
 
 def check_gradients(mesh, fetch, leaves, results):
-    """The gradient of sum(fetched**3), and that of the sum of its squares: 3x^2 and 36x^3, as often as x was fetched.
+    """Check the gradients of sum(fetched**3) and of the sum of its squares: 3x^2 and 36x^3, times the number of fetches of x.
 
     Copies of an element on several ranks share its gradient among them: their sum is what counts.
     """
@@ -99,7 +99,7 @@ def check_gradients(mesh, fetch, leaves, results):
 
 
 def added_up(mesh, fetch, own):
-    """The sum over the ranks that fetch from each other; a rank alone has its own."""
+    """Return the sum over the ranks that fetch from each other; for a single rank, its value."""
     total = own.clone()
     if fetch.axes:
         mesh.group(fetch.axes).all_reduce(total)

@@ -27,12 +27,12 @@ def numbers(shape, dtype=torch.float32, seed=0):
 
 
 def per_step(transport, x, largest):
-    """What one quantization changes at most in an element x of a block whose largest is `largest`, as documented."""
+    """Return the documented maximum error of one quantization of x in a block with maximum `largest`."""
     return largest / 252 if transport == "int8" else torch.maximum(x / 16, largest / 425_984)
 
 
 def differs(transport, parts, moved, dtype):
-    """The bound on the result: each contribution is quantized once, and the sum again in each later step."""
+    """Return the error bound of the result: each contribution is quantized once, and the sum again in each later step."""
     largest = sum(p.abs().max() if p.numel() else p.new_zeros(()) for p in parts)
     size = sum(p.abs() for p in parts)
     bound = moved * per_step(transport, size, largest) * (1 + 1 / 8) ** moved

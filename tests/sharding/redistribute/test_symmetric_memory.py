@@ -36,7 +36,7 @@ GROUP_OP = {"all_to_all_v": "all_to_all", "all_to_all_reduce": "all_to_all"}
 
 @pytest.fixture(scope="module")
 def folder(world4):
-    """Where files are for groups to share; other tests of these processes find none that do, before and after."""
+    """Folder for the files of groups; groups that share memory exist only during the test."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as path:
         yield path
         world4(share_nothing)
@@ -51,7 +51,7 @@ def share_nothing() -> None:
 
 @cache
 def share_cpu_memory(folder: str) -> None:
-    """From now on the groups of this process share memory in a file each."""
+    """Make the groups of this process share memory in files, one per group."""
     share_nothing()
 
     def provide(group, device, tag):
@@ -69,7 +69,7 @@ def share_cpu_memory(folder: str) -> None:
 
 
 def meshes(folder):
-    """The same ranks as a mesh that shares memory and as one that does not."""
+    """Return the same ranks as a mesh with shared memory and as one without."""
     share_cpu_memory(folder)
     shared, plain = (sm.init_device_mesh("cpu", (2, 2), axis_names=names) for names in (("s", "t"), ("a", "b")))
     shared.topology = replace(shared.topology, symmetric=FREE)
@@ -79,7 +79,7 @@ def meshes(folder):
 
 
 def on_plain(spec):
-    """The same spec on the axes of the other mesh."""
+    """Return the same spec on the axes of the other mesh."""
     name = {"s": "a", "t": "b"}
     dims = [tuple(name[a] for a in (dim if isinstance(dim, tuple) else (dim,) if dim else ())) for dim in spec.dims]
     return P(*dims, unreduced={name[a]: kind for a, kind in spec.unreduced})

@@ -63,7 +63,7 @@ def test_equal_to_torch(case, dtype):
 
 
 def count(ran, mesh_shape, program):
-    """Launches of one rank: ranks of a simulated mesh all run the same."""
+    """Return the launches of one rank; all ranks of a simulated mesh run the same."""
 
     def rank(mesh):
         with using_kernels():

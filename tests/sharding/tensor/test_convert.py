@@ -19,7 +19,7 @@ X = torch.arange(15.0, dtype=torch.float64).view(5, 3) / 7 - 1
 
 
 def part(mesh, spec, whole=X):
-    """This rank's box of the whole, as a plain tensor of its own."""
+    """Return a copy of this rank's box of the tensor."""
     layout = sm.Layout.of(mesh, spec, whole.shape, whole.dtype)
     return whole[tuple(slice(*interval) for interval in layout.box)].clone()
 
@@ -176,7 +176,7 @@ def test_to_local_shares_memory_and_graph(mesh):
 
 @pytest.mark.parametrize("spec", [P("a"), P(None, ("b", "a")), P("b", "a"), P()])
 def test_the_gradient_of_full_tensor(spec):
-    """By default all ranks' gradients are one and the same; or each is a share of it."""
+    """The gradients of all ranks are the same by default, or parts of a sum."""
     weight = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def program(mesh):
@@ -231,7 +231,7 @@ def test_equal_gradients_of_every_kind_pass_the_check(mesh):
 
 
 def checks_of(mesh, steps, **how):
-    """How many checks of replicas each backward pass makes, of two uses in a loop."""
+    """Return the number of replica checks in each backward pass, for two uses in a loop."""
     found = []
     for step in steps:
         w = place(mesh, X, grad=True)

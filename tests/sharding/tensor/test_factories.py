@@ -19,7 +19,7 @@ PLACES = [
 
 
 def _everywhere(make):
-    """The global tensor that `make(mesh, spec)` gives in each place."""
+    """Yield the global tensor of `make(mesh, spec)` for each mesh and spec."""
 
     def rank(shape, spec):
         mesh = sm.init_device_mesh(DEVICE, shape, axis_names=("a", "b")[: len(shape)])

@@ -128,7 +128,7 @@ def test_gradients_reach_the_dtensor(world4: Pool) -> None:
 
 
 def _two_dims() -> None:
-    """A parameter of torch's fully_shard over tensor parallelism has a _StridedShard."""
+    """Convert a parameter with a _StridedShard, from torch's fully_shard over tensor parallelism."""
     mesh = grid()
     linear = nn.Linear(6, 8)
     for p in linear.parameters():
@@ -147,7 +147,7 @@ def test_strided_shards_split_after_the_later_axes(world4: Pool) -> None:
 
 
 def _back() -> None:
-    """The block of docs/from_dtensor.md."""
+    """Run the block of docs/from_dtensor.md."""
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     d: Any = theirs.distribute_tensor(numbers(8, 4), mesh, [theirs.Shard(0), theirs.Replicate()])
     y = sm.distribute_tensor(d, mesh, [Shard(0), Shard(1)])  # type: ignore[arg-type]

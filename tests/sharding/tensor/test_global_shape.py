@@ -13,7 +13,7 @@ EXCHANGE = ["all_gather_object"]
 
 
 def shapes_of(mesh, lengths, spec=P("a"), **how):
-    """The global shape at each call over one line, and whether ranks exchanged shapes for it."""
+    """Return the global shape in each call on one line, and whether ranks exchanged shapes for it."""
     found = []
     for each in lengths:
         with collectives() as records:
@@ -71,7 +71,7 @@ def test_given_sizes_need_no_second_exchange():
 
 
 def test_parts_that_change_on_some_ranks_only_are_an_error():
-    """Whatever the ranks do next: reduce something, exchange shapes for another tensor, or end."""
+    """For any next step of the ranks: a reduction, an exchange of shapes for another tensor, or exit."""
 
     def reduce(mesh):
         sm.from_local(torch.ones(1), mesh, P(unreduced={"a"})).item()

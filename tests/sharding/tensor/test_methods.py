@@ -67,7 +67,7 @@ MOVES = [(P(), P("a")), (P("a"), P()), (P("a"), P(None, "a")), (P(unreduced={"a"
 
 
 def _frames_of_a_warm_redistribute(mesh):
-    """For each move, how deep the library's functions are nested when torch's collective is called, and at most."""
+    """Return the number of nested library frames when torch's collective is called, and its maximum, for each redistribution."""
     found = []
     for src, dst in MOVES:
         layout = sm.Layout.of(mesh, src, (8, 8))

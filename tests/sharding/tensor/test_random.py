@@ -62,7 +62,7 @@ ASK = ("trunc_normal_",)  # torch looks whether any number is out of bounds
 
 
 def drawn(name, mesh, spec, shape, seed=3):
-    """The whole of what the second of three draws gives."""
+    """Return the full result of the second of three draws."""
     sm.random.manual_seed(seed)
     x = sm.ones(shape, mesh, spec, dtype=torch.float64)
     with collectives() as records:
@@ -94,7 +94,7 @@ def test_the_same_tensor_on_any_mesh(name, place):
 
 
 def _whole_draws():
-    """What every draw gives, on this process's mesh of four."""
+    """Return the full result of every draw, on this process's mesh of four ranks."""
     mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
     return {name: drawn(name, mesh, P("b", "a"), (5, 6)) for name in DRAWS}
 
@@ -122,7 +122,7 @@ def test_replicas_are_equal_and_draws_differ(name):
 
 
 def after(n, seed=1):
-    """As after n draws."""
+    """Advance the generator as n draws do."""
     sm.random.manual_seed(seed)
     first = sm.random.get_rng_state().view(torch.uint64)
     sm.random.set_rng_state(torch.tensor([first[0].item(), n], dtype=torch.uint64).view(torch.uint8))

@@ -19,7 +19,7 @@ SIGMAS = 5  # of a Gaussian: two in three million
 
 
 def drawn(draw, *shape, spec=None, seed=1):
-    """What `draw` makes of zeros on three ranks, whole."""
+    """Return the full result of `draw` on zeros on three ranks."""
 
     def program(mesh):
         sm.random.manual_seed(seed)
@@ -139,7 +139,7 @@ def test_normal_tails():
 
 
 def correlation(a, b):
-    """In standard errors."""
+    """Return the correlation in standard errors."""
     a, b = a - a.mean(), b - b.mean()
     return abs(float((a * b).mean() / a.std() / b.std())) * math.sqrt(a.numel())
 

@@ -22,7 +22,7 @@ KINDS = ("sum", "max", "product")
 
 
 def numbers(*shape, dtype=torch.float64):
-    """The same on every rank."""
+    """Return numbers that are the same on every rank."""
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -35,7 +35,7 @@ def place(mesh, spec, tensor=X):
 
 @st.composite
 def lists(draw: st.DrawFn, kinds=("sum",)):
-    """A mesh shape and some (shape, spec, spec)."""
+    """Draw a mesh shape and some (shape, spec, spec)."""
     mesh_shape = draw(mesh_shapes)
     mesh = sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)])
     found = []

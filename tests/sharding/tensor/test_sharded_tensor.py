@@ -192,7 +192,7 @@ def test_data_shares_memory_outside_the_graph(mesh):
 
 @every_rank(2)
 def test_data_can_be_replaced(mesh):
-    """By a tensor of any layout, dtype and shape; the gradients of the leaf are reduced as before."""
+    """Set to a tensor of any layout, dtype and shape; the gradients of the leaf are reduced as before."""
     x = place(mesh, WEIGHT, Shard(0), grad=True)
     x.data = place(mesh, torch.ones(4, 5, dtype=torch.float64))
     assert (x.shape, x.dtype, x.placements, x.is_leaf, x.requires_grad) == (

@@ -67,7 +67,7 @@ def _on_processes(kind):
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_on_processes(world4, kind):
-    """Where torch's own would synchronize by itself."""
+    """Cases in which torch's SyncBatchNorm synchronizes."""
     for found in world4(_on_processes, kind):
         check(found, 5)
 

@@ -36,7 +36,7 @@ def with_grad(value, grad):
 
 
 def sharded(mesh, grads, specs):
-    """Parameters of zeros with these gradients; plain where the spec is None."""
+    """Return parameters of zeros with these gradients; plain tensors if the spec is None."""
     placed = [g if spec is None else put(g, mesh, spec) for g, spec in zip(grads, specs, strict=True)]
     return [with_grad(torch.zeros_like(g), g.clone()) for g in placed]
 

@@ -21,7 +21,7 @@ HOW = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 
 
 def factors(step):
-    """What the gradients are; in one step, one element is infinite."""
+    """Return the factors of the gradients; one element is infinite in one step."""
     found = [torch.arange(1.0, 13).view(3, 4) * (step + 1), torch.ones(3) * step, torch.ones(2, 2, device=DEVICE)]
     if step == BAD_STEP:
         found[0][2, 3] = math.inf

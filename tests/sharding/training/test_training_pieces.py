@@ -24,14 +24,14 @@ from shardmesh.sharding.training.sampler import DistributedSampler
 from shardmesh.sharding.training.scaler import GradScaler
 from tests.device import DEVICE
 from tests.sharding.optim.test_muon import PLACES, data, placed
-from tests.sharding.parallel.models import Block, Config, gpt, loss_of, tokens
+from tests.sharding.parallel.models import Config, TransformerBlock, gpt, loss_of, tokens
 from tests.sharding.ranks import on_mesh
 
 STEPS, BATCH = 5, 8
 CONFIG = Config(layers=1, d=8, f=10)  # 10 rows over 4 ranks: uneven
 SAMPLES = list(zip(*tokens(b=STEPS * BATCH), strict=True))
 FORMS = {
-    "FSDP": lambda model, mesh: fully_shard(model, mesh, units=Block),
+    "FSDP": lambda model, mesh: fully_shard(model, mesh, units=TransformerBlock),
     "ZeRO-1": lambda model, mesh: data_parallel(model, mesh, optimizer=mesh.axis_names),
     "DDP": lambda model, mesh: data_parallel(model, mesh),
 }

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .....mesh.comm.tracing import tracing
 from .....mesh.monitor.recording.recorder import CommTag
 from ....tensor.sharded_tensor import ShardedTensor
 from ..slot import UnitOptions
@@ -102,6 +103,9 @@ class ParamStorage:
         copy = self._copies.get(axes)
         if copy is None or copy[0] != versions or (copy[1].is_inference() and not torch.is_inference_mode_enabled()):
             return None
+        recorder = tracing.recorder
+        if recorder is not None and axes != self._stage.parameter and recorder.node_of(copy[1]) is None:
+            return None  # gathered before the recording, such as by a validation: later calls will not find it
         return copy[1]
 
     def whole(self) -> Tensor:

@@ -13,35 +13,35 @@ from shardmesh.mesh.monitor.diagnosis.votes import minority, parties_by, worst_c
 from shardmesh.mesh.monitor.recording.recorder import differ, route_of, unlike
 from shardmesh.mesh.monitor.recording.trace_buffer import Header, RankState, TraceBuffer
 from shardmesh.mesh.monitor.settings import settings
-from tests.mesh.monitor.hands import Hand, played
+from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 
-LONG_S = 5.0  # longer than any patience but that for stalls
+LONG_S = 5.0  # longer than any timeout except that of stalls
 
 
 @pytest.fixture
-def four(tmp_path: Path) -> list[Hand]:
-    return played(tmp_path, 4)
+def four(tmp_path: Path) -> list[DrivenRank]:
+    return driven_ranks(tmp_path, 4)
 
 
-def call_on(hands: list[Hand], *chosen: int, **call: object) -> None:
+def call_on(job: list[DrivenRank], *chosen: int, **call: object) -> None:
     for rank in chosen:
-        hands[rank].call(**call)  # type: ignore[arg-type]
+        job[rank].call(**call)  # type: ignore[arg-type]
 
 
 # -- nothing wrong -----------------------------------------------------------------------------------------------------
 
 
-def test_equal_calls_are_healthy(four: list[Hand]) -> None:
+def test_equal_calls_are_healthy(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 2, 3)
     assert [rank.diagnosed(waited=LONG_S) for rank in four] == [None] * 4
 
 
-def test_missing_ranks_are_waited_for(four: list[Hand]) -> None:
+def test_missing_ranks_are_waited_for(four: list[DrivenRank]) -> None:
     call_on(four, 1, 2)
     assert four[1].diagnosed(waited=LONG_S) is None
 
 
-def test_rank_that_is_far_ahead_has_arrived(four: list[Hand]) -> None:
+def test_rank_that_is_far_ahead_has_arrived(four: list[DrivenRank]) -> None:
     """Its row holds only the last 64 collectives: what it called is no longer known, only that it did."""
     call_on(four, 0, 1, 2)
     for _ in range(70):
@@ -52,7 +52,7 @@ def test_rank_that_is_far_ahead_has_arrived(four: list[Hand]) -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 63, 64, 65, 1000])
-def test_fingerprint_numbers_wrap(four: list[Hand], ahead: int) -> None:
+def test_fingerprint_numbers_wrap(four: list[DrivenRank], ahead: int) -> None:
     """Fingerprints carry 16 bits of the number, so numbers repeat after 65,536 collectives."""
     for rank in four:
         rank.recorder().called = (1 << 16) - 2
@@ -66,7 +66,7 @@ def test_fingerprint_numbers_wrap(four: list[Hand], ahead: int) -> None:
     assert late is False
 
 
-def test_row_of_an_earlier_round_is_ignored(four: list[Hand]) -> None:
+def test_row_of_an_earlier_round_is_ignored(four: list[DrivenRank]) -> None:
     """Collective 64 is stored in the place of collective 0, which a slow rank still shows."""
     call_on(four, 0, 1, 2, 3)
     for _ in range(64):
@@ -89,7 +89,7 @@ OUTLIER_CALLS = {
 
 @pytest.mark.parametrize("field", OUTLIER_CALLS)
 @pytest.mark.parametrize("outlier", range(4))
-def test_outlier_of_four_ranks(four: list[Hand], field: str, outlier: int) -> None:
+def test_outlier_of_four_ranks(four: list[DrivenRank], field: str, outlier: int) -> None:
     rest = [rank for rank in range(4) if rank != outlier]
     call_on(four, *rest, tag="f32[4] @ P() -> P()")
     four[outlier].call(**{"tag": "f32[4] @ P() -> P()"} | OUTLIER_CALLS[field])  # type: ignore[arg-type]
@@ -100,11 +100,11 @@ def test_outlier_of_four_ranks(four: list[Hand], field: str, outlier: int) -> No
     assert (found.kind, found.ranks, found.field) == ("mismatch", (outlier,), field)
     assert found.seen[0].rank == outlier
     assert {seen.rank for seen in found.seen} == {0, 1, 2, 3}
-    assert all(seen.place.rpartition("/")[2].startswith("hands.py:") for seen in found.seen)
+    assert all(seen.place.rpartition("/")[2].startswith("driven_ranks.py:") for seen in found.seen)
     assert f"rank {outlier} called another collective than ranks {', '.join(map(str, rest))}" in found.text
 
 
-def test_the_source_of_a_broadcast(four: list[Hand]) -> None:
+def test_the_source_of_a_broadcast(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 2, op="broadcast", how="src=0")
     four[3].call("broadcast", "src=3")
     found = four[0].diagnosed()
@@ -115,7 +115,7 @@ def test_the_source_of_a_broadcast(four: list[Hand]) -> None:
 @pytest.mark.parametrize(
     ("tag", "field"), [("f64[4] @ P() -> P()", "dtype"), ("f32[2, 2] @ P() -> P()", "shape"), ("f32[4] @ P('x') -> P()", "layout")]
 )
-def test_layout_difference_is_named(four: list[Hand], tag: str, field: str) -> None:
+def test_layout_difference_is_named(four: list[DrivenRank], tag: str, field: str) -> None:
     call_on(four, 0, 1, 2, tag="f32[4] @ P() -> P()")
     four[3].call(tag=tag)
     found = four[0].diagnosed()
@@ -127,7 +127,7 @@ def lineage(line: int, order: int, since: int, layout: int = 0) -> int:
     return line << 48 | order << 32 | since << 16 | layout
 
 
-def test_lineage_difference_is_an_outlier(four: list[Hand]) -> None:
+def test_lineage_difference_is_an_outlier(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 3, lineage=lineage(1, 2, 3))
     four[2].call(lineage=lineage(4, 5, 6))
     found = four[0].diagnosed()
@@ -137,7 +137,7 @@ def test_lineage_difference_is_an_outlier(four: list[Hand]) -> None:
 
 
 @pytest.mark.parametrize("other", [lineage(1, 5, 6), lineage(4, 2, 6), lineage(4, 5, 3), lineage(1, 2, 6), 0])
-def test_one_common_hash_is_enough(four: list[Hand], other: int) -> None:
+def test_one_common_hash_is_enough(four: list[DrivenRank], other: int) -> None:
     call_on(four, 0, 1, 3, lineage=lineage(1, 2, 3))
     four[2].call(lineage=other)
     assert four[0].diagnosed(waited=LONG_S) is None
@@ -177,7 +177,7 @@ def test_rank_with_its_own_line_and_tensor(ours, theirs, layout: int, expected: 
     assert differ(one, None, other, buffers[1])
 
 
-def test_healthy_rank_with_its_own_line_is_not_an_outlier(four: list[Hand]) -> None:
+def test_healthy_rank_with_its_own_line_is_not_an_outlier(four: list[DrivenRank]) -> None:
     """Ranks 0 and 1 differ in one hash, which is allowed; rank 3 differs from both in all hashes."""
     call_on(four, 0, 2, lineage=lineage(1, 2, 3))
     four[1].call(lineage=lineage(9, 2, 3))
@@ -187,7 +187,7 @@ def test_healthy_rank_with_its_own_line_is_not_an_outlier(four: list[Hand]) -> N
     assert found.ranks == (3,)
 
 
-def test_two_against_two_is_a_tie(four: list[Hand]) -> None:
+def test_two_against_two_is_a_tie(four: list[DrivenRank]) -> None:
     call_on(four, 0, 3)
     call_on(four, 1, 2, how="max")
     found = four[0].diagnosed()
@@ -198,7 +198,7 @@ def test_two_against_two_is_a_tie(four: list[Hand]) -> None:
 
 
 def test_one_against_one_is_a_tie(tmp_path: Path) -> None:
-    two = played(tmp_path, 2)
+    two = driven_ranks(tmp_path, 2)
     two[0].call()
     two[1].call(how="max")
     found = two[0].diagnosed()
@@ -207,7 +207,7 @@ def test_one_against_one_is_a_tie(tmp_path: Path) -> None:
 
 
 def test_two_different_outliers(tmp_path: Path) -> None:
-    five = played(tmp_path, 5)
+    five = driven_ranks(tmp_path, 5)
     call_on(five, 0, 1, 4)
     five[2].call(how="max")
     five[3].call("barrier", "", torch.uint8, 0)
@@ -216,7 +216,7 @@ def test_two_different_outliers(tmp_path: Path) -> None:
     assert found.ranks == (2, 3)
 
 
-def test_undecided_votes_are_waited_for(four: list[Hand]) -> None:
+def test_undecided_votes_are_waited_for(four: list[DrivenRank]) -> None:
     four[0].call()
     four[1].call(how="max")
     assert four[0].diagnosed() is None  # ranks 2 and 3 decide
@@ -228,7 +228,7 @@ def test_undecided_votes_are_waited_for(four: list[Hand]) -> None:
     assert found.ranks == (1,)
 
 
-def test_majority_does_not_wait(four: list[Hand]) -> None:
+def test_majority_does_not_wait(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 2)
     for _ in range(3):
         call_on(four, 0, 1, 2)
@@ -238,7 +238,7 @@ def test_majority_does_not_wait(four: list[Hand]) -> None:
     assert found.ranks == (3,)
 
 
-def test_missing_votes_make_a_tie(four: list[Hand]) -> None:
+def test_missing_votes_make_a_tie(four: list[DrivenRank]) -> None:
     """They are waited for first: on a busy machine a rank may need seconds to load a module."""
     four[0].call()
     four[1].call(how="max")
@@ -249,7 +249,7 @@ def test_missing_votes_make_a_tie(four: list[Hand]) -> None:
     assert "ranks 2, 3: not there yet" in found.text
 
 
-def test_groups_vote_separately(four: list[Hand]) -> None:
+def test_groups_vote_separately(four: list[DrivenRank]) -> None:
     four[0].call(ranks=(0, 1, 2))
     four[1].call(ranks=(0, 1, 2))
     four[2].call("barrier", "", torch.uint8, 0, ranks=(0, 1, 2))
@@ -263,17 +263,17 @@ def test_groups_vote_separately(four: list[Hand]) -> None:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def send(rank: Hand, dst: int | None, src: int | None, moved: int = 16) -> None:
+def send(rank: DrivenRank, dst: int | None, src: int | None, moved: int = 16) -> None:
     rank.call("permute", "", size=-1, route=route_of(dst, src), moved=moved)
 
 
-def test_ring_matches(four: list[Hand]) -> None:
+def test_ring_matches(four: list[DrivenRank]) -> None:
     for n, rank in enumerate(four):
         send(rank, (n + 1) % 4, (n - 1) % 4)
     assert diagnose.wrong_route(four[0].monitor, four[0].recorder(), 0) is None
 
 
-def test_rank_that_sends_in_the_other_direction(four: list[Hand]) -> None:
+def test_rank_that_sends_in_the_other_direction(four: list[DrivenRank]) -> None:
     for n, rank in enumerate(four[:3]):
         send(rank, (n + 1) % 4, (n - 1) % 4)
     send(four[3], 2, 0)
@@ -282,7 +282,7 @@ def test_rank_that_sends_in_the_other_direction(four: list[Hand]) -> None:
     assert (found.kind, found.ranks, found.field) == ("mismatch", (3,), "route")
 
 
-def test_message_of_another_size(four: list[Hand]) -> None:
+def test_message_of_another_size(four: list[DrivenRank]) -> None:
     send(four[0], 1, None, moved=8)
     send(four[1], None, 0, moved=16)
     found = diagnose.wrong_route(four[1].monitor, four[1].recorder(), 0)
@@ -292,13 +292,13 @@ def test_message_of_another_size(four: list[Hand]) -> None:
     assert "16 bytes from rank 0" in found.text
 
 
-def test_unexpected_message(four: list[Hand]) -> None:
+def test_unexpected_message(four: list[DrivenRank]) -> None:
     send(four[0], 1, None)
     send(four[1], None, None)
     assert diagnose.wrong_route(four[0].monitor, four[0].recorder(), 0) is not None
 
 
-def test_messages_of_missing_ranks_are_not_diagnosed(four: list[Hand]) -> None:
+def test_messages_of_missing_ranks_are_not_diagnosed(four: list[DrivenRank]) -> None:
     send(four[0], 1, 3)
     assert diagnose.wrong_route(four[0].monitor, four[0].recorder(), 0) is None
 
@@ -306,7 +306,7 @@ def test_messages_of_missing_ranks_are_not_diagnosed(four: list[Hand]) -> None:
 # -- ranks that do not come --------------------------------------------------------------------------------------------
 
 
-def test_a_dead_rank(four: list[Hand]) -> None:
+def test_a_dead_rank(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 3)
     four[2].call("barrier", "", torch.uint8, 0, ranks=(2, 3))
     four[2].die()
@@ -318,7 +318,7 @@ def test_a_dead_rank(four: list[Hand]) -> None:
     assert "last entered barrier" in found.seen[0].call
 
 
-def test_all_dead_ranks_are_named_together(four: list[Hand]) -> None:
+def test_all_dead_ranks_are_named_together(four: list[DrivenRank]) -> None:
     call_on(four, 0, 3, ranks=(0, 1, 3))
     four[1].die()
     four[2].die()  # of another group
@@ -327,7 +327,7 @@ def test_all_dead_ranks_are_named_together(four: list[Hand]) -> None:
     assert found.ranks == (1, 2)
 
 
-def test_dead_rank_that_had_arrived_is_not_waited_for(four: list[Hand]) -> None:
+def test_dead_rank_that_had_arrived_is_not_waited_for(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 2, 3)
     four[2].die()
     assert four[0].diagnosed() is None  # the collective may have what it needs
@@ -337,7 +337,7 @@ def test_dead_rank_that_had_arrived_is_not_waited_for(four: list[Hand]) -> None:
     assert "rank 2 died, while ranks 0, 1, 3 wait" in found.text
 
 
-def test_rank_that_ended_normally_is_no_error(four: list[Hand]) -> None:
+def test_rank_that_ended_normally_is_no_error(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 2, 3)
     four[2].end()
     four[2].die()
@@ -345,7 +345,7 @@ def test_rank_that_ended_normally_is_no_error(four: list[Hand]) -> None:
     assert diagnose.lost(four[0].monitor, four[0].recorder(), 0) is None
 
 
-def test_unreachable_host(four: list[Hand]) -> None:
+def test_unreachable_host(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 2, 3)
     for rank in (2, 3):
         four[rank].buffer.words[Header.DOING] = four[rank].buffer.text("host b is silent")
@@ -356,7 +356,7 @@ def test_unreachable_host(four: list[Hand]) -> None:
     assert "cannot be reached (host b is silent)" in found.text
 
 
-def test_rank_that_ended_early(four: list[Hand]) -> None:
+def test_rank_that_ended_early(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 2)
     four[3].end()
     found = four[0].diagnosed()
@@ -365,7 +365,7 @@ def test_rank_that_ended_early(four: list[Hand]) -> None:
     assert "rank 3 ended the program while ranks 0, 1, 2 wait" in found.text
 
 
-def test_rank_with_an_extra_call(four: list[Hand]) -> None:
+def test_rank_with_an_extra_call(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 2, 3)
     four[1].call("all_gather", "")
     for rank in (0, 2, 3):
@@ -376,7 +376,7 @@ def test_rank_with_an_extra_call(four: list[Hand]) -> None:
     assert "rank 1 called a collective that ranks 0, 2, 3 never called" in found.text
 
 
-def test_half_of_the_ranks_ended(four: list[Hand]) -> None:
+def test_half_of_the_ranks_ended(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1)
     four[2].end()
     four[3].end(RankState.CLOSED)
@@ -385,7 +385,7 @@ def test_half_of_the_ranks_ended(four: list[Hand]) -> None:
     assert (found.kind, found.ranks) == ("left", ())
 
 
-def test_ranks_that_may_still_arrive_are_waited_for(four: list[Hand]) -> None:
+def test_ranks_that_may_still_arrive_are_waited_for(four: list[DrivenRank]) -> None:
     four[0].call()
     four[3].end()
     assert four[0].diagnosed() is None
@@ -406,7 +406,7 @@ def test_worst_correspondent_by_share_then_count() -> None:
 
 
 @pytest.mark.parametrize("why", ["it waits elsewhere", "it has died", "it has ended"])
-def test_votes_of_ended_ranks_are_not_waited_for(four: list[Hand], why: str) -> None:
+def test_votes_of_ended_ranks_are_not_waited_for(four: list[DrivenRank], why: str) -> None:
     four[0].call()
     four[1].call(how="max")
     for rank in four[2:]:
@@ -431,11 +431,11 @@ def of(groups: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, ...]:
     return next(group for group in groups if rank in group)
 
 
-def wait_in(rank: Hand, groups: tuple[tuple[int, ...], ...], **call: object) -> None:
+def wait_in(rank: DrivenRank, groups: tuple[tuple[int, ...], ...], **call: object) -> None:
     rank.block(rank.call(ranks=of(groups, rank.rank), **call))  # type: ignore[arg-type]
 
 
-def test_wait_cycle_is_a_deadlock(four: list[Hand]) -> None:
+def test_wait_cycle_is_a_deadlock(four: list[DrivenRank]) -> None:
     """0 waits for 1 in its row, 1 for 3 in its column, 3 for 2 in its row, 2 for 0 in its column."""
     for rank, groups in ((0, ROWS), (1, COLUMNS), (3, ROWS), (2, COLUMNS)):
         wait_in(four[rank], groups)
@@ -445,13 +445,13 @@ def test_wait_cycle_is_a_deadlock(four: list[Hand]) -> None:
     assert {seen.rank for seen in found.seen} == {0, 1, 2, 3}
 
 
-def test_wait_cycle_is_not_diagnosed_at_once(four: list[Hand]) -> None:
+def test_wait_cycle_is_not_diagnosed_at_once(four: list[DrivenRank]) -> None:
     for rank, groups in ((0, ROWS), (1, COLUMNS), (3, ROWS), (2, COLUMNS)):
         wait_in(four[rank], groups)
     assert four[0].diagnosed(ranks=(0, 1)) is None
 
 
-def test_rank_that_waits_on_another_axis(four: list[Hand]) -> None:
+def test_rank_that_waits_on_another_axis(four: list[DrivenRank]) -> None:
     """Ranks wait in their rows, rank 3 in its column: 2 waits for 3, 3 for 1, and 1 for 0, which has not called the column's collective."""
     everyone = ((0, 1, 2, 3),)
     for rank in (0, 1, 2):
@@ -463,7 +463,7 @@ def test_rank_that_waits_on_another_axis(four: list[Hand]) -> None:
     assert found.seen[0].rank == 3
 
 
-def test_rank_in_another_group_is_the_outlier_whatever_came_before(four: list[Hand]) -> None:
+def test_rank_in_another_group_is_the_outlier_whatever_came_before(four: list[DrivenRank]) -> None:
     """Ranks have called different numbers of collectives before, so that their histories cannot be compared."""
     everyone = ((0, 1, 2, 3),)
     for _ in range(3):
@@ -476,7 +476,7 @@ def test_rank_in_another_group_is_the_outlier_whatever_came_before(four: list[Ha
     assert (found.kind, found.ranks) == ("deadlock", (0,))
 
 
-def test_computing_rank_breaks_the_cycle(four: list[Hand]) -> None:
+def test_computing_rank_breaks_the_cycle(four: list[DrivenRank]) -> None:
     everyone = ((0, 1, 2, 3),)
     for rank in (0, 1, 2):
         wait_in(four[rank], everyone)
@@ -493,7 +493,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_missing_rank_is_a_stall(four: list[Hand]) -> None:
+def test_missing_rank_is_a_stall(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 2, 3)
     call_on(four, 0, 1, 2)
     assert four[0].diagnosed(1, waited=0.5) is None
@@ -505,14 +505,14 @@ def test_missing_rank_is_a_stall(four: list[Hand]) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_stall_is_not_reported_while_a_rank_is_paused(four: list[Hand]) -> None:
+def test_stall_is_not_reported_while_a_rank_is_paused(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 2)
     with four[3].monitor.paused():
         assert four[0].diagnosed(waited=1.5) is None
 
 
 @pytest.mark.usefixtures("soon")
-def test_paused_time_does_not_count_towards_a_stall(four: list[Hand]) -> None:
+def test_paused_time_does_not_count_towards_a_stall(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 2)
     with four[3].monitor.paused():
         pass
@@ -524,7 +524,7 @@ def test_paused_time_does_not_count_towards_a_stall(four: list[Hand]) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_stall_names_the_end_of_the_chain(four: list[Hand]) -> None:
+def test_stall_names_the_end_of_the_chain(four: list[DrivenRank]) -> None:
     """0 waits for 1, which waits for 3, which computes."""
     wait_in(four[0], ((0, 1),))
     wait_in(four[1], ((1, 3),))
@@ -534,7 +534,7 @@ def test_stall_names_the_end_of_the_chain(four: list[Hand]) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_frozen_rank_is_reported_as_frozen(four: list[Hand]) -> None:
+def test_frozen_rank_is_reported_as_frozen(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 2)
     four[3].buffer.words[Header.HEARTBEAT] -= 5_000_000_000
     found = four[0].diagnosed(waited=1.5)

@@ -26,7 +26,7 @@ from shardmesh.mesh.monitor.recording.job_directory import born, pid_space
 from shardmesh.mesh.monitor.recording.trace_buffer import BUFFER_BYTES, MAGIC, Header, TraceBuffer
 from tests.mesh.monitor.healthy_host import BY_HAND, GIB, GPU, JOB, SLURM, facts
 
-PATIENCE_S = 60.0
+LIMIT_S = 60.0
 
 # ------------------------------------------------------------------------------------------------- how facts are read
 
@@ -84,9 +84,9 @@ def test_rank_of_a_process_in_its_job():
 
 
 def test_unresponsive_probe_is_abandoned():
-    assert within(PATIENCE_S, lambda: 1, 0) == 1
+    assert within(LIMIT_S, lambda: 1, 0) == 1
     assert within(0.05, lambda: time.sleep(5.0) or 1, 0) == 0
-    assert within(PATIENCE_S, lambda: os.listdir("/no/such/folder"), None) is None
+    assert within(LIMIT_S, lambda: os.listdir("/no/such/folder"), None) is None
 
 
 def test_devices_that_cannot_be_queried():
@@ -185,7 +185,7 @@ def doctor(*arguments: str, env: dict[str, str], before: str = "") -> subprocess
         [*start, *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        out, err = process.communicate(timeout=2 * PATIENCE_S)
+        out, err = process.communicate(timeout=2 * LIMIT_S)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

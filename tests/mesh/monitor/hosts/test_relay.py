@@ -21,12 +21,12 @@ from shardmesh.mesh.monitor.recording.recorder import SLOT_WORDS, row_of
 from shardmesh.mesh.monitor.recording.trace_buffer import BUFFER_BYTES, RECORDS, Header, RankState, TraceBuffer
 from shardmesh.mesh.monitor.verdict import Verdict
 
-PATIENCE_S = 60.0
+LIMIT_S = 60.0
 _prefixes = itertools.count()
 
 
 def soon(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, "it did not come"
         time.sleep(0.01)
@@ -279,7 +279,7 @@ def test_relay_only_runs_if_there_may_be_other_hosts(monkeypatch, tmp_path):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     found = start_relay(monitor, PrefixStore("default", server))
     assert found is not None
-    found._thread.join(PATIENCE_S)
+    found._thread.join(LIMIT_S)
     assert (found._thread.is_alive(), found.has_others) == (False, False)
 
 

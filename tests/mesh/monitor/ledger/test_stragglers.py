@@ -98,7 +98,7 @@ def test_of_many_ranks_the_latest_are_shown() -> None:
 
 
 def _sleepy() -> tuple[int | None, float, dict[int, float]]:
-    """In the last step, rank 2 sleeps before each of two collectives."""
+    """Sleep on rank 2 in the last step, before each of two collectives."""
     mesh = init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
     for step in (7001, 7002):
         mesh.group().barrier()

@@ -30,16 +30,16 @@ from shardmesh.mesh.monitor.recording.job_directory import Alarm
 from shardmesh.mesh.monitor.recording.trace_buffer import BUFFER_BYTES, Header
 from shardmesh.mesh.monitor.verdict import Verdict
 from tests.mesh.monitor import forked_ranks as programs
+from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 from tests.mesh.monitor.forked import Ended, Forked, statuses
-from tests.mesh.monitor.hands import Hand, played
 from tests.mesh.monitor.starter import ROOT, free_port
 
 VERDICT = Verdict("lost", (1,), "", (), "rank 1 died")
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> list[Hand]:
-    return played(tmp_path, 2)
+def two(tmp_path: Path) -> list[DrivenRank]:
+    return driven_ranks(tmp_path, 2)
 
 
 # -- one process -------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_relative_folder_is_resolved_at_start(monkeypatch: pytest.MonkeyPatch, t
     assert parent_folder() == Path(files._start_folder, "watched")
 
 
-def test_hosts_sharing_a_folder_do_not_look_up_each_others_processes(monkeypatch: pytest.MonkeyPatch, two: list[Hand]) -> None:
+def test_hosts_sharing_a_folder_do_not_look_up_each_others_processes(monkeypatch: pytest.MonkeyPatch, two: list[DrivenRank]) -> None:
     """All hosts have the same number for the set of processes outside containers."""
     buffer = two[0].monitor.directory.buffer_of(1)
     assert buffer is not None
@@ -124,7 +124,7 @@ def test_concurrent_sweeps(old_folders: Path) -> None:
 def test_folder_deleted_while_it_is_listed(old_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def vanishing(path: Path, pattern: str) -> Iterator[Path]:
-        """What `glob` does where the folder is gone when it begins to read."""
+        """Raise as `glob` does if the folder is removed before it is read."""
         shutil.rmtree(path)
         raise FileNotFoundError(path)
 
@@ -155,14 +155,14 @@ def test_sweep_of_ten_thousand_old_folders(tmp_path: Path, monkeypatch: pytest.M
 # -- the folder is gone, and the job goes on ---------------------------------------------------------------------------
 
 
-def test_verdict_reaches_other_ranks_without_the_folder(two: list[Hand]) -> None:
+def test_verdict_reaches_other_ranks_without_the_folder(two: list[DrivenRank]) -> None:
     shutil.rmtree(two[0].monitor.directory.folder)
     assert two[1].monitor.directory.post(VERDICT) == VERDICT
     assert two[0].monitor.directory.verdict() == VERDICT
     two[0].monitor.close()
 
 
-def test_long_verdict_is_truncated(two: list[Hand]) -> None:
+def test_long_verdict_is_truncated(two: list[DrivenRank]) -> None:
     two[1].monitor.directory.post(Verdict("raised", (1,), "ValueError", (), "x" * 1_000_000))
     found = two[0].monitor.directory.verdict()
     assert found is not None
@@ -170,26 +170,26 @@ def test_long_verdict_is_truncated(two: list[Hand]) -> None:
     assert found.text.startswith("xxx")
 
 
-def test_process_stopped_while_writing_does_not_block_others(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_stopped_while_writing_does_not_block_others(two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory_module, "_TO_LOCK_S", 0.05)
     with (two[1].monitor.directory.folder / "alarm").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert two[0].monitor.directory.post(VERDICT) == VERDICT
 
 
-def test_first_of_verdict_and_giving_up_wins(two: list[Hand], tmp_path: Path) -> None:
+def test_first_of_verdict_and_giving_up_wins(two: list[DrivenRank], tmp_path: Path) -> None:
     one, other = two[0].monitor.directory, two[1].monitor.directory
     assert one.give_up()
     assert not other.give_up()
     other.post(VERDICT)
     assert one.verdict() is None
-    three, four = played(tmp_path / "b", 2)
+    three, four = driven_ranks(tmp_path / "b", 2)
     three.monitor.directory.post(VERDICT)
     assert not four.monitor.directory.give_up()
     assert four.monitor.directory.alarm[0] == Alarm.VERDICT
 
 
-def test_ranks_that_gave_up_only_record(two: list[Hand], capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_gave_up_only_record(two: list[DrivenRank], capsys: pytest.CaptureFixture[str]) -> None:
     recorder = two[0].monitor.add_recorder(two[0].world.group((0, 1)))
     two[0].world.monitor = two[0].monitor
     two[1].monitor.give_up("the folder is full")
@@ -212,7 +212,7 @@ class _Done:
         return True
 
 
-def test_verdict_is_raised_after_the_folder_is_deleted(two: list[Hand]) -> None:
+def test_verdict_is_raised_after_the_folder_is_deleted(two: list[DrivenRank]) -> None:
     shutil.rmtree(two[0].monitor.directory.folder)
     two[1].monitor.raised(ValueError("no such file"))
     with pytest.raises(PeerError, match="no such file"):
@@ -222,7 +222,7 @@ def test_verdict_is_raised_after_the_folder_is_deleted(two: list[Hand]) -> None:
 # -- the store ---------------------------------------------------------------------------------------------------------
 
 
-def test_rank_that_has_seen_all_does_not_poll(two: list[Hand]) -> None:
+def test_rank_that_has_seen_all_does_not_poll(two: list[DrivenRank]) -> None:
     asking = Agreement(HashStore(), "job", "stale", 0, 2)
     asking.check_visible(two[0].monitor, (0, 1))
     assert asking._thread is None

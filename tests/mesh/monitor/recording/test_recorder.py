@@ -20,8 +20,8 @@ from shardmesh.mesh.monitor.diagnosis.members import agree, member, members
 from shardmesh.mesh.monitor.recording.recorder import CommTag
 from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, RECORDS, Header, Record
 from shardmesh.mesh.monitor.settings import collective_check, settings
-from tests.faults.random_programs import MORE_MESHES, Program, healthy_program, mesh_of, run
-from tests.mesh.monitor.hands import played
+from tests.faults.random_programs import MORE_MESHES, RandomProgram, healthy_program, mesh_of, run
+from tests.mesh.monitor.driven_ranks import driven_ranks
 
 HERE = __file__
 
@@ -89,38 +89,38 @@ def test_group_of_one_records_nothing(world: World) -> None:
 
 
 def test_fingerprints_differ_if_calls_do(tmp_path: Path) -> None:
-    (hand,) = played(tmp_path, 1)
+    (rank,) = driven_ranks(tmp_path, 1)
     calls: list[dict[str, Any]] = [
         {}, {"op": "all_gather"}, {"how": "max"}, {"dtype": torch.float64}, {"size": 5}, {"size": -1}, {"tag": "f32[4] @ P() -> P()"},
     ]  # fmt: skip
     low48 = (1 << 48) - 1
     found = []
     for sequence, call in enumerate(calls):
-        hand.call(**call)
-        found.append(member(hand.monitor.directory, hand.recorder().key, 0, sequence).word & low48)
+        rank.call(**call)
+        found.append(member(rank.monitor.directory, rank.recorder().key, 0, sequence).word & low48)
     assert len(set(found)) == len(calls)
-    hand.call(tag="f32[4] @ P() -> P()")
-    assert member(hand.monitor.directory, hand.recorder().key, 0, len(calls)).word & low48 == found[-1]
+    rank.call(tag="f32[4] @ P() -> P()")
+    assert member(rank.monitor.directory, rank.recorder().key, 0, len(calls)).word & low48 == found[-1]
 
 
 def test_more_collectives_than_fit(tmp_path: Path) -> None:
     """Past the ring, the row and the 16 bits of numbers in fingerprints."""
-    hands = played(tmp_path, 2)
+    ranks = driven_ranks(tmp_path, 2)
     count = (1 << 16) + 100
-    for hand in hands:
+    for rank in ranks:
         for _ in range(count):
-            hand.call()
-    buffer = hands[0].buffer
+            rank.call()
+    buffer = ranks[0].buffer
     assert buffer.words[Header.RECORDS] == count
     records = list(buffer.records())
     assert [record.sequence for record in records] == list(range(count - RECORDS, count))
     for sequence in (count - 1, count - 64):
-        found = members(hands[0].monitor, hands[0].recorder(), sequence)
+        found = members(ranks[0].monitor, ranks[0].recorder(), sequence)
         assert all(m.came for m in found)
         assert agree(found)
         assert [m.number for m in found] == [sequence] * 2
-    assert [m.came for m in members(hands[0].monitor, hands[0].recorder(), count - 65)] == [None, None]
-    assert [m.came for m in members(hands[0].monitor, hands[0].recorder(), count)] == [False, False]
+    assert [m.came for m in members(ranks[0].monitor, ranks[0].recorder(), count - 65)] == [None, None]
+    assert [m.came for m in members(ranks[0].monitor, ranks[0].recorder(), count)] == [False, False]
 
 
 def test_end_of_an_overwritten_record_is_dropped(world: World, group: Group) -> None:
@@ -138,11 +138,11 @@ def test_end_of_an_overwritten_record_is_dropped(world: World, group: Group) -> 
 
 
 def test_groups_beyond_the_table_are_recorded(tmp_path: Path) -> None:
-    (hand,) = played(tmp_path, 1)
-    hand.buffer.words[Header.GROUPS] = GROUPS
-    hand.call()
-    hand.call("barrier", "", torch.uint8, 0)
-    first, last = hand.buffer.records()
+    (rank,) = driven_ranks(tmp_path, 1)
+    rank.buffer.words[Header.GROUPS] = GROUPS
+    rank.call()
+    rank.call("barrier", "", torch.uint8, 0)
+    first, last = rank.buffer.records()
     assert (first.call.split("\t")[0], last.call.split("\t")[0]) == ("all_reduce", "barrier")
     assert (first.sequence, last.sequence) == (0, 1)
     assert first.group == last.group >= GROUPS
@@ -363,14 +363,14 @@ def test_the_lines_of_random_programs(seed: int) -> None:
     """The cached line equals the result of a full stack walk, in every collective of every rank."""
     found: dict[int, tuple[list[str], list[Record]]] = {}
 
-    def one_rank(program: Program, mesh: Any) -> None:
+    def one_rank(program: RandomProgram, mesh: Any) -> None:
         world, truth = current_world(), Truth()
         world.observers.append(truth)
         before = world.trace_buffer.words[Header.RECORDS]
         run(program, mesh, world.rank, False)
         found[world.rank] = truth.lines, list(world.trace_buffer.records())[before:]
 
-    program = healthy_program(seed, MORE_MESHES, turns=(3, 6))
+    program = healthy_program(seed, MORE_MESHES, iterations=(3, 6))
     simulate(program.size, prints="plain")(lambda: one_rank(program, mesh_of(program)))()
     assert found
     for truth, records in found.values():

@@ -19,7 +19,7 @@ from shardmesh.mesh.monitor.startup.rank_info import (
     own_rank_info,
     what_must_agree,
 )
-from tests.mesh.monitor.starter import Outcome, Rank, Starter, by_hand, free_port
+from tests.mesh.monitor.starter import Rank, Starter, StartOutcome, by_hand, free_port
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def by_launcher(size: int, launcher: dist.TCPStore, **common: str) -> list[dict[
     return by_hand(size, launcher.port, TORCHELASTIC_USE_AGENT_STORE="True", **common)
 
 
-def the_error(outcomes: list[Outcome]) -> str:
+def the_error(outcomes: list[StartOutcome]) -> str:
     """Return the error that all ranks raised. It is not a timeout, which has another text."""
     texts = {outcome.text for outcome in outcomes}
     assert len(texts) == 1, texts
@@ -48,7 +48,7 @@ def the_error(outcomes: list[Outcome]) -> str:
     return text.removeprefix("LaunchEnvironmentError: ")
 
 
-def assert_all_started(outcomes: list[Outcome]) -> None:
+def assert_all_started(outcomes: list[StartOutcome]) -> None:
     assert [outcome.text for outcome in outcomes] == [""] * len(outcomes)
 
 

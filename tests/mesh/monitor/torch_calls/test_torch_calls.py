@@ -33,7 +33,7 @@ def test_every_call_is_recorded(forked: Forked) -> None:
 
 def test_the_setting(forked: Forked) -> None:
     for output in outputs(forked(programs.is_put_back, 2, "off", SHARDMESH_MONITOR_TORCH="off")):
-        assert "watched False as before True inner groups 0" in output
+        assert "patched False as before True inner groups 0" in output
     with pytest.raises(LaunchEnvironmentError, match="SHARDMESH_MONITOR_TORCH='yes': write one of on, off"):
         from_environment({"SHARDMESH_MONITOR_TORCH": "yes"})
 
@@ -42,7 +42,7 @@ def test_the_setting(forked: Forked) -> None:
 @pytest.mark.parametrize("how", ["stopped", "destroyed"])
 def test_torch_is_restored(forked: Forked, how: str) -> None:
     for output in outputs(forked(programs.is_put_back, 2, how)):
-        assert "watched True as before True inner groups 0" in output
+        assert "patched True as before True inner groups 0" in output
 
 
 def test_shared_groups(forked: Forked) -> None:

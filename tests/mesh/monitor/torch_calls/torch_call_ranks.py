@@ -55,10 +55,10 @@ def notes_everything_down() -> None:
 
 
 def is_put_back(how: str) -> None:
-    """torch is unchanged after the monitor has ended, or without one."""
+    """Check that torch is unchanged after the monitor has ended, or without one."""
     before = [dict(vars(owner)) for owner in CLASSES]
     mesh = make_mesh()
-    watched = [name for owner, old in zip(CLASSES, before, strict=True) for name in old if vars(owner)[name] is not old[name]]
+    patched = [name for owner, old in zip(CLASSES, before, strict=True) for name in old if vars(owner)[name] is not old[name]]
     t = torch.ones(4)
     dist.all_reduce(t)
     if how != "destroyed":  # torch keeps groups on which functional collectives were called
@@ -74,11 +74,11 @@ def is_put_back(how: str) -> None:
     else:
         dist.all_reduce(t)
     same = all(vars(owner)[name] is old[name] for owner, old in zip(CLASSES, before, strict=True) for name in old)
-    print("watched", len(watched) > 20, "as before", same, "inner groups", len(cpp_calls._inner))
+    print("patched", len(patched) > 20, "as before", same, "inner groups", len(cpp_calls._inner))
 
 
 def shares_a_mesh_of_torchs() -> None:
-    """The library's collectives on torch's groups are recorded once."""
+    """Check that the library's collectives on torch's groups are recorded once."""
     theirs = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     sm.init_device_mesh("cpu", (2,), axis_names=("x",))
     group: Any = dist.new_group([0, 1])
@@ -91,7 +91,7 @@ def shares_a_mesh_of_torchs() -> None:
 
 
 def compiles() -> None:
-    """torch.compile traces functional collectives unchanged."""
+    """Check that torch.compile traces functional collectives unchanged."""
     make_mesh()
     group = world()
     f = torch.compile(lambda x: functional.all_reduce(x, "sum", group) + 1, backend="aot_eager", fullgraph=True)

@@ -18,7 +18,7 @@ def test_checksums_of_parts_combine(length):
 @pytest.mark.parametrize("shape", [(), (3,), (100, 700)])
 @pytest.mark.parametrize("torch_has_one", [True, False])
 def test_checksum_of_a_tensor_is_computed_once(shape, torch_has_one, tmp_path, monkeypatch):
-    """By torch.save if it does so; in both cases the checksum is that of the file's bytes."""
+    """torch.save computes it if it can; in both cases the checksum is that of the file's bytes."""
     summed, whole = [], zlib.crc32
     monkeypatch.setattr(zlib, "crc32", lambda data, crc=0: (summed.append(memoryview(data).nbytes), whole(data, crc))[1])
     before = torch.serialization.get_crc32_options()

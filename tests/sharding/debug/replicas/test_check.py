@@ -23,7 +23,7 @@ MESHES = ((2,), (3,), (2, 2), (3, 2), (2, 1, 3))
 
 
 def random_leaf(rng: random.Random, mesh: sm.DeviceMesh):
-    """A tensor of random dtype, shape and layout, the same on every rank for the same state of rng."""
+    """Return a tensor of random dtype, shape and layout; the same on every rank for the same state of rng."""
     shape = [rng.choice((0, 1, 2, 3, 7)) for _ in range(rng.randrange(4))]
     if rng.random() < 0.2:
         shape = [rng.randrange(300, 3000)]
@@ -42,7 +42,7 @@ def local(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def holders(leaf, mesh: sm.DeviceMesh, rank: int) -> list[int]:
-    """By the boxes, not by the axes: the ranks that hold the same box as this one."""
+    """Return the ranks that hold the same box as this one, computed from boxes rather than axes."""
     if not isinstance(leaf, sm.ShardedTensor):
         return mesh.ranks.reshape(-1).tolist()
     boxes = {int(mesh.ranks[at]): box for at, box in sm.typeof(leaf).boxes()}
@@ -50,7 +50,7 @@ def holders(leaf, mesh: sm.DeviceMesh, rank: int) -> list[int]:
 
 
 def with_a_bit_flipped(x: torch.Tensor, rng: random.Random) -> tuple[torch.Tensor, list[int]]:
-    """A copy with one bit of one element flipped, and the index of the element."""
+    """Return a copy with one bit of one element flipped, and the index of the element."""
     flat = flat_of(x).clone()
     at, width = rng.randrange(flat.numel()), flat.element_size()
     bit = 0 if x.dtype is torch.bool else rng.randrange(8 * width)
@@ -71,23 +71,23 @@ def test_one_flipped_bit_is_found_and_named(seed):
         tree |= {"whole": place(mesh, torch.arange(700)), "numbers": [1, 2.5, float("nan"), "text", None]}
         for _ in range(12):
             assert_replicated(tree)
-            name, guilty = rng.choice([n for n in tree if n != "numbers"]), rng.choice(mesh.ranks.reshape(-1).tolist())
-            leaf, own, choice = tree[name], mesh.world.rank == guilty, random.Random(rng.random())
-            together = holders(leaf, mesh, guilty)
+            name, outlier = rng.choice([n for n in tree if n != "numbers"]), rng.choice(mesh.ranks.reshape(-1).tolist())
+            leaf, own, choice = tree[name], mesh.world.rank == outlier, random.Random(rng.random())
+            together = holders(leaf, mesh, outlier)
             (size,) = {n for n in mesh.group().all_gather_object(local(leaf).numel() if own else None) if n is not None}
             if len(together) < 2 or size == 0:
                 continue
             changed, index = with_a_bit_flipped(local(leaf), choice) if own else (None, None)
-            index = mesh.group().all_gather_object(index)[mesh.group().ranks.index(guilty)]
+            index = mesh.group().all_gather_object(index)[mesh.group().ranks.index(outlier)]
             with pytest.raises(ReplicaError) as caught:
                 assert_replicated(tree | {name: corrupted(leaf, changed)} if own else tree)
             start = [0] * len(index)
             if isinstance(leaf, sm.ShardedTensor):
-                start = [low for low, _ in sm.typeof(leaf).box_at(mesh.coordinate_of(guilty))]
+                start = [low for low, _ in sm.typeof(leaf).box_at(mesh.coordinate_of(outlier))]
             assert caught.value.path == f"['{name}']"
-            assert caught.value.ranks == ((guilty,) if len(together) > 2 else ())
+            assert caught.value.ranks == ((outlier,) if len(together) > 2 else ())
             assert list(caught.value.index) == [i + low for i, low in zip(index, start, strict=True)]
-            assert str(guilty) in str(caught.value)
+            assert str(outlier) in str(caught.value)
             texts = mesh.group().all_gather_object(str(caught.value))
             assert len(set(texts)) == 1
             found.append(name)
@@ -213,7 +213,7 @@ def test_null_world():
 
 
 def trained(mesh):
-    """A module with buffers and its optimizer, after a step."""
+    """Return a module with buffers and its optimizer, after a step."""
     torch.manual_seed(0)
     model = sm.parallel.distribute_module(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mesh, src_data_rank=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -281,7 +281,7 @@ def test_hash_depends_on_each_bit_and_its_position():
 
 
 def unmixed(word: int, place: int) -> int:
-    """The word that `_mixed` has made this one of."""
+    """Return the word that `_mixed` maps to this one."""
     whole = 1 << 64
     word ^= word >> 29 ^ word >> 58
     word = word * pow(0x94D049BB133111EB, -1, whole) % whole

@@ -26,7 +26,7 @@ def jax(request: pytest.FixtureRequest) -> Iterator[Jax]:
 
 
 def _asked_for(item: pytest.Item) -> str:
-    """The name of the case that a test is about."""
+    """Return the name of the case of a test."""
     params = getattr(item, "callspec").params  # noqa: B009 - pytest gives it only to items with parameters
     return params["case"].name if "case" in params else params["name"]
 
@@ -45,7 +45,7 @@ def test_case(case, jax):
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_difference(name, jax):
-    """Where we are not like JAX (`Case.differs` says why), JAX is as the table says, and we do what the plain definition says."""
+    """For differences from JAX (see `MappedCase.differs`), JAX's result is that of the table, and we do what the plain definition says."""
     case = DIFFERENCES[name]
     answer, wanted = jax.answer(name), defined(case)
     if case.refused:

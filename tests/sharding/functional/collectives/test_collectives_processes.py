@@ -19,7 +19,7 @@ CHOSEN = sorted(set(random.Random(0).sample(FAR, 60)) | {name for name in FAR if
 
 
 def answers(names: list[str]) -> list[Answer]:
-    """What becomes of these cases on this rank."""
+    """Return the results of these cases on this rank."""
     return [ours(EVERYTHING[name]) for name in names]
 
 

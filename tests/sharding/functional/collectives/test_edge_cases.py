@@ -17,7 +17,7 @@ import shardmesh as sm
 from shardmesh import P
 from tests.device import DEVICE
 from tests.sharding.functional import oracle
-from tests.sharding.functional.flat import AXES, Case, Program, Shape, all_ranks, check_case
+from tests.sharding.functional.flat import AXES, FlatCase, Program, Shape, all_ranks, check_case
 from tests.sharding.functional.mapped_cases import laid_out, weighing
 from tests.sharding.functional.oracle import Everyone, Oracle
 from tests.sharding.functional.table import AxisName, loss, permutations, size
@@ -28,7 +28,7 @@ from tests.sharding.reference import equal
 
 
 def every_collective(n: int, axis: AxisName) -> dict[str, Program]:
-    """Programs of one tensor, which has at least one dim and n elements in its first."""
+    """Return programs of one tensor with at least one dim, whose first has n elements."""
     sources = [*range(1, n), 0]
     return {
         "psum": lambda c, x: c.psum(x, axis),
@@ -60,7 +60,7 @@ every = pytest.mark.parametrize("what", NAMES)
 )
 def test_axes_of_one_rank(what, mesh, axis):
     n = size(mesh, axis)
-    check_case(Case(mesh, every_collective(n, axis)[what], (all_ranks(mesh, (n, 2)),)))
+    check_case(FlatCase(mesh, every_collective(n, axis)[what], (all_ranks(mesh, (n, 2)),)))
 
 
 @pytest.mark.one_in(4)
@@ -69,7 +69,7 @@ def test_axes_of_one_rank(what, mesh, axis):
 def test_three_axes(what, axis):
     mesh = (2, 3, 2)
     n = size_of(mesh, axis)
-    check_case(Case(mesh, every_collective(n, axis)[what], (all_ranks(mesh, (n, 1)),)))
+    check_case(FlatCase(mesh, every_collective(n, axis)[what], (all_ranks(mesh, (n, 1)),)))
 
 
 def size_of(mesh: Shape, axis: AxisName) -> int:
@@ -92,20 +92,20 @@ def test_views(what, view):
     """Tensors that are not contiguous, and one without elements."""
     shape, make = VIEWS[view]
     program = every_collective(4, "a")[what]
-    check_case(Case((4,), lambda c, x: program(c, make(x)), (all_ranks((4,), shape),)), check="always")
+    check_case(FlatCase((4,), lambda c, x: program(c, make(x)), (all_ranks((4,), shape),)), check="always")
 
 
 @pytest.mark.parametrize("what", ["psum", "pmean", "pmax", "pmin", "all_gather", "ppermute", "pshuffle", "pbroadcast"])
 def test_scalars(what):
     program = every_collective(6, ("b", "a"))[what]
-    check_case(Case((2, 3), program, (all_ranks((2, 3), ()),)))
+    check_case(FlatCase((2, 3), program, (all_ranks((2, 3), ()),)))
 
 
 @pytest.mark.parametrize("source", range(6))
 def test_pbroadcast(source):
     x = all_ranks((2, 3), (2, 2))
-    check_case(Case((2, 3), lambda c, x: c.pbroadcast(x, ("b", "a"), source), (x,)))
-    check_case(Case((2, 3), lambda c, x: c.pbroadcast(x, ("b", "a"), source), (x,), replicated=True))
+    check_case(FlatCase((2, 3), lambda c, x: c.pbroadcast(x, ("b", "a"), source), (x,)))
+    check_case(FlatCase((2, 3), lambda c, x: c.pbroadcast(x, ("b", "a"), source), (x,), replicated=True))
 
 
 @pytest.mark.parametrize("perm", list(itertools.permutations(range(3))), ids=str)
@@ -113,14 +113,14 @@ def test_pshuffle_and_ppermute(perm):
     """Every permutation of an axis, and the same as pairs."""
     x = all_ranks((2, 3), (2,))
     pairs = [(source, i) for i, source in enumerate(perm)]
-    check_case(Case((2, 3), lambda c, x: (c.pshuffle(x, "b", perm), c.ppermute(x, "b", pairs[1:])), (x,)))
+    check_case(FlatCase((2, 3), lambda c, x: (c.pshuffle(x, "b", perm), c.ppermute(x, "b", pairs[1:])), (x,)))
 
 
 # -- pending values ----------------------------------------------------------------------------------------------------
 
 
 def pending_programs(axis: AxisName) -> dict[str, tuple[Program, tuple[Any, ...]]]:
-    """Programs of a pending sum, and the specs of their results."""
+    """Return programs of a pending sum, and the specs of their results."""
     return {
         "psum": (lambda c, x: c.psum(x, axis), (None,)),
         "psum of twice": (lambda c, x: c.psum(x + x, axis), (None,)),
@@ -203,7 +203,7 @@ def test_forward_dtype(what):
 
 
 def with_dtypes(what: str) -> Program:
-    """The program, its collective called with dtypes to travel in."""
+    """Return the program with a forward and a backward dtype in its collective."""
 
     class Lowered:
         def __getattr__(self, name: str) -> Callable[..., Any]:

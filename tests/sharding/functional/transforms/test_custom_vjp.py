@@ -32,7 +32,7 @@ TIMES = made(lambda w, x: w * x, lambda w, x: (w * x, (w, x)), lambda kept, g: (
 
 
 class Ours:
-    """What `vjp_programs` needs."""
+    """The library that `vjp_programs` uses."""
 
     def __init__(self, mesh: sm.DeviceMesh) -> None:
         self.mesh = mesh

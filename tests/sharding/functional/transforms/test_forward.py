@@ -22,7 +22,7 @@ def f(x, w):
     return {"y": (x @ w).sin(), "n": (x.sum(), w.prod())}
 
 
-class Cube(torch.autograd.Function):
+class CubeWithoutJvp(torch.autograd.Function):
     """A function without a forward derivative."""
 
     @staticmethod
@@ -81,7 +81,7 @@ def test_pending_primals_and_results(mesh):
 
 @every_rank(2)
 def test_an_operator_without_a_forward_derivative(mesh):
-    mapped = sm.shard_map(lambda x: sm.psum(Cube.apply(x), "a"), mesh=mesh, in_specs=P("a"), out_specs=P())
+    mapped = sm.shard_map(lambda x: sm.psum(CubeWithoutJvp.apply(x), "a"), mesh=mesh, in_specs=P("a"), out_specs=P())
     for _ in range(2):
         out, tangent = sm.jvp(mapped, (put(mesh, X, P("a")),), (put(mesh, V, P("a")),))
         same(out, X[:2] ** 3 + X[2:] ** 3)
@@ -223,7 +223,7 @@ def test_gradients_of_captured_tensors(mesh):
 
 @every_rank(2)
 def test_tensors_made_inside_a_transform_outlive_it(mesh):
-    """What is first needed inside a transform, and kept, is not one of its tensors."""
+    """A tensor first created inside a transform and cached is not one of the transform's tensors."""
     body = lambda x: sm.all_to_all(x * (sm.axis_index("a") + 1), "a", 1, 0, tiled=True)  # noqa: E731
     mapped = sm.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
     x = put(mesh, values(4, 2), P("a"))

@@ -24,7 +24,7 @@ def loss_of(params: Any, x: Any) -> Any:
 
 
 def plain_grads(f: Callable[..., Any], *args: Any) -> tuple[Tensor, Any]:
-    """The value, and the gradient with respect to the first argument, of plain tensors."""
+    """Return the value, and the gradient with respect to the first argument, of plain tensors."""
     leaves, tree = pytree.tree_flatten(args[0])
     leaves = [leaf(x) for x in leaves]
     value = f(pytree.tree_unflatten(leaves, tree), *args[1:])
@@ -42,7 +42,7 @@ def same_trees(sharded: Any, plain: Any, like: Any = None) -> None:
 
 
 def params_on(mesh: sm.DeviceMesh) -> Any:
-    """w split by columns over b where there is b; the bias likewise."""
+    """Return parameters with w sharded by columns over b if the mesh has b, and the bias alike."""
     split = "b" in mesh.axis_names
     return {"w": put(mesh, W, P(None, "b") if split else P()), "b": [put(mesh, B, P("b") if split else P())]}
 

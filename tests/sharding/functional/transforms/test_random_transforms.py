@@ -48,7 +48,7 @@ FUNCTIONS: dict[str, Function] = {
 
 
 def scalar(f: Function) -> Function:
-    """The sum of what f returns, not linear."""
+    """Return a nonlinear scalar of the result of f."""
 
     def loss(x: Any, w: Any) -> Any:
         return sum(y.sin().sum() for y in pytree.tree_leaves(f(x, w)))
@@ -94,7 +94,7 @@ MESHES = ((2,), (1,), (3,), (2, 2), (1, 2))
 
 
 def spec(rng: random.Random, ndim: int, axes: tuple[str, ...], whole: int = 0) -> P:
-    """Any layout: each axis splits one dim or none; not the first so many."""
+    """Return a random layout: each axis shards one dim or none, except the first dims."""
     dims: list[tuple[str, ...]] = [() for _ in range(ndim)]
     for axis in axes:
         at = rng.randrange(whole, ndim + 1)

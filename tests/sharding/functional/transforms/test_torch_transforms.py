@@ -20,7 +20,7 @@ X, W = values(6, 4), values(4, 5, seed=1)
 
 
 def twice(mesh, f, args, wanted, *, in_specs=(P("a"), P()), out_specs=P("a"), **more):
-    """The mapped function gives the expected result, both tracked and trusted."""
+    """Check the result of the mapped function, with tracked and with trusted types."""
     mapped = sm.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **more)
     for _ in range(2):
         found = mapped(*[put(mesh, t, spec) for t, spec in zip(args, in_specs, strict=True)])
@@ -30,7 +30,7 @@ def twice(mesh, f, args, wanted, *, in_specs=(P("a"), P()), out_specs=P("a"), **
 
 
 def with_gradients(mesh, f, plain):
-    """The same of a loss f(x, w) that is replicated, and its gradients."""
+    """Check the same for a replicated loss f(x, w) and its gradients."""
     mapped = sm.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
     for _ in range(3):
         x, w, px, pw = put(mesh, X, P("a"), grad=True), put(mesh, W, grad=True), leaf(X), leaf(W)
@@ -131,7 +131,7 @@ def test_a_share_of_the_gradient(mesh):
 
 
 def total(x):
-    """A loss of each rank's own in which a collective takes part."""
+    """Return a loss that differs between ranks and contains a collective."""
     return (sm.psum(x.sin(), "a") * x).sum()
 
 

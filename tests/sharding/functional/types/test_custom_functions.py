@@ -31,7 +31,7 @@ Nothing = function("Nothing", lambda ctx, x: x * 1, lambda ctx, g: torch.zeros_l
 Regularised = function("Regularised", lambda ctx, x: x * 1, lambda ctx, g: g + torch.ones_like(g))
 
 
-class Product(torch.autograd.Function):
+class MaskedProduct(torch.autograd.Function):
     """With an argument that is no tensor, and a mask."""
 
     @staticmethod
@@ -46,7 +46,7 @@ class Product(torch.autograd.Function):
         return (g * x.relu()).sum(0), None, torch.where(ctx.mask, g * w, torch.zeros_like(g))
 
 
-class Exp(torch.autograd.Function):
+class ExpOfContext(torch.autograd.Function):
     """It keeps its result, in the other form of custom functions."""
 
     @staticmethod
@@ -67,7 +67,7 @@ def over(mesh: sm.DeviceMesh, f: Any, **more: Any) -> Any:
 
 
 def refused(f: Any, calls_before: int = 0, **more: Any) -> str:
-    """The text of the error in backward of f(w, x), the same on every rank."""
+    """Return the text of the error in backward of f(w, x), the same on every rank."""
 
     def program(mesh: sm.DeviceMesh) -> None:
         mapped, args = over(mesh, f, **more), (put(mesh, W, grad=True), put(mesh, X, P("a"), grad=True))
@@ -121,15 +121,15 @@ def test_operators_that_are_not_linear_in_a_share() -> None:
 RIGHT = {
     "psum": (lambda w, x: SumAsPsum.apply((x * w).square().sum()), lambda w, x: (x * w).square().sum()),
     "copy": (lambda w, x: sm.psum((CopyAsIs.apply(w) * x).sin().sum(), "a"), lambda w, x: (w * x).sin().sum()),
-    "product": (lambda w, x: sm.psum(Product.apply(w, 2.0, x).sin().sum(), "a"), lambda w, x: (w * x.relu() * 2).sin().sum()),
+    "product": (lambda w, x: sm.psum(MaskedProduct.apply(w, 2.0, x).sin().sum(), "a"), lambda w, x: (w * x.relu() * 2).sin().sum()),
     "replicated": (
-        lambda w, x: Exp.apply(Product.apply(w, 2.0, w[None])).sum() + sm.psum(x.sum(), "a"),
+        lambda w, x: ExpOfContext.apply(MaskedProduct.apply(w, 2.0, w[None])).sum() + sm.psum(x.sum(), "a"),
         lambda w, x: (w * w.relu() * 2).exp().sum() + x.sum(),
     ),
-    "exp": (lambda w, x: sm.psum(Exp.apply(x * w).sum(), "a"), lambda w, x: (x * w).exp().sum()),
+    "exp": (lambda w, x: sm.psum(ExpOfContext.apply(x * w).sum(), "a"), lambda w, x: (x * w).exp().sum()),
     "clipped": (lambda w, x: sm.psum(Clipped.apply(x * w).sum(), "a"), lambda w, x: (x * w).sum()),
     "nothing": (lambda w, x: sm.psum((w * x).sum(), "a") + Nothing.apply(w).sum(), lambda w, x: (w * x).sum() + 0 * w.sum()),
-    "recomputed": (sm.remat(lambda w, x: sm.psum(Exp.apply(w * x).sum(), "a")), lambda w, x: (w * x).exp().sum()),
+    "recomputed": (sm.remat(lambda w, x: sm.psum(ExpOfContext.apply(w * x).sum(), "a")), lambda w, x: (w * x).exp().sum()),
 }
 
 

@@ -1,4 +1,4 @@
-"""What the checker of mapped functions refuses, and where it says that a value began to vary."""
+"""The type checker of mapped functions: rejected functions, and the reported line where a value began to vary."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import shardmesh as sm
 from shardmesh import P
+from tests.sharding.autograd_functions import Double
 from tests.sharding.functional.helpers import leaf, put, same, values
 from tests.sharding.ranks import on_mesh, same_error
 
@@ -22,18 +23,18 @@ X, W = values(6, 4), values(4, 4, seed=1)
 
 
 def line_of(marker: str) -> int:
-    """The line of this file that ends with this comment."""
+    """Return the number of the line of this file that ends with this comment."""
     lines = inspect.getsource(sys.modules[__name__]).splitlines()
     return next(i for i, line in enumerate(lines, 1) if line.endswith(f"# {marker}"))
 
 
 def over(mesh, f, out_specs=P(), **more):
-    """`f(x, w)` of rows of x and of the whole w."""
+    """Map `f(x, w)` over rows of x, with w replicated."""
     return sm.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=out_specs, **more)
 
 
 def refused(f: Callable[..., Any], out_specs: Any = P(), **more: Any) -> str:
-    """The text of the ShardingTypeError of f(x, w), the same on every rank and at every call."""
+    """Return the text of the ShardingTypeError of f(x, w), the same on every rank and at every call."""
 
     def program(mesh):
         mapped = over(mesh, f, out_specs, **more)
@@ -46,7 +47,7 @@ def refused(f: Callable[..., Any], out_specs: Any = P(), **more: Any) -> str:
 
 
 def accepted(f: Callable[..., Any], out_specs: Any = P(), **more: Any) -> list[Any]:
-    """What every rank holds of the result of f(x, w), at the second call."""
+    """Return every rank's part of the result of f(x, w), in the second call."""
 
     def program(mesh):
         mapped = over(mesh, f, out_specs, **more)
@@ -260,16 +261,6 @@ def test_results_after_a_read_may_vary():
 
 
 # -- autograd inside ---------------------------------------------------------------------------------------------------
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
 
 
 def test_custom_functions():

@@ -13,12 +13,12 @@ import shardmesh as sm
 from shardmesh.sharding.jit.passes.alias import MemoryUse, live_bytes
 from tests.device import DEVICE
 from tests.sharding.jit.passes.programs import OFF
-from tests.sharding.parallel.compositions import EVEN, Case, adamw, batch, loss_of, made, whole
+from tests.sharding.parallel.compositions import EVEN, Composition, adamw, batch, loss_of, made, whole
 from tests.sharding.ranks import collectives
 
-TP_SP = Case("ddp", "sp", "global", EVEN, (1, 2))
-HSDP = Case("hsdp", "", "plain", EVEN, (2, 2))
-FSDP = Case("fsdp", "", "global", EVEN, (2,))
+TP_SP = Composition("ddp", "sp", "global", EVEN, (1, 2))
+HSDP = Composition("hsdp", "", "plain", EVEN, (2, 2))
+FSDP = Composition("fsdp", "", "global", EVEN, (2,))
 
 
 class Counted(NamedTuple):
@@ -28,7 +28,7 @@ class Counted(NamedTuple):
     values: list[Tensor]
 
 
-def step_of(case: Case, options: Any, autocast: bool = False, **layer: Any) -> Counted:
+def step_of(case: Composition, options: Any, autocast: bool = False, **layer: Any) -> Counted:
     """Train a composition with clipping; count the last call. `layer` are options of data parallelism."""
     mesh = sm.init_device_mesh(DEVICE, case.shape, axis_names=case.names)
     model = made(case, mesh, **layer)
@@ -60,8 +60,8 @@ def counted(f: Callable[..., Any], options: Any, calls: list[Any], state: Callab
     return Counted(launches, received, max(live_bytes(graph, MemoryUse(graph))), [*values, *state()])
 
 
-def compared(case: Case, name: str, value: Any = True, **how: Any) -> tuple[Counted, Counted]:
-    """The counts of rank 0 without a pass and with it; all values are equal."""
+def compared(case: Composition, name: str, value: Any = True, **how: Any) -> tuple[Counted, Counted]:
+    """Return the counts of rank 0 without and with a pass; check that values are equal."""
     simulated = sm.simulate(math.prod(case.shape))
     before, after = simulated(step_of)(case, OFF, **how), simulated(step_of)(case, OFF | {name: value}, **how)
     for one, other in zip(before, after, strict=True):
@@ -70,7 +70,7 @@ def compared(case: Case, name: str, value: Any = True, **how: Any) -> tuple[Coun
 
 
 def on(size: int, f: Callable[..., list[Any]], name: str, value: Any = True, **more: Any) -> tuple[Counted, Counted]:
-    """The counts of `f(mesh, x)` without a pass and with it, on ranks of one axis "a"; its values are equal."""
+    """Return the counts of `f(mesh, x)` without and with a pass, on ranks of one axis "a"; check that values are equal."""
 
     def main(options: Any) -> Counted:
         mesh = sm.init_device_mesh(DEVICE, (size,), axis_names=("a",))

@@ -24,7 +24,7 @@ SINGLE = [OFF | {name: value} for name, value in ALL.items()]
 class Random:
     """A program of `length` operators on a list of tensors, the same on all ranks of a mesh with the axes "a" and "b".
 
-    Tensors have one dim; on ranks with another index along "b" some are longer, and those meet others along "a" only.
+    Tensors have one dim. Some have lengths that depend on the index along "b"; those are communicated along "a" only.
     """
 
     def __init__(self, seed: int, mesh: sm.DeviceMesh, length: int = 18) -> None:
@@ -32,7 +32,7 @@ class Random:
         self.seed = seed
 
     def inputs(self, call: int) -> list[Tensor]:
-        """The arguments of a call: two of equal length on all ranks, one that is longer on some."""
+        """Return the arguments of a call: two of equal length on all ranks, and one that is longer on some."""
         generator = torch.Generator().manual_seed(100 * call + self.mesh.world.rank)
         coordinate = self.mesh.coordinate
         assert coordinate is not None

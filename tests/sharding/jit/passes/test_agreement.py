@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import shardmesh as sm
+from shardmesh import P
 from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.sharding.jit.errors import JitError
 from shardmesh.sharding.jit.passes.agreement import Line, agree, fits, hash_of
@@ -19,7 +20,7 @@ A, B = Line("all_reduce sum float32 x 4", (0, 1)), Line("all_gather float32 x 8"
 
 
 def of_ranks(*schedules: list[Any]) -> list[Any]:
-    """What each rank of a simulated world says if these are the ranks' schedules."""
+    """Return the result of each rank of a simulated world with these schedules."""
 
     def main() -> Any:
         try:
@@ -60,7 +61,7 @@ def test_a_rank_without_a_graph() -> None:
 
 
 def differing() -> str:
-    """`agree` on four ranks, one of which has another schedule."""
+    """Run `agree` on four ranks, one of which has a different schedule."""
     world = current_world()
     lines = [Line("all_reduce sum float32 x 4", (0, 1, 2, 3)), Line("all_gather float32 x 8", (0, 1, 2, 3))]
     try:
@@ -75,6 +76,41 @@ def test_processes(world4: Pool) -> None:
     assert len(set(found)) == 1
     assert "rank 0 has all_reduce" in found[0]
     assert "rank 2 has all_gather" in found[0]
+
+
+def records_alone(kind: str, options: Any = None) -> tuple[str, list[str]]:
+    """The error, and its notes, where one rank gets an argument of another shape and the others run the graph that they have."""
+    world = current_world()
+    mesh = sm.init_device_mesh(DEVICE, (world.size,), axis_names=("dp",))
+    w = sm.ones(8, device_mesh=mesh, placements=P("dp"))
+
+    @sm.jit(backend="eager", compiler_options=options)
+    def step(x: Tensor) -> Any:
+        return w.redistribute(P()).sum().full_tensor() + x.sum() if kind == "collectives" else w.to_local().sum() + x.sum()
+
+    for _ in range(3):
+        step(torch.ones(3))
+    try:
+        assert step(torch.ones(4 if world.rank == 1 else 3)).item() > 0
+        if kind == "none":
+            mesh.group().barrier()
+    except sm.errors.WatchError as error:
+        return str(error), getattr(error, "__notes__", [])
+    return "", []
+
+
+@pytest.mark.parametrize("kind", ["collectives", "none"])
+def test_a_rank_that_records_alone_says_so(kind: str) -> None:
+    check_who_records(sm.simulate(3)(records_alone)(kind))
+    assert sm.simulate(3)(records_alone)(kind, False) == [("", [])] * 3  # what is sent is what eager code sends
+
+
+def check_who_records(found: list[tuple[str, list[str]]]) -> None:
+    name = "step"
+    for text, _ in found:
+        assert f"all_gather_object() for recording {name} under sm.jit" in " ".join(text.split())
+    start = f"rank 1 records {name} under sm.jit since the shape of x is [4] and was [3], and all ranks must record in the same call"
+    assert [[note for note in notes if note.startswith(start)] != [] for _, notes in found] == [rank == 1 for rank in range(len(found))]
 
 
 def test_an_order_in_which_ranks_wait_for_each_other_does_not_fit() -> None:

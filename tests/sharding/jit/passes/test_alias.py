@@ -1,4 +1,4 @@
-"""What the analysis of memory says of nodes."""
+"""Results of the alias analysis for nodes."""
 
 from __future__ import annotations
 

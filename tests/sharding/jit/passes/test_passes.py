@@ -1,4 +1,4 @@
-"""What each pass gains: collectives, bytes and memory of a graph before and after, on models of these tests."""
+"""Effect of each pass: collectives, bytes and memory of a graph before and after, on the models of these tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import shardmesh as sm
 from tests.device import DEVICE
 from tests.sharding.jit.passes.counts import FSDP, HSDP, TP_SP, compared, on, reduced, step_of
 from tests.sharding.jit.passes.programs import ALL, OFF
-from tests.sharding.parallel.compositions import EVEN, UNEVEN, Case
+from tests.sharding.parallel.compositions import EVEN, UNEVEN, Composition
 
 # -- dead and common -----------------------------------------------------------------------------------------------------
 
@@ -85,14 +85,14 @@ def test_common_collectives_of_hsdp() -> None:
 
 
 @pytest.mark.parametrize("case", [FSDP, HSDP, TP_SP], ids=str)
-def test_overlap_moves_no_more_bytes_and_takes_no_more_memory(case: Case) -> None:
+def test_overlap_moves_no_more_bytes_and_takes_no_more_memory(case: Composition) -> None:
     before, after = compared(case, "overlap")
     assert (after.launches, after.bytes) == (before.launches, before.bytes)
     assert after.peak <= before.peak
 
 
 def targets(options: Any) -> list[str]:
-    """The order of starts, waits and products of two gathers that are used one after the other."""
+    """Return the order of starts, waits and products of two consecutive gathers."""
     mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
     group = mesh.group()
 
@@ -152,8 +152,8 @@ def test_gathers_and_scatters_are_one(kind: str) -> None:
     assert before.bytes == after.bytes
 
 
-@pytest.mark.parametrize(("case", "least"), [(TP_SP, 2), (Case("ddp", "tp", "global", EVEN, (2, 2)), 4), (HSDP, 2)], ids=str)
-def test_bucketing_of_models(case: Case, least: int) -> None:
+@pytest.mark.parametrize(("case", "least"), [(TP_SP, 2), (Composition("ddp", "tp", "global", EVEN, (2, 2)), 4), (HSDP, 2)], ids=str)
+def test_bucketing_of_models(case: Composition, least: int) -> None:
     before, after = compared(case, "bucket_bytes", 1 << 20)
     assert after.launches <= before.launches - least
     assert after.bytes == before.bytes
@@ -187,7 +187,7 @@ def test_another_slice_stays() -> None:
 
 
 def test_all_passes_on_uneven_parts() -> None:
-    case = Case("fsdp", "sp", "global", UNEVEN, (2, 2))
+    case = Composition("fsdp", "sp", "global", UNEVEN, (2, 2))
     for one, other in zip(sm.simulate(4)(step_of)(case, OFF), sm.simulate(4)(step_of)(case, ALL | {"regather": False}), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
         assert other.launches < one.launches

@@ -12,7 +12,7 @@ from torch import Tensor
 import shardmesh as sm
 from tests.sharding.jit.passes.counts import FSDP, TP_SP, compared, on, step_of
 from tests.sharding.jit.passes.programs import OFF
-from tests.sharding.parallel.compositions import UNEVEN, Case
+from tests.sharding.parallel.compositions import UNEVEN, Composition
 
 
 def saved(group: Any, x: Tensor, between: Any = lambda x, whole: None, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -77,7 +77,7 @@ def test_a_result_that_is_returned_is_kept() -> None:
 @pytest.mark.parametrize(
     ("case", "layer"), [(TP_SP, {}), (FSDP, {"reshard_after_forward": False})], ids=["activations of TP and SP", "parameters of FSDP"]
 )
-def test_models(case: Case, layer: dict[str, Any]) -> None:
+def test_models(case: Composition, layer: dict[str, Any]) -> None:
     before, after = compared(case, "regather", **layer)
     assert after.peak < before.peak
     assert after.launches > before.launches
@@ -86,7 +86,7 @@ def test_models(case: Case, layer: dict[str, Any]) -> None:
 
 
 def test_ranks_with_parts_of_other_sizes_gather_the_same_ones_again() -> None:
-    case = Case("fsdp", "sp", "global", UNEVEN, (2, 2))
+    case = Composition("fsdp", "sp", "global", UNEVEN, (2, 2))
     simulated = sm.simulate(math.prod(case.shape))
     options = {"reshard_after_forward": False}
     pairs = zip(simulated(step_of)(case, OFF, **options), simulated(step_of)(case, OFF | {"regather": True}, **options), strict=True)

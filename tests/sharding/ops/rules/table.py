@@ -1,7 +1,7 @@
 """The functions of the operator table, and sample calls for each of them.
 
-A sample stands under the function's name (its in-place and operator forms share it) or, where functions of one name take
-other arguments, under its owner and name, as in `linalg.diagonal`.
+The key of a sample is the function's name (shared with its in-place and operator forms) or, if functions of the same name take
+different arguments, its owner and name, as in `linalg.diagonal`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SAMPLES: dict[str, list[Call]] = {}
 
 
 def samples(names: str, *calls: Call) -> None:
-    """These calls are samples of each of these functions."""
+    """Register samples of each of these functions."""
     for name in names.split():
         SAMPLES.setdefault(name, []).extend(calls)
 
 
 @functools.cache
 def registered() -> list[tuple[str, Callable[..., Any]]]:
-    """Every function in the table with its owner and name, once for each owner that has it."""
+    """Return every function in the table with its owner and name, once for each owner that has it."""
     return list(_registered())
 
 
@@ -57,7 +57,7 @@ def _registered() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def labels(func: Callable[..., Any]) -> list[str]:
-    """`owner.name` in every place where this function stands."""
+    """Return `owner.name` for every place where this function is defined."""
     found = [
         f"{owner}.{name}"
         for owner, module in OWNERS.items()
@@ -71,7 +71,7 @@ _NAMES = {owner: dir(module) for owner, module in OWNERS.items()}
 
 
 def samples_of(label: str) -> list[Call]:
-    """The sample calls of the function at `owner.name`."""
+    """Return the sample calls of the function at `owner.name`."""
     name = label.rpartition(".")[2]
     for key in (label, name, _plain(name)):
         if key in SAMPLES:
@@ -80,7 +80,7 @@ def samples_of(label: str) -> list[Call]:
 
 
 def _plain(name: str) -> str:
-    """`add` for `add_`, `__add__` and `__iadd__`."""
+    """Return the name of the plain operator: `add` for `add_`, `__add__` and `__iadd__`."""
     if name.startswith("__"):
         core = name.strip("_")
         return _OPERATORS.get(core, core)
@@ -99,32 +99,32 @@ _OPERATORS = {
 
 
 def f(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    """Floating values, no two alike, none near zero."""
+    """Return floating values, no two alike, none near zero."""
     generator = torch.Generator().manual_seed(seed + 31 * len(shape) + sum(shape))
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     return (x + 0.3 * x.sign()).to(dtype)
 
 
 def pos(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    """Values in (0.3, 4)."""
+    """Return values in (0.3, 4)."""
     return f(*shape, dtype=dtype, seed=seed).abs().clamp_max(4)
 
 
 def unit(*shape: int, seed: int = 0) -> Tensor:
-    """Values in (0.1, 0.9)."""
+    """Return values in (0.1, 0.9)."""
     return 0.1 + 0.8 * torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def i(*shape: int, low: int = 0, high: int = 8, seed: int = 0) -> Tensor:
-    """Integers in [low, high)."""
+    """Return integers in [low, high)."""
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def b(*shape: int, seed: int = 0) -> Tensor:
-    """Truth values."""
+    """Return truth values."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.4
 
 
 def c(*shape: int, seed: int = 0) -> Tensor:
-    """Complex values."""
+    """Return complex values."""
     return torch.complex(f(*shape, seed=seed), f(*shape, seed=seed + 1))

@@ -49,7 +49,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _recorded() -> dict[Any, list[Any]]:
-    """The operators of aten that the samples of the operator table come down to."""
+    """Return the aten operators that the samples of the operator table call."""
     recorder = _Recorder(most=3)
     for label, func in registered():
         for sample in samples_of(label):
@@ -63,7 +63,7 @@ def _recorded() -> dict[Any, list[Any]]:
 
 
 def _run(mesh: sm.DeviceMesh, recorded: dict[Any, list[Any]]) -> dict[str, set[str]]:
-    """By outcome, the operators that had it; "right" where all their calls gave what torch gives."""
+    """Return the operators by outcome; "right" if all calls equal torch's."""
     outcomes: dict[str, set[str]] = {}
     for func, calls in recorded.items():
         for (args, kwargs), want in calls:

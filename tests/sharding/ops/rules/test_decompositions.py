@@ -19,7 +19,7 @@ from tests.sharding.ranks import on_mesh
 
 
 def _changed(tree: Any) -> Any:
-    """The arguments with every such number halved, infinite ones negated, and zero as it is."""
+    """Return the arguments with every such number halved, infinite ones negated, and zero unchanged."""
     if isinstance(tree, (list, tuple)):
         return type(tree)(map(_changed, tree))
     if isinstance(tree, dict):
@@ -30,7 +30,7 @@ def _changed(tree: Any) -> Any:
 
 
 def _cases() -> Iterator[Any]:
-    """One call of everything in the table that has such a number in a sample."""
+    """Yield one call of every function in the table with such a number in a sample."""
     assert FILLED
     seen = set()
     for label, func in registered():

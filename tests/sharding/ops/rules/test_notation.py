@@ -109,7 +109,7 @@ def test_without_elements_only_leading_dims_are_followed():
 
 @st.composite
 def two_shapes(draw):
-    """Two shapes with the same number of elements."""
+    """Draw two shapes with the same number of elements."""
     primes = draw(st.lists(st.sampled_from([1, 2, 2, 3, 5]), max_size=6))
 
     def grouped():

@@ -25,7 +25,7 @@ CALLS = {
 
 
 def numbers(mesh, value):
-    """The number as a plain tensor, replicated, and pending."""
+    """Return the number as a plain tensor, replicated, and pending."""
     number = sm.distribute_tensor(value, mesh, P(), src_data_rank=None)
     return value, number, number.redistribute(P(unreduced={"a"}))
 

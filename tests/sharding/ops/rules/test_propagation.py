@@ -24,7 +24,7 @@ def meta(*shape):
 
 
 def run(rule, *specs, mesh=MESH, fixed=None):
-    """The operands' and the results' specs that the engine chooses."""
+    """Return the operands' and the results' specs that the engine chooses."""
     layouts = [sm.Layout.of(mesh, spec, x.shape) for x, spec in zip(rule.operands, specs, strict=True)]
     chosen = assign(rule, layouts, fixed)
     return [target.spec for target in chosen.targets], [

@@ -60,7 +60,7 @@ def _makers(func: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _table() -> list[Any]:
-    """One case for each function: name, function, and how thoroughly to try it."""
+    """Return one case for each function: name, function, and how thoroughly to test it."""
     cases, makers, names = [], set(), set()
     for label, func in registered():
         if _family(func).endswith(ELSEWHERE) or label in WITHOUT_SAMPLES or label.partition(".")[0] not in OWNERS:
@@ -78,7 +78,7 @@ def _is_mask(entry: Any) -> bool:
 
 
 def _runs_gathered(label: str, c: Call) -> bool:
-    """Whether a call has no rule by design: the shape of its result depends on values."""
+    """Return whether a call has no rule by design, since the shape of its result depends on values."""
     if label != "Tensor.__getitem__":
         return False
     index = c.args[1]

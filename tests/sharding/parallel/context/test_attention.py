@@ -328,7 +328,7 @@ def test_without_torchs_kernel(monkeypatch, width, scores):
 
 
 def _model(x, weight):
-    """Attention of a model in plain PyTorch."""
+    """Return the attention of a model in plain PyTorch."""
     q, k, v = (x @ weight).unflatten(-1, (3, 4, 2)).permute(2, 0, 3, 1, 4)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 

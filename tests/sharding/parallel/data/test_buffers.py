@@ -16,7 +16,7 @@ from tests.sharding.ranks import on_mesh
 ROWS = 4
 
 
-class _Scaled(nn.Module):
+class _ScaledByBuffer(nn.Module):
     """Reads one buffer, writes one in place and replaces one."""
 
     def __init__(self):
@@ -35,7 +35,7 @@ class _Scaled(nn.Module):
 
 def _model():
     torch.manual_seed(0)
-    return _Scaled().double().to(DEVICE)
+    return _ScaledByBuffer().double().to(DEVICE)
 
 
 def _rows():

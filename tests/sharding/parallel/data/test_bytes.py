@@ -225,8 +225,8 @@ def test_scalars_are_summed_together():
     """A scalar cannot be sharded: those of all units are summed in one collective."""
 
     def program(mesh):
-        made = nn.Sequential(*[_Scaled() for _ in range(3)]).double()
-        fully_shard(made, mesh, units=_Scaled)
+        made = nn.Sequential(*[_ScaledByParameters() for _ in range(3)]).double()
+        fully_shard(made, mesh, units=_ScaledByParameters)
         with sm.debug.comm_budget() as used:
             made(torch.ones(2, D, dtype=torch.float64)).sum().backward()
         return used.by_op["all_reduce"], made[0].g.spec
@@ -236,7 +236,7 @@ def test_scalars_are_summed_together():
     assert spec == P()
 
 
-class _Scaled(nn.Module):
+class _ScaledByParameters(nn.Module):
     def __init__(self):
         super().__init__()
         self.g, self.w = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(D))

@@ -40,7 +40,7 @@ def _around_units(form, mesh, reentrant):
 
 
 def _around_inside(form, mesh, reentrant):
-    """The units are the modules that checkpoint."""
+    """Make the checkpointed modules the units."""
     made = model()
     for i, block in enumerate(made.blocks):
         made.blocks[i] = _Around(block, reentrant)

@@ -12,23 +12,15 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import data_parallel, fully_shard
 from shardmesh.sharding.parallel.data.schedule import units_in
+from tests.sharding.parallel.models import ResidualMLP
 from tests.sharding.ranks import on_mesh
 
 FORMS = {
-    "fsdp": lambda m, mesh: fully_shard(m, mesh, units=Block),
+    "fsdp": lambda m, mesh: fully_shard(m, mesh, units=ResidualMLP),
     "each": lambda m, mesh: fully_shard(_each(m, mesh), mesh),
-    "ddp": lambda m, mesh: data_parallel(m, mesh, units=Block),
-    "zero1": lambda m, mesh: data_parallel(m, mesh, optimizer="a", units=Block),
+    "ddp": lambda m, mesh: data_parallel(m, mesh, units=ResidualMLP),
+    "zero1": lambda m, mesh: data_parallel(m, mesh, optimizer="a", units=ResidualMLP),
 }
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 7) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(width, width + 2), nn.LayerNorm(width + 2), nn.Linear(width + 2, width)
-
-    def forward(self, x):
-        return x + self.down(self.norm(self.up(x)).relu())
 
 
 class Tail(nn.Module):
@@ -82,7 +74,7 @@ def fresh_dynamo():
 
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(Block(), Block(), Block(), Tail()).double()
+    return nn.Sequential(*(ResidualMLP(7, 9) for _ in range(3)), Tail()).double()
 
 
 def check_steps(made, mesh, rows, steps=3):
@@ -139,7 +131,7 @@ def test_blocks_are_full_graphs(how, order):
     def main(mesh):
         sizes = []
         made = model() if order == "after" else HOW[how](model(), counting(sizes), True)
-        made = fully_shard(made, mesh, units=Block)
+        made = fully_shard(made, mesh, units=ResidualMLP)
         made = made if order == "before" else HOW[how](made, counting(sizes), True)
         check_steps(made, mesh, "plain", steps=1)
         first = len(sizes)
@@ -174,16 +166,19 @@ def check_steps_again(made, mesh):
 @pytest.mark.parametrize("how", ["block.compile()", "torch.compile(block)", "model.compile()"])
 def test_sharded_rows_run_eagerly(how):
     def main(mesh):
-        made = fully_shard(HOW[how](model(), "eager", False), mesh, units=Block)
+        made = fully_shard(HOW[how](model(), "eager", False), mesh, units=ResidualMLP)
         check_steps(made, mesh, "sharded", steps=2)
 
     on_mesh((2,), main)
 
 
+_GATHERED = r"fully_shard and data_parallel gather a unit's parameters here[^$]*sm\.jit\(step\)"
+
+
 def test_fullgraph_of_the_whole_model_names_the_graph_break():
     def main(mesh):
-        made = torch.compile(fully_shard(model(), mesh, units=Block), backend="eager", fullgraph=True)
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="fully_shard and data_parallel gather a unit's parameters here"):
+        made = torch.compile(fully_shard(model(), mesh, units=ResidualMLP), backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=_GATHERED):
             made(torch.randn(2, 7, dtype=torch.float64))
 
     on_mesh((2,), main)
@@ -193,7 +188,7 @@ def test_gathered_parameters_are_not_kept_for_backward():
     """AOTAutograd saves what autograd would: references into the gathered buffers."""
 
     def main(mesh):
-        made = _in_place(fully_shard(model(), mesh, units=Block), "aot_eager", True)
+        made = _in_place(fully_shard(model(), mesh, units=ResidualMLP), "aot_eager", True)
         x = torch.randn(4, 7, dtype=torch.float64)
         for _ in range(2):
             loss = made(x).mean()
@@ -207,7 +202,7 @@ def test_gathered_parameters_are_not_kept_for_backward():
 
 def test_a_compiled_block_after_an_exception():
     def main(mesh):
-        made = _in_place(fully_shard(model(), mesh, units=Block), "eager", True)
+        made = _in_place(fully_shard(model(), mesh, units=ResidualMLP), "eager", True)
         with pytest.raises(Exception, match=r"shape|size"):
             made(torch.randn(2, 5, dtype=torch.float64))
         check_steps(made, mesh, "plain", steps=2)
@@ -217,7 +212,7 @@ def test_a_compiled_block_after_an_exception():
 
 def test_copies_of_compiled_models_are_not_compiled():
     def main(mesh):
-        made = _in_place(fully_shard(model(), mesh, units=Block), "eager", True)
+        made = _in_place(fully_shard(model(), mesh, units=ResidualMLP), "eager", True)
         check_steps(copy.deepcopy(made), mesh, "plain", steps=2)
         check_steps(made, mesh, "plain", steps=2)
 
@@ -226,7 +221,62 @@ def test_copies_of_compiled_models_are_not_compiled():
 
 def test_inductor():
     def main(mesh):
-        made = _in_place(fully_shard(model(), mesh, units=Block), "inductor", True)
+        made = _in_place(fully_shard(model(), mesh, units=ResidualMLP), "inductor", True)
         check_steps(made, mesh, "plain", steps=2)
+
+    on_mesh((2,), main)
+
+
+# -- models of Hugging Face ----------------------------------------------------------------------------------------------
+
+
+def _hugging_face(kind):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "GPT2":
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
+        sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=32, **sizes))
+        return model, model.transformer.h
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes, num_key_value_heads=2, max_position_embeddings=16)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return model, model.model.layers
+
+
+@pytest.mark.one_in(4, each=["kind"])
+@pytest.mark.parametrize(
+    ("how", "checkpointed"),
+    [("block.compile()", False), ("block.compile()", True), ("torch.compile(block)", False), ("model.compile()", False)],
+)
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen2"])
+def test_layers_of_hugging_face(kind, how, checkpointed):
+    """Each decoder layer is one graph, but for one that is recomputed in backward; gradients are those of one process."""
+
+    def main(mesh):
+        (made, layers), (plain, _) = _hugging_face(kind), _hugging_face(kind)
+        if checkpointed:
+            made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        fully_shard(made, mesh, units=type(layers[0]))
+        full = not checkpointed
+        for i, layer in enumerate(layers):
+            if how == "block.compile()":
+                layer.compile(backend="aot_eager", fullgraph=full)
+            elif how == "torch.compile(block)":
+                layers[i] = torch.compile(layer, backend="aot_eager", fullgraph=full)
+        if how == "model.compile()":
+            made.compile(backend="eager")
+        ids = torch.randint(0, 32, (4, 7), generator=torch.Generator().manual_seed(1))
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (made, plain)]
+        for _ in range(2):
+            losses = []
+            for model, optimizer, rows in zip((made, plain), optimizers, (ids.chunk(2)[mesh.get_rank()], ids), strict=True):
+                optimizer.zero_grad()
+                losses.append(model(input_ids=rows, labels=rows, use_cache=False).loss)
+                losses[-1].backward()
+            for (name, p), q in zip(made.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-5, msg=name)
+            for optimizer in optimizers:
+                optimizer.step()
 
     on_mesh((2,), main)

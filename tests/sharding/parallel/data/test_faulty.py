@@ -12,7 +12,7 @@ from tests.sharding.parallel.data.training import (
     FORMS,
     TARGETS,
     TOKENS,
-    Block,
+    GatedBlock,
     batch,
     check_gradients,
     gradients,
@@ -82,7 +82,7 @@ def test_an_interrupt_in_a_hook_of_the_outermost_module():
     """Its own hooks run outside of its forward."""
 
     def program(mesh):
-        made = fully_shard(model(), mesh, units=Block)
+        made = fully_shard(model(), mesh, units=GatedBlock)
         hook = made.blocks[0].register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             loss_of(made, *batch(mesh, False))
@@ -282,7 +282,7 @@ def test_ignored_parameters_are_unchanged():
     def program(mesh):
         plain = model()
         kept = [plain.blocks[0].a.weight]
-        made = fully_shard(plain, mesh, units=Block, ignored_params=kept)
+        made = fully_shard(plain, mesh, units=GatedBlock, ignored_params=kept)
         assert made.blocks[0].a.weight is kept[0]
         loss_of(made, *batch(mesh, False)).backward()
         assert type(kept[0].grad) is torch.Tensor  # of this rank's part of the batch

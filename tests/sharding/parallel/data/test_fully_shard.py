@@ -17,7 +17,7 @@ from shardmesh.sharding.parallel.data.schedule import units_in
 from tests.sharding.parallel.data.training import (
     BATCH,
     FORMS,
-    Block,
+    GatedBlock,
     batch,
     check_gradients,
     gradients,
@@ -137,7 +137,7 @@ def test_the_default_axis_is_the_last_of_two():
 @pytest.mark.parametrize("wanted", [1, 2, 4])
 def test_reshard_after_forward_to_a_number(wanted):
     def program(mesh):
-        check_gradients(fully_shard(model(), mesh, axes=("dp", "fsdp"), units=Block, reshard_after_forward=wanted), mesh)
+        check_gradients(fully_shard(model(), mesh, axes=("dp", "fsdp"), units=GatedBlock, reshard_after_forward=wanted), mesh)
 
     on_ranks((2, 2), program)
 
@@ -447,8 +447,8 @@ def test_parametrizations(form):
 @pytest.mark.parametrize(
     "units",
     [
-        "Block", ["Block"], {"Block", "NotInThisModel"}, [Block], "blocks.?", ["blocks.0", lambda name, _: name == "blocks.1"],
-        [lambda _, module: isinstance(module, Block), "Block"],
+        "GatedBlock", ["GatedBlock"], {"GatedBlock", "NotInThisModel"}, [GatedBlock], "blocks.?",
+        ["blocks.0", lambda name, _: name == "blocks.1"], [lambda _, module: isinstance(module, GatedBlock), "GatedBlock"],
     ],
 )  # fmt: skip
 def test_ways_to_name_units(units):
@@ -467,11 +467,11 @@ def test_ways_to_name_units(units):
     ("call", "text"),
     [
         (lambda m, mesh: fully_shard(m, mesh, axes="tp"), r"parameter=\('tp',\) on .*: give axes of the mesh, each once, from \('dp', "),
-        (lambda m, mesh: fully_shard(m, mesh, units="layers.*"), r"units='layers.\*' matches no module of Model; its modules are \['"),
+        (lambda m, mesh: fully_shard(m, mesh, units="layers.*"), r"units='layers.\*' matches no module of TiedModel; its modules are \['"),
         (lambda m, mesh: fully_shard(m, mesh, reshard_after_forward=3), r"reshard_after_forward=3 is not the size of .*'fsdp': 2}"),
         (lambda m, mesh: data_parallel(m, mesh, parameter="dp"), r"write optimizer=\('dp',\)"),
         (lambda m, mesh: data_parallel(m, mesh, gradient="dp", optimizer="fsdp"), r"write gradient=\('fsdp',\) or gradient=\(\)"),
-        (lambda m, mesh: fully_shard(fully_shard(m, mesh), mesh), r"Model is a unit already"),
+        (lambda m, mesh: fully_shard(fully_shard(m, mesh), mesh), r"TiedModel is a unit already"),
     ],
 )
 def test_invalid_arguments_raise(call, text):
@@ -489,7 +489,7 @@ def test_input_on_another_mesh_raises():
     def program(mesh):
         made = FORMS["fsdp"](model(), mesh)
         other = sm.DeviceMesh(mesh.device_type, [1, 0], axis_names=("x",))
-        with pytest.raises(ValueError, match=r"an input of Model is on .*redistribute the input to that mesh, or a part of it"):
+        with pytest.raises(ValueError, match=r"an input of TiedModel is on .*redistribute the input to that mesh, or a part of it"):
             made(sm.distribute_tensor(torch.zeros(2, 3, dtype=torch.long), other, P("x"), src_data_rank=None))
         check_gradients(made, mesh)
 
@@ -501,7 +501,7 @@ def test_input_on_another_mesh_raises():
 
 def _on_torch_mesh():
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    made = fully_shard(model(), mesh, units=Block)
+    made = fully_shard(model(), mesh, units=GatedBlock)
     assert made.blocks[0].a.weight.spec.axes == ("shard",)
     check_gradients(made, made.norm.weight.mesh)
 
@@ -515,10 +515,10 @@ def test_policies_of_torch():
 
     def program(mesh):
         policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        made = fully_shard(model(), mesh, units=Block, mp_policy=policy, offload_policy=fsdp.OffloadPolicy())
+        made = fully_shard(model(), mesh, units=GatedBlock, mp_policy=policy, offload_policy=fsdp.OffloadPolicy())
         with sm.debug.comm_budget() as used:
             loss_of(made, *batch(mesh, False)).backward()
-        plain = fully_shard(model(), mesh, units=Block)
+        plain = fully_shard(model(), mesh, units=GatedBlock)
         with sm.debug.comm_budget() as without:
             loss_of(plain, *batch(mesh, False)).backward()
         assert used.by_op["all_gather"][1] * 4 == without.by_op["all_gather"][1]
@@ -531,7 +531,7 @@ def test_offloading_on_a_cpu_mesh_is_a_no_op():
     def program(mesh):
         found = []
         for policy in (CPUOffloadPolicy(), None):
-            made = fully_shard(model(), mesh, units=Block, offload_policy=policy)
+            made = fully_shard(model(), mesh, units=GatedBlock, offload_policy=policy)
             check_gradients(made, mesh)
             found.append(gradients(made))
         assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())

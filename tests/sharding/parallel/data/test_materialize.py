@@ -9,10 +9,10 @@ from torch import nn
 import shardmesh as sm
 from shardmesh.parallel import colwise, fully_shard, parallelize
 from shardmesh.sharding.parallel.data.materialize import materialize
-from tests.sharding.parallel.data.training import FORMS, Block, Model, batch, loss_of, on_ranks, values
+from tests.sharding.parallel.data.training import FORMS, GatedBlock, TiedModel, batch, loss_of, on_ranks, values
 
 
-class _Scaled(nn.Module):
+class _NoReset(nn.Module):
     """Has a parameter and a buffer, but no initializer."""
 
     def __init__(self):
@@ -23,14 +23,14 @@ class _Scaled(nn.Module):
 
 def _made(**sizes):
     with torch.device("meta"):
-        made = Model(**sizes)
+        made = TiedModel(**sizes)
     for module in (made, *made.blocks):
         module.reset_parameters = lambda module=module: _reset(module)
     return made
 
 
 def _reset(module):
-    if isinstance(module, Block):
+    if isinstance(module, GatedBlock):
         module.g.fill_(0.7)
     else:
         module.shift.copy_(torch.linspace(-1, 1, module.shift.shape[0]))
@@ -58,7 +58,7 @@ def test_values_are_the_same_on_every_mesh():
 
 def test_materialized_parts_are_views_of_the_flat_buffer():
     def program(mesh):
-        made = materialize(fully_shard(_made(), mesh, units=Block))
+        made = materialize(fully_shard(_made(), mesh, units=GatedBlock))
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
         losses = []
         for _ in range(8):
@@ -80,7 +80,7 @@ def test_tied_parameters_stay_tied():
         made = _made()
         made.blocks[1].a.weight = made.blocks[0].a.weight
         ignored = made.norm.weight
-        fully_shard(made, mesh, units=Block, ignored_params=[ignored])
+        fully_shard(made, mesh, units=GatedBlock, ignored_params=[ignored])
         materialize(made)
         assert made.blocks[1].a.weight is made.blocks[0].a.weight
         assert type(made.norm.weight) is nn.Parameter
@@ -91,7 +91,7 @@ def test_tied_parameters_stay_tied():
 
 def test_custom_initializer():
     def program(mesh):
-        made = fully_shard(nn.Sequential(_on_meta(_Scaled), nn.LayerNorm(3, device="meta")), mesh)
+        made = fully_shard(nn.Sequential(_on_meta(_NoReset), nn.LayerNorm(3, device="meta")), mesh)
         materialize(made, lambda module: [x.fill_(2.0) for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))])
         assert made[0].seen.item() == 2.0
         assert values(made)["1.weight"].tolist() == [2.0] * 3
@@ -123,8 +123,8 @@ def test_errors_name_the_modules():
     def program(mesh):
         with pytest.raises(ValueError, match=r"LayerNorm is not sharded, .*; call fully_shard first"):
             materialize(nn.LayerNorm(3, device="meta"))
-        made = fully_shard(nn.Sequential(nn.LayerNorm(3, device="meta"), _on_meta(_Scaled)), mesh)
-        with pytest.raises(ValueError, match=r"no reset_parameters\(\) to initialise .* on meta of 1 \(_Scaled\); define it, or pass"):
+        made = fully_shard(nn.Sequential(nn.LayerNorm(3, device="meta"), _on_meta(_NoReset)), mesh)
+        with pytest.raises(ValueError, match=r"no reset_parameters\(\) to initialise .* on meta of 1 \(_NoReset\); define it, or pass"):
             materialize(made)
 
     on_ranks((2,), program)
@@ -135,7 +135,7 @@ class _HasMany(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner, self.scaled = nn.Linear(4, 4), _Scaled()
+        self.inner, self.scaled = nn.Linear(4, 4), _NoReset()
         self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
 
     def _init_weights(self, module):
@@ -145,7 +145,7 @@ class _HasMany(nn.Module):
         elif isinstance(module, nn.Linear):
             module.weight.fill_(2.0)
             module.bias.zero_()
-        elif isinstance(module, _Scaled):
+        elif isinstance(module, _NoReset):
             for x in (*module.parameters(), *module.buffers()):
                 x.fill_(1.0)
 

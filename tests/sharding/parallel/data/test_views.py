@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import fully_shard
-from tests.sharding.parallel.data.training import Block, batch, loss_of, mesh_of, model, on_ranks
+from tests.sharding.parallel.data.training import GatedBlock, batch, loss_of, mesh_of, model, on_ranks
 
 D, LAYERS = 32, 4
 
@@ -48,7 +48,7 @@ def _unit(module):
 
 def test_parameters_in_use_are_views_of_one_buffer():
     def program(mesh):
-        made, seen = fully_shard(model(), mesh, units=Block), []
+        made, seen = fully_shard(model(), mesh, units=GatedBlock), []
         made.blocks[0].a.register_forward_hook(lambda m, *_: seen.extend(x.untyped_storage().data_ptr() for x in m.parameters()))
         made.blocks[0].b.register_forward_hook(lambda m, *_: seen.extend(x.untyped_storage().data_ptr() for x in m.parameters()))
         loss_of(made, *batch(mesh, False))
@@ -60,7 +60,7 @@ def test_parameters_in_use_are_views_of_one_buffer():
 
 def test_sharded_parameters_and_gradients_are_views_of_one_buffer():
     def program(mesh):
-        made = fully_shard(model(), mesh, units=Block)
+        made = fully_shard(model(), mesh, units=GatedBlock)
         loss_of(made, *batch(mesh, False)).backward()
         local = [x for x in made.blocks[0].parameters() if x.dim() and x._local.numel()]
         for tensors in ([x._local for x in local], [x.grad._local for x in local]):
@@ -226,7 +226,7 @@ def _gathers(program):
     """Return the paths of the units, in the order in which their gathers are launched."""
 
     def rank(mesh):
-        made = fully_shard(model(blocks=3), mesh, units=Block)
+        made = fully_shard(model(blocks=3), mesh, units=GatedBlock)
         order = []
         for name in ("", "blocks.0", "blocks.1", "blocks.2"):
             for bucket in _unit(made.get_submodule(name))._buckets:

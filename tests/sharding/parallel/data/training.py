@@ -17,13 +17,13 @@ from torch import Tensor, nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import data_parallel, fully_shard
-from tests.device import DEVICE, made_here
+from tests.device import DEVICE, on_device
 
 AXES = ("dp", "fsdp", "more")
 BATCH = 8
 
 
-class Block(nn.Module):
+class GatedBlock(nn.Module):
     """x + g * b(tanh(a(norm(x))))"""
 
     def __init__(self, d: int, f: int) -> None:
@@ -36,13 +36,13 @@ class Block(nn.Module):
         return x + self.g * self.b(torch.tanh(self.a(self.norm(x))))
 
 
-class Model(nn.Module):
+class TiedModel(nn.Module):
     """Blocks between an embedding and the same matrix as a head."""
 
     def __init__(self, d: int = 5, f: int = 7, vocabulary: int = 11, blocks: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, d)
-        self.blocks = nn.ModuleList(Block(d, f) for _ in range(blocks))
+        self.blocks = nn.ModuleList(GatedBlock(d, f) for _ in range(blocks))
         self.norm = nn.LayerNorm(d)
         self.register_buffer("shift", torch.linspace(-1, 1, d))
 
@@ -53,11 +53,11 @@ class Model(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight)
 
 
-def model(even: bool = False, **sizes: int) -> Model:
+def model(even: bool = False, **sizes: int) -> TiedModel:
     """Return the model in float64, with the same values each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = Model(**({"d": 8, "f": 16, "vocabulary": 16} if even else {}) | sizes).double()
+        made = TiedModel(**({"d": 8, "f": 16, "vocabulary": 16} if even else {}) | sizes).double()
         for x in made.parameters():  # norms and biases that are not 1 and 0
             x.data += 0.1 * torch.randn(x.shape, dtype=x.dtype, device="cpu").to(x.device)
     return made
@@ -81,7 +81,7 @@ Shard = Callable[..., nn.Module]
 
 
 def _fully(**options: Any) -> Shard:
-    return lambda m, mesh, **more: fully_shard(m, mesh, **{"units": Block} | options | more)
+    return lambda m, mesh, **more: fully_shard(m, mesh, **{"units": GatedBlock} | options | more)
 
 
 def _one_by_one(m: Any, mesh: sm.DeviceMesh, **options: Any) -> nn.Module:
@@ -95,7 +95,7 @@ def _placed(**wanted: Any) -> Shard:
 
     def shard(m: nn.Module, mesh: sm.DeviceMesh, **options: Any) -> nn.Module:
         axes = {what: mesh.axis_names if over == "all" else over for what, over in wanted.items()}
-        return data_parallel(m, mesh, **{"units": Block} | axes | options)
+        return data_parallel(m, mesh, **{"units": GatedBlock} | axes | options)
 
     return shard
 
@@ -120,7 +120,7 @@ def on_ranks(shape: Sequence[int], program: Callable[..., Any], *args: Any) -> l
     """Run `program(mesh, *args)` on every rank of a simulated mesh."""
 
     def rank() -> Any:
-        with made_here():
+        with on_device():
             return program(mesh_of(*shape), *args)
 
     return sm.simulate(math.prod(shape))(rank)()

@@ -244,7 +244,7 @@ def test_weights_of_all_experts():
 # -- as a module ------------------------------------------------------------------------------------------------------
 
 
-class Layer(nn.Module):
+class RoutedLayer(nn.Module):
     """A router and experts."""
 
     def __init__(self, experts):
@@ -268,7 +268,7 @@ class Loop(nn.ModuleList):
 def _layer():
     torch.manual_seed(0)
     ones = [nn.Sequential(nn.Linear(D, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, D, bias=False)).double() for _ in range(COUNT)]
-    return Layer(Loop(ones)), ones
+    return RoutedLayer(Loop(ones)), ones
 
 
 def _trained(layer, x, steps=4):

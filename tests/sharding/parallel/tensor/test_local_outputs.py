@@ -27,7 +27,7 @@ def linear(k: int, n: int, **kwargs) -> nn.Linear:
     return nn.Linear(k, n, dtype=torch.float64, **kwargs)
 
 
-class MLP(nn.Module):
+class GeluMLP(nn.Module):
     def __init__(self, residual: bool = False, hidden: int = HIDDEN) -> None:
         super().__init__()
         self.up, self.down, self.residual = linear(WIDTH, hidden), linear(hidden, WIDTH), residual
@@ -37,7 +37,7 @@ class MLP(nn.Module):
         return x + y if self.residual else y
 
 
-class Attention(nn.Module):
+class PlainAttention(nn.Module):
     """Four heads, one per rank, on plain tensors."""
 
     def __init__(self) -> None:
@@ -49,10 +49,10 @@ class Attention(nn.Module):
         return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3).flatten(-2))
 
 
-class Layer(nn.Module):
+class PreNormLayer(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.norm, self.attention, self.mlp = nn.LayerNorm(WIDTH, dtype=torch.float64), Attention(), MLP(True, hidden)
+        self.norm, self.attention, self.mlp = nn.LayerNorm(WIDTH, dtype=torch.float64), PlainAttention(), GeluMLP(True, hidden)
 
     def forward(self, x):
         return self.mlp(x + self.attention(self.norm(x)))
@@ -62,7 +62,7 @@ class Transformer(nn.Module):
     def __init__(self, hidden: int = HIDDEN) -> None:
         super().__init__()
         self.embed = nn.Embedding(12, WIDTH, dtype=torch.float64)
-        self.layers, self.head = nn.ModuleList([Layer(hidden), Layer(hidden)]), linear(WIDTH, 12, bias=False)
+        self.layers, self.head = nn.ModuleList([PreNormLayer(hidden), PreNormLayer(hidden)]), linear(WIDTH, 12, bias=False)
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -94,7 +94,7 @@ def seeded(make):
 
 
 def blocks(residual: bool = False, hidden: int = HIDDEN) -> nn.Module:
-    return nn.Sequential(*[MLP(residual, hidden) for _ in range(4)])
+    return nn.Sequential(*[GeluMLP(residual, hidden) for _ in range(4)])
 
 
 def counted(records) -> Counter:
@@ -140,7 +140,7 @@ def test_calls_of_four_blocks(residual, input_grad):
 
 
 def test_calls_of_a_transformer():
-    """Forward: embedding, attention and MLP of two layers, and the logits. Backward: the inputs of q, k, v, up and head."""
+    """Forward: embedding, attention and GeluMLP of two layers, and the logits. Backward: the inputs of q, k, v, up and head."""
     expected = step(seeded(Transformer), TOKENS.to(DEVICE))[2]
 
     def program(mesh):
@@ -172,7 +172,7 @@ def test_prepared_input_shared_by_q_k_and_v():
 
 
 def beside_torch() -> None:
-    """With a hidden size that torch can split as well."""
+    """Compare with torch, with a hidden size that torch can shard too."""
     mesh, theirs = sm.init_device_mesh(DEVICE, (4,), axis_names=("tp",)), init_device_mesh(DEVICE, (4,))
     x = X.clone().requires_grad_()
     for make, plan, given in ((lambda: blocks(hidden=12), PLAN, x), (lambda: Transformer(12), TRANSFORMER_PLAN, TOKENS)):
@@ -243,7 +243,7 @@ def test_a_block_inside_a_block():
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.down = MLP(residual=True), linear(WIDTH, WIDTH)
+            self.inner, self.down = GeluMLP(residual=True), linear(WIDTH, WIDTH)
 
         def forward(self, x):
             return self.down(self.inner(x) + self.inner(x * 2))

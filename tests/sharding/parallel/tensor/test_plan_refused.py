@@ -106,8 +106,8 @@ def test_conflicting_patterns_for_inputs_raise():
             ValueError,
             "is for axis 'cp'; DeviceMesh(cpu, fsdp=2, tp=2) has 'fsdp', 'tp'",
         ),
-        ({"*.mlp": colwise()}, ValueError, "of the parameters of MLP (none) have those is not known"),
-        ({"*.mlp": shard_params({"w": P()})}, ValueError, "MLP has no parameter or buffer 'w'"),
+        ({"*.mlp": colwise()}, ValueError, "of the parameters of SwiGLU (none) have those is not known"),
+        ({"*.mlp": shard_params({"w": P()})}, ValueError, "SwiGLU has no parameter or buffer 'w'"),
         ({"*.q_proj": colwise(units=3)}, ValueError, "units=3 does not divide the 16 features of weight"),
         (
             {"*.q_proj": prepare_inputs(hidden=P())},

@@ -135,14 +135,14 @@ def test_more_ranks_than_units():
 
 @pytest.mark.parametrize("style", [colwise(), rowwise()])
 def test_unknown_module_raises(style):
-    class Scale(nn.Module):
+    class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
             self.scale = nn.Parameter(torch.ones(3))
 
-    text = same_error((2,), lambda mesh: parallelize(Scale(), mesh, {"": style}), ValueError)
+    text = same_error((2,), lambda mesh: parallelize(Scaled(), mesh, {"": style}), ValueError)
     assert (
-        "which dims of the parameters of Scale (scale [3]) have those is not known; give the layout of each: shard_params({'scale'"
+        "which dims of the parameters of Scaled (scale [3]) have those is not known; give the layout of each: shard_params({'scale'"
         in text
     )
 

@@ -15,27 +15,15 @@ from shardmesh import P, Replicate, Shard
 from shardmesh.sharding.parallel.tensor import torch_styles as ours
 from shardmesh.sharding.parallel.tensor.plan import parallelize, parallelize_module
 from tests.device import DEVICE
+from tests.sharding.parallel.models import ResidualMLP
 from tests.sharding.ranks import collectives, launched, on_mesh, place, same_error
 
 
-class Block(nn.Module):
-    """x + attention-like and MLP-like parts on local tensors: it computes with the sizes that it finds."""
-
-    def __init__(self, d: int = 8, f: int = 12) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(d, dtype=torch.float64)
-        self.up = nn.Linear(d, f, dtype=torch.float64)
-        self.down = nn.Linear(f, d, dtype=torch.float64)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
+class TokenModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(12, 8, dtype=torch.float64)
-        self.layers = nn.ModuleList([Block(), Block()])
+        self.layers = nn.ModuleList([ResidualMLP(8, 12).double() for _ in range(2)])
         self.head = nn.Linear(8, 12, bias=False, dtype=torch.float64)
 
     def forward(self, tokens):
@@ -47,7 +35,7 @@ class Model(nn.Module):
 
 def model():
     """Return the model with the same values on every rank."""
-    out, generator = Model(), torch.Generator().manual_seed(0)
+    out, generator = TokenModel(), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in out.parameters():
             p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu"))
@@ -121,7 +109,7 @@ def test_uneven_sequences():
 
 
 def beside_torch() -> None:
-    """The same plan by torch's function and by ours, in one process group."""
+    """Apply the same plan by torch's function and by ours, in one process group."""
     theirs = torch_parallel.parallelize_module(model(), torch_tensor.init_device_mesh(DEVICE, (4,)), sequence_parallel(*TORCHS))
     mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("tp",))
     own = parallelize_module(model(), mesh, sequence_parallel(*TORCHS))
@@ -137,7 +125,8 @@ def test_calls_of_a_block():
     `up`, summed, and for each plain replicated output a check of 40 bytes that replicas agree."""
 
     def program(mesh):
-        block = parallelize_module(Block().to(DEVICE), mesh, {"up": ours.ColwiseParallel(), "down": ours.RowwiseParallel()})
+        plan = {"up": ours.ColwiseParallel(), "down": ours.RowwiseParallel()}
+        block = parallelize_module(ResidualMLP(8, 12).double().to(DEVICE), mesh, plan)
         x = torch.ones(2, 3, 8, dtype=torch.float64, requires_grad=True)
         with collectives() as forward:
             out = block(x)
@@ -153,7 +142,7 @@ def test_calls_of_a_block():
 # -- prepared inputs and outputs ---------------------------------------------------------------------------------------
 
 
-class Pair(nn.Module):
+class RecordsArguments(nn.Module):
     def forward(self, x, y=None, *, scale=None):
         self.seen = x, y, scale
         return x, y
@@ -172,7 +161,7 @@ def test_prepare_module_input(names, local):
     )
 
     def program(mesh):
-        module = parallelize_module(Pair(), mesh, style)
+        module = parallelize_module(RecordsArguments(), mesh, style)
         whole, rank = torch.arange(12.0).reshape(3, 4), mesh.world.rank
         parts = whole.split((2, 1))
         module(parts[rank], "as it is", scale=whole)
@@ -195,7 +184,7 @@ def test_prepare_module_output(names):
 
     def program(mesh):
         style = styles.PrepareModuleOutput(output_layouts=(shard(0), None), desired_output_layouts=(replicate(), None))
-        module = parallelize_module(Pair(), mesh, style)
+        module = parallelize_module(RecordsArguments(), mesh, style)
         x, y = module(torch.full((mesh.world.rank + 1, 2), float(mesh.world.rank)).flip(0)[:1], 5)
         assert y == 5
         assert torch.equal(x, torch.tensor([[0.0, 0.0], [1.0, 1.0]]))

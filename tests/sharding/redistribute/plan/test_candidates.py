@@ -29,7 +29,7 @@ KINDS = ("sum", "max", "min", "product")
 
 @st.composite
 def topologies(draw: st.DrawFn, mesh_shape: tuple[int, ...]) -> Topology:
-    """One node, nodes of consecutive ranks, or nodes along some of the axes."""
+    """Draw a topology of one node, nodes of consecutive ranks, or nodes along some axes."""
     names = AXES[: len(mesh_shape)]
     if draw(st.booleans()):
         return Topology.default("cpu", node_size=draw(st.sampled_from([1, 2, 3, 4])))

@@ -52,7 +52,7 @@ class Allocations(TorchDispatchMode):
 
 
 def allocated(run, local: torch.Tensor) -> int:
-    """Bytes held at most while `run(local)`, the tensor included."""
+    """Return the peak of allocated bytes during `run(local)`, including the tensor."""
     with Allocations() as counted:
         counted.known(local)
         moved = run(local)

@@ -27,7 +27,7 @@ NAMES = ("a", "b", "c")
 
 
 def all_layouts(mesh, shape):
-    """Every layout: each axis splits a dim, in any order, is pending or replicated."""
+    """Return every layout: each axis shards a dim in any order, is pending or replicated."""
     found = {}
     for order in permutations(mesh.axis_names):
         for states in product([None, "sum", *range(len(shape))], repeat=mesh.ndim):
@@ -38,7 +38,7 @@ def all_layouts(mesh, shape):
 
 
 def single_steps(src, dst, topology):
-    """Every single step from one layout to the other."""
+    """Yield every single step from one layout to the other."""
     if not set(dst.pending) <= set(src.pending):
         return
     reduced = tuple(a for a in src.pending if a not in dst.pending)
@@ -71,7 +71,7 @@ def _inside(box, other):
 
 
 def shortest(layouts, topology):
-    """The cost of the cheapest way between any two layouts.
+    """Return the cost of the cheapest sequence of steps between any two layouts.
 
     Where nothing is reduced, a single step: more would take bytes through ranks that do not need them. Else any sequence
     (Floyd and Warshall) in which steps that move without reducing do not follow each other, for the same reason.

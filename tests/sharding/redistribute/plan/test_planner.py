@@ -89,7 +89,7 @@ def test_plan_is_a_pure_function_of_the_layouts(move):
 
 @given(moves(KINDS), st.sampled_from(AXES))
 def test_axes_of_one_rank_are_ignored(move, axis):
-    """Whatever the layout on an axis of size one, the steps are the same as without it."""
+    """For any layout on an axis of size one, the steps equal those without the axis."""
     mesh_shape, shape, before, after = move
     wider = sm.AbstractMesh((1, *mesh_shape), ("one", *AXES[: len(mesh_shape)]))
     dims = [("one", *before.dims[0]), *before.dims[1:]] if shape else []

@@ -61,7 +61,7 @@ def test_ties_share_the_gradient_of_an_extreme(mesh):
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8])
 def test_reductions_over_uneven_and_empty_shards(n):
-    """Of five rows, on up to eight ranks."""
+    """With five rows, on up to eight ranks."""
     functions = [
         lambda x: x.mean(),
         lambda x: x.amax(),

@@ -24,7 +24,7 @@ def tensor(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-class Program:
+class LeafProgram:
     """Some steps on three leaves, drawn at random; the same on sharded and on plain tensors.
 
     Attributes:
@@ -44,7 +44,7 @@ class Program:
         return [sm.distribute_tensor(x, mesh, s, src_data_rank=None).requires_grad_() for x, s in zip(self.leaves, self.specs, strict=True)]
 
     def last(self, x: Any, w: Any, b: Any) -> Any:
-        """The value of the last step."""
+        """Return the value of the last step."""
         values = [x]
         for name, which, spec in self.steps:
             values.append(self.step(name, values[-1], values[int(which * len(values))], w, b, spec))
@@ -71,7 +71,7 @@ class Program:
         return x.tanh()
 
     def gradients(self, leaves: list[Any], factor: float = 1.0) -> list[Any]:
-        """Of the leaves, and of the square of these gradients."""
+        """Return the gradients of the leaves, and of the square of these gradients."""
         y = self.last(*leaves)
         sharded = isinstance(y, sm.ShardedTensor)
         weight: Any = self.weight
@@ -86,7 +86,7 @@ class Program:
         return [None if g is None else g.full_tensor() if isinstance(g, sm.ShardedTensor) else g for g in (*first, *second)]
 
 
-def plain_gradients(program: Program) -> list[Any]:
+def plain_gradients(program: LeafProgram) -> list[Any]:
     return program.gradients([x.clone().requires_grad_() for x in program.leaves])
 
 
@@ -94,7 +94,7 @@ def plain_gradients(program: Program) -> list[Any]:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("seed", range(0, 3000, 100))
 def test_programs_across_the_boundary(seed, ranks):
-    program = Program(seed)
+    program = LeafProgram(seed)
     expected = plain_gradients(program)
 
     def run(mesh):
@@ -109,7 +109,7 @@ def test_programs_across_the_boundary(seed, ranks):
 @pytest.mark.parametrize("seed", range(0, 3000, 100))
 def test_ranks_that_use_a_value_differently_raise(seed):
     """An error on every rank, never a gradient."""
-    program = Program(seed)
+    program = LeafProgram(seed)
     program.end = "plain"
 
     def run(mesh):
@@ -120,7 +120,7 @@ def test_ranks_that_use_a_value_differently_raise(seed):
 
 @pytest.mark.parametrize("seed", range(0, 1000, 100))
 def test_programs_on_two_axes(seed):
-    program = Program(seed)
+    program = LeafProgram(seed)
     program.specs = [P("a", "b"), P(None, "b"), P("a")]
     wider = {P("a"): P(("a", "b")), P(None, "a"): P("b", "a"), P(unreduced={"a"}): P("b", unreduced={"a"})}
     program.steps = [(name, which, wider.get(spec, spec)) for name, which, spec in program.steps]
@@ -142,7 +142,7 @@ X, WEIGHT = tensor(1, *SHAPE), tensor(2, *SHAPE)
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(unreduced={"a"})])
 @pytest.mark.parametrize("seeded", ["seed", "full_tensor"])
 def test_replicated_gradient_is_sliced_not_summed(spec, seeded):
-    """Of S -> R its own part is kept, of U -> R all of it, in memory of its own."""
+    """S -> R keeps this rank's part, U -> R the full tensor, in separate memory."""
 
     def program(mesh):
         whole, weight = place(mesh, X, grad=True), place(mesh, WEIGHT)

@@ -28,7 +28,7 @@ X = torch.arange(15.0, dtype=torch.float64).view(5, 3) / 7 - 1
 
 
 def _operators() -> Iterator[tuple[str, Callable[..., Any], list[Call]]]:
-    """One function for each rule and form of the table, with its samples."""
+    """Yield one function for each rule and decomposition of the table, with its samples."""
     assert FILLED
     seen = set()
     for label, func in registered():
@@ -52,7 +52,7 @@ def _sample(func: Callable[..., Any], call: Call) -> _Sample:
 
 
 def _linear_groups(sample: _Sample, mesh: sm.DeviceMesh) -> list[set[int]]:
-    """The operands, by their number among the tensors, that may be pending together."""
+    """Return the operands, by index among the tensors, that may be pending together."""
     metas = []
 
     def meta(x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _check_passes(sample: _Sample, mesh: sm.DeviceMesh, group: set[int]) -> None:
-    """No communication forward; backward gives the single process's gradients, in the operands' layouts."""
+    """Check that forward has no communication, and that gradients equal those of one process, in the operands' layouts."""
     specs = [P(unreduced={"a": "sum"}) if i in group else P() for i in range(len(sample.values))]
     leaves = [place(x, mesh, spec, seed) for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))]
     for leaf, wanted in zip(leaves, sample.differentiable, strict=True):
@@ -105,7 +105,7 @@ def _close(found: Tensor, wanted: Tensor, tolerance: float = 1e-9) -> None:
 
 
 def _linear_calls() -> Iterator[Any]:
-    """Samples of operators that are linear in something."""
+    """Yield samples of operators that are linear in an operand."""
     for label, func, calls in OPERATORS:
         if RULES.get(func) is not None:
             yield pytest.param(func, calls, id=label)
@@ -131,7 +131,7 @@ def test_pending_sums_pass_linear_operators(func: Callable[..., Any], calls: Seq
 
 
 def _second(call: Callable[[Sequence[Any]], Sequence[Any]], leaves: Sequence[Any], weights: Sequence[Tensor]) -> list[Any]:
-    """Gradients of the sum of squares of the gradients; nothing where these are constant."""
+    """Return gradients of the sum of squares of the gradients; None for constant ones."""
     sources = [r for r in call(leaves) if isinstance(r, Tensor) and r.requires_grad]
     sought = [x for x in leaves if x.requires_grad]
     if not sources or not sought:
@@ -144,7 +144,7 @@ def _second(call: Callable[[Sequence[Any]], Sequence[Any]], leaves: Sequence[Any
 
 
 def _layouts(sample: _Sample) -> list[list[P]]:
-    """Every tensor split in its first dim, split in its last, or pending."""
+    """Return every tensor sharded in its first dim, in its last, or pending."""
     first = [P("a") if x.ndim else P() for x in sample.values]
     last = [P(*[None] * (x.ndim - 1), "a") if x.ndim else P() for x in sample.values]
     pending = [P(unreduced={"a": "sum"}) if x.dtype is not torch.bool else P() for x in sample.values]
@@ -173,7 +173,7 @@ def test_double_backward(func: Callable[..., Any], calls: Sequence[Call]) -> Non
 
 
 def _expected(sample: _Sample) -> list[Tensor]:
-    """Second derivatives in the single process, if torch has them."""
+    """Return second derivatives in one process, if torch has them."""
     try:
         return _second(sample.call, sample.leaves(sample.differentiable), sample.weights)
     except RuntimeError:

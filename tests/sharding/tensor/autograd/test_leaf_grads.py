@@ -27,7 +27,7 @@ EVERY_PLACE = [P(), P("a"), P(None, "a"), P("b"), P("a", "b"), P(("a", "b")), P(
     ],
 )
 def test_backward_of_a_scalar(mesh_shape, spec):
-    """Whatever the loss is, pending or replicated on some axes or all, the gradient is that of the whole."""
+    """For any loss, pending or replicated on some or all axes, the gradient is that of one process."""
     (expected,) = plain_grad(lambda x: (x**3).sum(), X)
 
     def program(mesh):
@@ -81,7 +81,7 @@ def test_a_loss_of_one_sharded_element(mesh):
 
 @every_rank(2, 2)
 def test_explicit_gradients(mesh):
-    """Of any layout, or a plain tensor that is the same on every rank."""
+    """Any layout, or a plain tensor that is the same on every rank."""
     for spec in (P("a", "b"), P(), P(unreduced={"a", "b"})):
         for gradient in (X, *[sm.device_put(X, mesh, at) for at in (P(), P("b"), P(None, ("b", "a")))]):
             x = place(mesh, X, Shard(0), Replicate(), grad=True)

@@ -162,7 +162,7 @@ TENSORS = {"memory": MEMORY, "padding": PADDING, "causal": CAUSAL, "of heads": O
 
 
 def megatron(name, module, mesh):
-    """Projections split as tensor parallelism has them: into heads, and back."""
+    """Shard the projections as in Megatron: into heads, and back."""
     for parameter, spec in (("in_proj_weight", P("b")), ("in_proj_bias", P("b")), ("q_proj_weight", P("b")), ("k_proj_weight", P("b"))):
         if isinstance(module, nn.MultiheadAttention) and getattr(module, parameter) is not None:
             shard_parameter(module, parameter, mesh, spec)
@@ -177,7 +177,7 @@ WAYS = [(P(None, "a"), None), (P(None, "a"), megatron), (P(None, None, "a"), Non
 
 
 def results(model, call, x, tensors):
-    """What the module returns in training and in evaluation, and every gradient."""
+    """Return the results of the module in training and in evaluation, and all gradients."""
     out = call(model, x, tensors)
     outs = [y for y in (out if isinstance(out, tuple) else (out,)) if y is not None]
     sum((y * y.detach().cos()).sum() for y in outs).backward()

@@ -36,7 +36,7 @@ def received(records):
 
 
 def halo(kernel, rows=16, **options):
-    """What each of four ranks receives, forward and backward, for an image of so many rows, split in rows."""
+    """Return the bytes received by each of four ranks, forward and backward, for an image sharded by rows."""
     x, w = numbers(1, 3, rows, 8), numbers(4, 3, kernel, 3, seed=1)
 
     def program(mesh):
@@ -125,7 +125,7 @@ def windows(draw):
 
 @st.composite
 def cuts(draw, length, ranks):
-    """Evenly, or in parts of any sizes."""
+    """Draw even parts, or parts of any sizes."""
     if draw(st.booleans()):
         return P(None, None, "a")
     ends = sorted(draw(st.lists(st.integers(0, length), min_size=ranks - 1, max_size=ranks - 1)))
@@ -134,7 +134,7 @@ def cuts(draw, length, ranks):
 
 
 def check_twice(mesh, call, tensors, specs):
-    """Values, gradients and gradients of gradients equal those of one process."""
+    """Check that values, gradients and gradients of gradients equal those of one process."""
 
     def twice(*leaves):
         out = call(*leaves)

@@ -24,7 +24,7 @@ OPTIONS = [
 
 
 def laid_out(options, mesh, spec):
-    """The options with the weight on the mesh."""
+    """Return the options with the weight on the mesh."""
     return {name: place(x, mesh, spec) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
 
 

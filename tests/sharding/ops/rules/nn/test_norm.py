@@ -126,7 +126,7 @@ MODULES = {
 
 
 def trained(model, x, optimizer):
-    """Two steps of training, then evaluation; the result, and everything in the state."""
+    """Run two training steps, then evaluation; return the result and the state."""
     for step in (1.0, 2.0):
         loss = (model(x * step) ** 3).mean()
         loss.backward()

@@ -31,7 +31,7 @@ def received(records):
 
 
 def both(call, x):
-    """Results of a call, and the gradient of x."""
+    """Return the results of a call and the gradient of x."""
     results = call(x)
     results = list(results) if isinstance(results, tuple) else [results]
     return [*results, *torch.autograd.grad(results[0].square().sum(), x)]

@@ -30,7 +30,7 @@ def built(make):
 
 
 def split_rows(name, module, mesh):
-    """Every weight of a recurrent module, split over b in its rows."""
+    """Shard every weight of a recurrent module over b by rows."""
     for weight in [name for name, _ in module.named_parameters(recurse=False)]:
         shard_parameter(module, weight, mesh, P("b"))
 
@@ -40,7 +40,7 @@ def flat(tree):
 
 
 def check_training(mesh, make, run, inputs, specs, partition=None):
-    """Outputs, gradients of the inputs, and parameters after a step equal those of one process."""
+    """Check that outputs, gradients of the inputs, and parameters after a step equal those of one process."""
     plain, model = built(make), distribute_module(built(make), mesh, partition)
     theirs, ours = [x.clone().requires_grad_() for x in inputs], [put(mesh, *pair) for pair in zip(inputs, specs, strict=True)]
     made = []

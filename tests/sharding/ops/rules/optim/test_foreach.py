@@ -76,7 +76,7 @@ def test_foreach(others):
 
 
 def test_broadcast_rows_are_not_aligned():
-    """Of (4, 3) and (1, 3), both split in dim 0, the parts do not belong together."""
+    """The parts of (4, 3) and (1, 3), both sharded in dim 0, do not match."""
 
     def program(mesh):
         x, y = distributed(mesh, [f(4, 3), f(1, 3)], [P("a"), P("a")])
@@ -122,7 +122,7 @@ def test_norms_of_many_tensors_take_one_reduction_for_each_set_of_axes():
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-class Model(nn.Module):
+class MixedParameters(nn.Module):
     """A little of everything: an embedding, a norm, two matrices."""
 
     def __init__(self):
@@ -137,7 +137,7 @@ class Model(nn.Module):
 
 def model():
     torch.manual_seed(0)
-    return Model().double()
+    return MixedParameters().double()
 
 
 LAYOUTS = {"table.weight": P(None, "a"), "up.weight": P("a"), "up.bias": P("a"), "down.weight": P(None, "a")}

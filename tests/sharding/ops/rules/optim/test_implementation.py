@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardmesh as sm
 from shardmesh import P, ShardedTensor
 from shardmesh.sharding.ops.rules.optim import implementation
+from tests.recorded_operators import RecordedOperators
 from tests.sharding.ranks import every_rank, on_mesh
 
 SHAPES = [(4, 3), (6, 2), (5,), (2, 2)]
@@ -32,19 +32,6 @@ MAKERS = {
     "Adafactor": lambda params, **how: torch.optim.Adafactor(params, lr=0.1, **how),
 }
 FUSED = {"AdamW": "_fused_adamw_", "Adam amsgrad": "_fused_adam_", "SGD": "_fused_sgd_", "Adagrad": "_fused_adagrad_"}
-
-
-class Called(TorchDispatchMode):
-    """The names of the operators that run on the ranks' parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "aten":
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def values() -> list[torch.Tensor]:
@@ -83,7 +70,7 @@ def test_a_step_is_one_fused_call_on_the_parts(name: str) -> None:
         params = sharded(mesh)
         optimizer = MAKERS[name](params)
         stepped(params, optimizer)
-        with Called() as called:
+        with RecordedOperators("aten") as called:
             optimizer.step()
         assert [one for one in called.names if one.startswith("_fused")] == [FUSED[name]]
         assert len(called.names) <= 2  # one counts the steps
@@ -97,7 +84,7 @@ def test_optimizers_without_a_fused_kernel_use_foreach(mesh: sm.DeviceMesh) -> N
     params = sharded(mesh)
     optimizer = MAKERS["NAdam"](params)
     stepped(params, optimizer)
-    with Called() as called:
+    with RecordedOperators("aten") as called:
         optimizer.step()
     assert called.names.count("_foreach_lerp_") == 1
     assert "lerp_" not in called.names
@@ -123,7 +110,7 @@ def test_explicit_choice_is_respected(how: dict[str, bool]) -> None:
         x = sm.distribute_tensor(torch.ones(4), mesh, P("a"))
         x.grad = torch.ones_like(x)
         optimizer = torch.optim.AdamW([x], **how)  # type: ignore[arg-type]
-        with Called() as called:
+        with RecordedOperators("aten") as called:
             optimizer.step()
         assert "lerp_" in called.names
 

@@ -27,7 +27,7 @@ LAYOUTS = [((1,), P()), ((3,), P("a")), ((3,), P(None, "a")), ((2, 2), P("b", "a
 
 
 def whole(shape, func, p=0.4, mesh_shape=(1,), spec=None, backward=False):
-    """The whole results of two calls (or the gradients of their sum) on ones; every rank must agree, without communication."""
+    """Return the full results of two calls (or the gradients of their sum) on ones; check that all ranks agree without communication."""
 
     def program(mesh):
         sm.random.manual_seed(6)
@@ -84,7 +84,7 @@ def test_alpha_dropout_equals_torch(func, p):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P()], ids=str)
 def test_first_and_second_derivatives(func, in_place, spec):
-    """Of f(x**2)'s elements, weighted: as if the mask were a constant tensor."""
+    """Derivatives of a weighted sum of f(x**2) are those with a constant mask."""
     whole_x = torch.linspace(-0.9, 1.5, 20, dtype=torch.float64).view(5, 4)
     arguments = {"p": 0.5} if func is not F.rrelu else {}
 

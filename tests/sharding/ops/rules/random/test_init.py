@@ -49,7 +49,7 @@ def _filled(fill, arguments, shape, mesh_shape, spec):
 
 
 def _filled_alike_on_any_mesh(fill, arguments, shape):
-    """The tensor, which is the same on every mesh."""
+    """Return the tensor, which is the same on every mesh."""
     tensors = _filled(fill, arguments, shape, (1,), sm.P())
     tensors += _filled(fill, arguments, shape, (4,), sm.P("a"))
     tensors += _filled(fill, arguments, shape, (2, 2), sm.P("b", "a"))

@@ -17,7 +17,7 @@ NAN = math.nan
 
 
 def received(records):
-    """Bytes that this rank received."""
+    """Return the bytes that this rank received."""
     return sum(record.bytes_received for record in records)
 
 

@@ -175,7 +175,7 @@ def test_gradients_of_gradients(name):
 
 
 def _twice(made, x):
-    """The gradient of the sum of squares, and the gradient of that gradient's."""
+    """Return the gradient of the sum of squares, and the gradient of that gradient's sum of squares."""
     (grad,) = torch.autograd.grad((made * made).sum(), x, create_graph=True)
     (twice,) = torch.autograd.grad((grad * grad).sum(), x)
     return grad.detach(), twice
@@ -273,7 +273,7 @@ def test_a_dim_too_short_for_all_axes_keeps_the_major_ones():
 
 
 def test_slices_without_communication_are_views():
-    """Of dims that are not split, and of split ones where every rank keeps its part."""
+    """Slices of replicated dims, and of sharded dims where every rank keeps its part."""
 
     def program(mesh):
         x = sm.distribute_tensor(NUMBERS, mesh, P("a"), src_data_rank=None)
@@ -332,7 +332,7 @@ def test_invalid_arguments_raise_torchs_errors_before_communication():
 
 
 def _weighted(call, x):
-    """Every piece with a weight of its own."""
+    """Return every piece with a different weight."""
     return torch.cat([piece * (n + 1) for n, piece in enumerate(call(x))])
 
 

@@ -1,7 +1,7 @@
-"""Who takes part in `train.py`: one model, one optimizer and one batch, by our layers and by torch's.
+"""The implementations that `train.py` compares: one model, optimizer and batch, parallelized by shardmesh and by torch.
 
-All of a pair do the same work on the same batch: ranks of data parallelism take rows of it, those of tensor parallelism all of its rows
-and a part of the weights. Models are made in each process from one seed, so that nobody needs to send them.
+Both of a pair do the same work on the same batch: data-parallel ranks take rows of it, tensor-parallel ranks all of its rows and a
+part of the weights. Every process creates the model from the same seed, so no weights are sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RATE = 1e-3
 
 
 class Setup:
-    """The process group, the meshes of ours and of torch over it, and how all step: AdamW as it comes, or with `fused=True`."""
+    """The process group, our and torch's meshes over it, and the optimizer's options: AdamW's defaults, or `fused=True`."""
 
     def __init__(self, size: Size, ranks: int, fused: bool = False) -> None:
         self.size, shape = size, (ranks // 2, 2)
@@ -51,12 +51,12 @@ class Setup:
         return init_torch_mesh("cpu", self._shape, mesh_dim_names=("fsdp", "tp"))
 
     def rows(self, step: int, part: int, parts: int) -> tuple[Tensor, Tensor]:
-        """This part of the batch."""
+        """Return part number `part` of `parts` of the batch."""
         x, y = batch(self.size, step)
         return x.chunk(parts)[part], y.chunk(parts)[part]
 
     def own_rows(self, step: int) -> tuple[Tensor, Tensor]:
-        """Those of a rank, where each has its own."""
+        """Return the rows of this rank, for data parallelism over all ranks."""
         return self.rows(step, self.line.get_rank(), self.line.size())
 
 
@@ -65,20 +65,20 @@ class Training:
     """A model in training.
 
     Attributes:
-        data: from the number of a step to inputs and targets.
-        around: what a step is made in.
+        data: maps the number of a step to inputs and targets.
+        context: creates the context manager in which forward and backward run.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     data: Callable[[int], tuple[Any, Any]]
-    around: Callable[[], Any] = nullcontext
+    context: Callable[[], Any] = nullcontext
     steps: int = 0
 
     def step(self) -> Tensor:
-        """Forward, backward and optimizer; the loss."""
+        """Run forward, backward and the optimizer; return the loss."""
         inputs, targets = self.data(self.steps)
-        with self.around():
+        with self.context():
             loss = cross_entropy(self.model(inputs), targets)
             loss.backward()
         self.optimizer.step()
@@ -88,21 +88,21 @@ class Training:
 
 
 def loss_of_batch(loss: Any) -> float:
-    """The loss of the whole batch. Communication: at least an all_reduce."""
+    """Return the loss of the whole batch. Communication: at least one all_reduce."""
     whole = loss.full_tensor() if hasattr(loss, "full_tensor") else loss.clone()
     dist.all_reduce(whole)
     return whole.item() / dist.get_world_size()
 
 
-def trained(
-    setup: Setup, model: nn.Module, data: Callable[[int], tuple[Any, Any]], around: Callable[[], Any] = nullcontext
+def with_adamw(
+    setup: Setup, model: nn.Module, data: Callable[[int], tuple[Any, Any]], context: Callable[[], Any] = nullcontext
 ) -> Training:
-    return Training(model, torch.optim.AdamW(model.parameters(), **setup.options), data, around)
+    return Training(model, torch.optim.AdamW(model.parameters(), **setup.options), data, context)
 
 
 def alone(setup: Setup) -> Training:
-    """One process with the whole batch."""
-    return trained(setup, make_model(setup.size), lambda step: batch(setup.size, step))
+    """Return the training of one process on the whole batch."""
+    return with_adamw(setup, make_model(setup.size), lambda step: batch(setup.size, step))
 
 
 # -- data parallelism --------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def alone(setup: Setup) -> Training:
 
 def our_fsdp(setup: Setup, reshard: bool, compiled: bool = False) -> Training:
     model = sm.parallel.fully_shard(make_model(setup.size), setup.line, units=Block, reshard_after_forward=reshard, src_data_rank=None)
-    return trained(setup, _compiled(model) if compiled else model, setup.own_rows)
+    return with_adamw(setup, _compiled(model) if compiled else model, setup.own_rows)
 
 
 def _compiled(model: Any) -> nn.Module:
@@ -122,7 +122,7 @@ def _compiled(model: Any) -> nn.Module:
 
 def our_fsdp_of_sharded_inputs(setup: Setup) -> Training:
     model = sm.parallel.fully_shard(make_model(setup.size), setup.line, units=Block, src_data_rank=None)
-    return trained(setup, model, lambda step: _sharded(setup.own_rows(step), setup.line, P("dp"), setup.size))
+    return with_adamw(setup, model, lambda step: _sharded(setup.own_rows(step), setup.line, P("dp"), setup.size))
 
 
 def _sharded(rows: tuple[Tensor, Tensor], mesh: sm.DeviceMesh, spec: P, size: Size) -> tuple[Any, Any]:
@@ -132,10 +132,10 @@ def _sharded(rows: tuple[Tensor, Tensor], mesh: sm.DeviceMesh, spec: P, size: Si
 
 def their_fsdp(setup: Setup, reshard: bool, compiled: bool = False) -> Training:
     model: Any = make_model(setup.size)
-    if compiled:  # before, so that its hooks are not inside what is compiled
+    if compiled:  # before fully_shard, so that its hooks are not compiled
         for i, block in enumerate(model.blocks):
             model.blocks[i] = torch.compile(block)
-    return trained(setup, _their_fsdp(model, setup.their_line, reshard), setup.own_rows)
+    return with_adamw(setup, _their_fsdp(model, setup.their_line, reshard), setup.own_rows)
 
 
 def _their_fsdp(model: Any, mesh: TorchMesh, reshard: bool) -> nn.Module:
@@ -146,11 +146,11 @@ def _their_fsdp(model: Any, mesh: TorchMesh, reshard: bool) -> nn.Module:
 
 def our_ddp(setup: Setup, compiled: bool = False) -> Training:
     model = data_parallel(make_model(setup.size), setup.line, units=Block, src_data_rank=None)
-    return trained(setup, _compiled(model) if compiled else model, setup.own_rows)
+    return with_adamw(setup, _compiled(model) if compiled else model, setup.own_rows)
 
 
 def their_ddp(setup: Setup, compiled: bool = False) -> Training:
-    return trained(setup, _their_ddp(setup, compiled), setup.own_rows)
+    return with_adamw(setup, _their_ddp(setup, compiled), setup.own_rows)
 
 
 def _their_ddp(setup: Setup, compiled: bool = False) -> nn.Module:
@@ -160,7 +160,7 @@ def _their_ddp(setup: Setup, compiled: bool = False) -> nn.Module:
 
 def our_zero(setup: Setup) -> Training:
     model = data_parallel(make_model(setup.size), setup.line, optimizer="dp", units=Block, src_data_rank=None)
-    return trained(setup, model, setup.own_rows)
+    return with_adamw(setup, model, setup.own_rows)
 
 
 def their_zero(setup: Setup) -> Training:
@@ -175,7 +175,7 @@ _BY_POSITION = P(None, "tp")
 
 
 def our_plan() -> dict[str, Any]:
-    """Activations between layers lie split by position, logits by byte value."""
+    """Return the plan: activations between layers are sharded by position, logits by byte value."""
     return {
         "embedding": rowwise(out=_BY_POSITION),
         "blocks.*_norm": sequence_parallel(1, out=P()),
@@ -187,7 +187,7 @@ def our_plan() -> dict[str, Any]:
 
 
 def their_block_plan() -> dict[str, Any]:
-    """The same by torch's styles, as torch's tutorial of tensor parallelism has it."""
+    """Return the same plan of a block in torch's styles, as in torch's tensor parallelism tutorial."""
     position, whole, colwise = dt.Shard(1), dt.Replicate(), theirs.ColwiseParallel()
     return {
         "attention_norm": theirs.SequenceParallel(), "mlp_norm": theirs.SequenceParallel(),
@@ -210,12 +210,12 @@ def their_outer_plan() -> dict[str, Any]:
 
 def our_tensor_parallel(setup: Setup) -> Training:
     model = parallelize(make_model(setup.size), setup.tensor_line, our_plan(), src_data_rank=None)
-    return trained(setup, model, lambda step: _sharded(batch(setup.size, step), setup.tensor_line, P(), setup.size))
+    return with_adamw(setup, model, lambda step: _sharded(batch(setup.size, step), setup.tensor_line, P(), setup.size))
 
 
 def their_tensor_parallel(setup: Setup) -> Training:
     model = _their_tensor_parallel(make_model(setup.size), setup.their_line)
-    return trained(setup, model, lambda step: batch(setup.size, step), theirs.loss_parallel)
+    return with_adamw(setup, model, lambda step: batch(setup.size, step), theirs.loss_parallel)
 
 
 def _their_tensor_parallel(model: Any, mesh: TorchMesh) -> nn.Module:
@@ -229,24 +229,24 @@ def our_two_axes(setup: Setup) -> Training:
     model = parallelize(make_model(setup.size), setup.grid, our_plan(), src_data_rank=None)
     sm.parallel.fully_shard(model, setup.grid, units=Block, src_data_rank=None)
     part, parts = setup.grid.get_local_rank("fsdp"), setup.grid.size("fsdp")
-    return trained(setup, model, lambda step: _sharded(setup.rows(step, part, parts), setup.grid, P("fsdp"), setup.size))
+    return with_adamw(setup, model, lambda step: _sharded(setup.rows(step, part, parts), setup.grid, P("fsdp"), setup.size))
 
 
 def their_two_axes(setup: Setup) -> Training:
     mesh = setup.their_grid
     model = _their_fsdp(_their_tensor_parallel(make_model(setup.size), mesh["tp"]), mesh["fsdp"], True)
     part, parts = mesh.get_local_rank("fsdp"), mesh.size(0)
-    return trained(setup, model, lambda step: setup.rows(step, part, parts), theirs.loss_parallel)
+    return with_adamw(setup, model, lambda step: setup.rows(step, part, parts), theirs.loss_parallel)
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+# -- all pairs ---------------------------------------------------------------------------------------------------------
 
 Make = Callable[[Setup], Training]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A form of parallelism: who does it, ours first; `goal` is what ours / theirs in time is to be."""
+    """Two implementations of a form of parallelism; `goal` is the target for time of ours / theirs."""
 
     name: str
     ours: str

@@ -1,4 +1,4 @@
-"""Who takes part in `functional.py`: one process group, the meshes of all over it, and tensors as each of them holds them."""
+"""Setup of `functional.py`: one process group, a mesh of each implementation over it, and sharded tensors on each mesh."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IN_A_ROW = 50
 
 
 class Setup:
-    """The process group, and the meshes of all contestants over it."""
+    """The process group, and a mesh of each implementation over it."""
 
     def __init__(self) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
@@ -37,7 +37,7 @@ class Setup:
 
     @cached_property
     def spmd(self) -> Any:
-        """The package spmd_types; None where it is not installed."""
+        """The package spmd_types; None if it is not installed."""
         if find_spec("spmd_types") is None:
             return None
         import_module("spmd_types.checker")
@@ -45,42 +45,42 @@ class Setup:
 
     @property
     def spmd_version(self) -> str:
-        """For the line under the tables."""
+        """Version of spmd_types, for the line below the tables."""
         return "not installed" if self.spmd is None else version("spmd-types")
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Inside, spmd_types follows types."""
+        """Enable the type checker of spmd_types."""
         with self.spmd.set_current_mesh(self.theirs), self.spmd.checker.typecheck():
             yield
 
     def our(self, local: Tensor, dim: int | None) -> Any:
-        """A leaf of ours, of which `local` is this rank's part: split along `dim`, or replicated."""
+        """Return a `ShardedTensor` leaf with this local part: sharded along `dim`, or replicated if `dim` is None."""
         shape = [n * WORLD if i == dim else n for i, n in enumerate(local.shape)]
         whole = sm.from_local(local.detach().clone(), self.ours, our_spec(dim), shape=shape)
         return whole.requires_grad_(local.requires_grad)
 
     def their(self, local: Tensor, dim: int | None) -> Any:
-        """The same as a `DTensor`."""
-        whole = dt.DTensor.from_local(local.detach().clone(), self.theirs, their_places(dim))
+        """Return the same as a `DTensor`."""
+        whole = dt.DTensor.from_local(local.detach().clone(), self.theirs, their_placements(dim))
         return whole.requires_grad_(local.requires_grad)
 
 
 def our_spec(dim: int | None) -> P:
-    """Split along this dim, or replicated."""
+    """Return the spec of a tensor sharded along `dim`, or replicated."""
     return P() if dim is None else P(*[None] * dim, AXIS)
 
 
-def their_places(dim: int | None) -> list[Any]:
-    """The same as DTensor's placements."""
+def their_placements(dim: int | None) -> list[Any]:
+    """Return the same as DTensor placements."""
     return [dt.Replicate() if dim is None else dt.Shard(dim)]
 
 
-def in_a_row(call: Call, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Call:
-    """A call many times, in its surroundings."""
+def in_a_row(call: Call, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Call:
+    """Return a function that makes a call `IN_A_ROW` times inside a context."""
 
     def calls() -> None:
-        with around():
+        with context():
             for _ in range(IN_A_ROW):
                 call()
 

@@ -1,13 +1,13 @@
-"""The process from which the ranks of faulty programs are forked, so that they need not import torch.
+"""A fork server for the ranks of faulty programs, so that they do not import torch again.
 
-    Runner (the tests)              zygote                       supervisor of a job           rank of a job
-      python -m ...zygote  ----->     imports torch, shardmesh, the table
-      one line of JSON     ----->     fork                ----->   4 x fork             ----->   program(at)
-                                                                   waits, kills the late         its notes, its stderr;
+    Runner (the tests)              fork server                  supervisor of a job           rank of a job
+      python -m ...fork_server ->     imports torch, shardmesh, the table
+      one line of JSON     ----->     fork                ----->   4 x fork             ----->   program(ctx)
+                                                                   waits, kills hanging ranks    its events, its stderr;
       ended.json           <-------------------------------------  ended.json                    then the interpreter ends
 
-The zygote has one thread, no process group and has run no gradient when it forks. A rank returns from `main` or raises out of
-it, so that its interpreter ends as that of any program: exit functions, threads and all.
+The fork server has one thread, no process group and has run no backward when it forks. A rank returns from `main` or raises out of
+it, so that its interpreter ends as that of any program, with exit functions and threads.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.faults.at import At, AtTorch, Notes, quiet
+import torch
+
 from tests.faults.fault import RANKS, Fault
+from tests.faults.rank_context import EventLog, RankContext, TorchRankContext
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_S = 0.003
-_TO_END_S = 30.0  # how long ranks may take to end after an odd one that had been frozen goes on
+_EXIT_S = 30.0  # time limit of ranks to end after a frozen outlier was resumed
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,17 @@ class Job:
     """One run of a program.
 
     Attributes:
-        fault: its name.
-        way: "ours", "torch", or "detail" for torch with TORCH_DISTRIBUTED_DEBUG=DETAIL.
-        odd: the ranks that go wrong; none to see what should come out.
-        folder: where the ranks' notes and output go.
-        port: of the job's store.
-        limit_s: seconds after which it is killed.
+        fault: name of the fault.
+        backend: "ours", "torch", or "detail" for torch with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+        outliers: the ranks that diverge; none to get the expected results.
+        folder: folder for the ranks' events and output.
+        port: port of the job's store.
+        limit_s: seconds after which hanging ranks are killed.
     """
 
     fault: str
-    way: str
-    odd: tuple[int, ...]
+    backend: str
+    outliers: tuple[int, ...]
     folder: str
     port: int
     limit_s: float
@@ -60,12 +62,12 @@ class Job:
 
 
 def main() -> None:
-    importlib.import_module("torch._dynamo")  # torch does so in the first optimizer, which takes seconds
+    importlib.import_module("torch._dynamo")  # otherwise the first optimizer imports it, which takes seconds
     table = importlib.import_module(sys.argv[1]).FAULTS
-    quiet()
-    gc.freeze()  # what was imported is no garbage when a rank ends: looking through it took 0.5 s of each
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors that have ended leave no zombies
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have what they start in the background ignore it
+    torch.set_num_threads(1)  # four ranks share a few cores
+    gc.freeze()  # or the exit of each rank takes 0.5 s to collect what was imported
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of supervisors
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make background processes ignore it
     print("ready", flush=True)
     for line in sys.stdin:
         job = Job(**json.loads(line))
@@ -76,7 +78,7 @@ def main() -> None:
 
 
 def supervise(job: Job, table: Mapping[str, Fault]) -> None:
-    """Starts the ranks and waits for them. Returns on the ranks alone, when their programs have."""
+    """Start the ranks and wait for them. Returns only on the ranks, when their programs return."""
     os.setpgid(0, 0)
     parent = os.getpid()
     ranks: dict[int, int] = {}
@@ -86,12 +88,12 @@ def supervise(job: Job, table: Mapping[str, Fault]) -> None:
             _end_with_parent(parent)
             return run(job, rank, table[job.fault])
         ranks[pid] = rank
-    _write_ended(job, _follow(job, ranks))
-    os.killpg(0, signal.SIGKILL)  # what the ranks have started and left behind, and this process
+    _write_ended(job, _wait_for(job, ranks))
+    os.killpg(0, signal.SIGKILL)  # remaining children of the ranks, and this process
 
 
-def _follow(job: Job, ranks: dict[int, int]) -> dict[str, Any]:
-    """How each rank ended: its exit status, or minus a signal; and those that had to be killed."""
+def _wait_for(job: Job, ranks: dict[int, int]) -> dict[str, Any]:
+    """Return the exit status of each rank, or minus a signal, and the ranks that hung and were killed."""
     statuses: dict[int, int] = {}
     stopped: set[int] = set()
     deadline = time.monotonic() + job.limit_s
@@ -105,8 +107,10 @@ def _follow(job: Job, ranks: dict[int, int]) -> dict[str, Any]:
         else:
             time.sleep(_POLL_S)
         if stopped and len(statuses) + len(stopped) == len(ranks):
-            deadline = min(deadline, time.monotonic() + _TO_END_S)
-            _go_on(stopped)
+            deadline = min(deadline, time.monotonic() + _EXIT_S)
+            for pid in stopped:  # frozen ranks resume last, when the others have ended
+                os.kill(pid, signal.SIGCONT)
+            stopped.clear()
     late = sorted(set(ranks) - set(statuses))
     for pid in late:
         os.kill(pid, signal.SIGKILL)
@@ -117,13 +121,6 @@ def _follow(job: Job, ranks: dict[int, int]) -> dict[str, Any]:
     }
 
 
-def _go_on(stopped: set[int]) -> None:
-    """Those that froze hear last what has become of the job."""
-    for pid in stopped:
-        os.kill(pid, signal.SIGCONT)
-    stopped.clear()
-
-
 def _write_ended(job: Job, ended: dict[str, Any]) -> None:
     unfinished = Path(job.folder, "ending.json")
     unfinished.write_text(json.dumps(ended))
@@ -131,20 +128,20 @@ def _write_ended(job: Job, ended: dict[str, Any]) -> None:
 
 
 def run(job: Job, rank: int, fault: Fault) -> None:
-    """The life of a rank."""
+    """Run a program on a rank."""
     _redirect(Path(job.folder, f"{rank}.output"))
-    notes = Notes(str(Path(job.folder, f"{rank}.notes")))
+    events = EventLog(str(Path(job.folder, f"{rank}.events")))
     os.environ.update(_environment(job, rank))
     faulthandler.dump_traceback_later(job.limit_s - 1)  # of one that hangs
-    at = (At if job.way == "ours" else AtTorch)(rank, RANKS, rank in job.odd, notes)
-    at.stalls = fault.stalls
+    ctx = (RankContext if job.backend == "ours" else TorchRankContext)(rank, RANKS, rank in job.outliers, events)
+    ctx.short_timeout = fault.has_short_timeout
     try:
-        at.start(fault.mesh)
-        value = fault.program(at)
+        ctx.start(fault.mesh)
+        value = fault.program(ctx)
     except BaseException as error:
-        notes.add("error", **_described(error))
+        events.add("error", **_described(error))
         raise
-    notes.add("done", value=value)
+    events.add("done", value=value)
 
 
 def _described(error: BaseException) -> dict[str, Any]:
@@ -157,7 +154,7 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 
 def _environment(job: Job, rank: int) -> dict[str, str]:
-    """What `launch` would set."""
+    """Return the variables that `launch` sets."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -169,7 +166,7 @@ def _environment(job: Job, rank: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": f"faults-{job.port}",
-        "TORCH_DISTRIBUTED_DEBUG": "DETAIL" if job.way == "detail" else "OFF",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL" if job.backend == "detail" else "OFF",
         "SHARDMESH_WATCH_DIR": job.folder,
     }
 

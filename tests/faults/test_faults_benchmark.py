@@ -1,4 +1,4 @@
-"""The output of benchmarks/faults.py, and that it runs."""
+"""benchmarks/faults.py: it runs, and describes outcomes correctly."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def words(monkeypatch: pytest.MonkeyPatch) -> Any:
+def fault_outcomes(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("fault_words")
+    return importlib.import_module("fault_outcomes")
 
 
 def rank(value: Any = 1, text: str = "", status: int | None = 0) -> RankOutcome:
@@ -48,13 +48,13 @@ BARRIER = "[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 5000 ms"
         ("is_killed", [HEALTHY, HEALTHY, rank(status=-9), HEALTHY], [], "nothing"),
     ],
 )
-def test_verdicts_on_torch(words: Any, program: str, ranks: list[RankOutcome], killed: list[int], expected: str) -> None:
-    assert words.seen(FAULTS[program], Outcome(ranks, killed), [1] * 4).text == expected
+def test_outcomes_of_torch(fault_outcomes: Any, program: str, ranks: list[RankOutcome], killed: list[int], expected: str) -> None:
+    assert fault_outcomes.torch_outcome(FAULTS[program], Outcome(ranks, killed), [1] * 4).text == expected
 
 
-def test_percentiles(words: Any) -> None:
+def test_percentiles(fault_outcomes: Any) -> None:
     values = [float(n) for n in range(100, 0, -1)]
-    assert [words.percentile(values, p) for p in (0, 50, 99, 100)] == [1, 50, 99, 100]
+    assert [fault_outcomes.percentile(values, p) for p in (0, 50, 99, 100)] == [1, 50, 99, 100]
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
-"""The ranks of a job, all driven by a test in one process: each has a trace buffer that the others read.
+"""Ranks of a job that a test drives in one process: each has a trace buffer that the others read.
 
-    ranks = played(tmp_path, 4)
+    ranks = driven_ranks(tmp_path, 4)
     ranks[0].call("all_reduce")          rank 0 calls its collective number 0 of the group of all ranks
-    ranks[0].judged()                    the verdict of its monitor, from the trace buffers
+    ranks[0].diagnosed()                 the verdict of its monitor, from the trace buffers
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from shardmesh.mesh.monitor.recording.trace_buffer import Header, RankState
 from shardmesh.mesh.monitor.settings import monotonic_ns
 from shardmesh.mesh.monitor.verdict import Verdict
 
-JOB = "by-hand"
+JOB = "driven"
 
 
-class Hand:
+class DrivenRank:
     """One rank."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.world = NullWorld(rank, size)
         self.monitor = Monitor(self.world, JobDirectory(JOB, rank, size))
         self.rank, self.buffer, self.everyone = rank, self.monitor.buffer, tuple(range(size))
-        self._seats: dict[tuple[int, ...], Recorder] = {}
+        self._recorders: dict[tuple[int, ...], Recorder] = {}
 
     def recorder(self, ranks: tuple[int, ...] | None = None) -> Recorder:
         """Return the recorder of its collectives, which waits for no other rank."""
         ranks = self.everyone if ranks is None else ranks
-        if ranks not in self._seats:
-            self._seats[ranks] = Recorder(self.world.group(ranks), self.buffer, None)
-        return self._seats[ranks]
+        if ranks not in self._recorders:
+            self._recorders[ranks] = Recorder(self.world.group(ranks), self.buffer, None)
+        return self._recorders[ranks]
 
     def call(
         self,
@@ -74,7 +74,8 @@ class Hand:
         return diagnose.diagnose(self.monitor, self.recorder(ranks), sequence, monotonic_ns() - int(waited * 1e9))
 
 
-def played(folder: Path, size: int) -> list[Hand]:
+def driven_ranks(folder: Path, size: int) -> list[DrivenRank]:
+    """Return the ranks of a job whose files are in this folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDMESH_WATCH_DIR", str(folder))
-        return [Hand(rank, size) for rank in range(size)]
+        return [DrivenRank(rank, size) for rank in range(size)]

@@ -1,9 +1,9 @@
-"""A process on a host that has imported everything and forks the host's ranks, since importing torch takes seconds.
+"""A fork server on a host, which forks the host's ranks without importing torch again.
 
-    python -m tests.multinode.forker FIFO        then one `Job` as JSON a line
+    python -m tests.multinode.fork_server FIFO        then one `TorchrunJob` as JSON per line
 
-A job is what `torchrun --nnodes 2 --nproc-per-node 2` does, with a function in place of a script: an agent, in a process group of
-its own (so that a test can kill or stop a host's part of the job at once), and two ranks that it forks.
+A job is what `torchrun --nnodes 2 --nproc-per-node 2` runs, with a function instead of a script: an agent in a separate process group
+(so that a test can kill or stop the host's part of the job at once), and two ranks that it forks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from tests.multinode import programs
 
 
 @dataclass(frozen=True)
-class Job:
-    """Attributes:
-    program: name of a function of `tests.multinode.programs`, which is given `folder`.
-    folder: for what ranks and agents write.
-    torchrun: arguments of its command line.
+class TorchrunJob:
+    """The part of a job on one host.
+
+    Attributes:
+        program: name of a function of `tests.multinode.programs`, called with `folder`.
+        folder: folder for files of ranks and agents.
+        torchrun: command-line arguments of torchrun.
     """
 
     program: str
@@ -36,7 +38,7 @@ class Job:
     torchrun: list[str]
 
     def file(self, what: str) -> Path:
-        """Where this host's agent writes its process group, its status when it is over, and what it prints."""
+        """Return a file of this host's agent: "pid" with its process group, "status" with its exit status, or "log"."""
         return Path(self.folder) / f"{os.uname().nodename}.{what}"
 
     def to_json(self) -> str:
@@ -48,19 +50,19 @@ def serve(fifo: str) -> None:
     with open(fifo) as lines:
         for line in lines:
             if os.fork() == 0:
-                status = _run(job := Job(**json.loads(line)))
+                status = _run(job := TorchrunJob(**json.loads(line)))
                 programs.write(job.file("status"), str(status))
                 os._exit(status)
 
 
-def _run(job: Job) -> int:
+def _run(job: TorchrunJob) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     log = os.open(job.file("log"), os.O_WRONLY | os.O_CREAT)
     for number in (1, 2):
         os.dup2(log, number)
     programs.write(job.file("pid"), str(os.getpid()))
-    logging.disable()  # torch's formatter imports its compiler to write down that a rank has failed, which takes seconds
+    logging.disable()  # torch's formatter imports its compiler to log a failed rank, which takes seconds
     try:
         config, *_ = torchrun.config_from_args(torchrun.parse_args([*job.torchrun, "unused.py"]))
         config.start_method = "fork"

@@ -1,7 +1,7 @@
-"""The environment of a program of the table: one rank of shardmesh, or of torch.distributed alone.
+"""The context in which a program of the table runs: one rank with shardmesh, or with torch.distributed alone.
 
-The programs are spelled as both understand: `at.d` is `shardmesh.compat` or what torch calls the same, and `at.group()` has our
-collectives on flat buffers, which `TorchGroup` gives torch's names.
+Programs use names that both have: `ctx.d` is `shardmesh.compat` or a namespace of torch, and `ctx.group()` has our collectives on flat
+buffers, which `TorchGroup` provides with torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.tensor as dtensor
 from torch import Tensor
@@ -28,80 +27,81 @@ TORCH_TIMEOUT_S = 5.0  # of torch's groups; the default is 30 minutes
 TORCH = SimpleNamespace(**{**vars(dtensor), "DeviceMesh": DeviceMesh, "init_device_mesh": init_device_mesh})
 
 
-class Notes:
-    """What happens on one rank, line by line in a file: written at once, so that it is there after a SIGKILL, too."""
+class EventLog:
+    """A file of events on one rank, unbuffered, so that it survives SIGKILL."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def add(self, event: str, **more: Any) -> None:
-        """Notes an event with the time: seconds of a clock that all processes of the machine share."""
+        """Record an event with the time of the monotonic clock, which all processes of the machine share."""
         line = json.dumps({"event": event, "when": time.monotonic(), **more}) + "\n"
         os.write(self._file, line.encode())
 
 
-class At:
-    """The place where a program runs, as one rank sees it.
+class RankContext:
+    """The context of a program on one rank.
 
     Attributes:
-        rank, size: of the world.
-        stalls: whether a rank that does not come within `STALL_S` is an error once it is asked who goes wrong. Not before: on a busy
-            machine ranks start far apart.
-        d: `shardmesh.compat`, or a namespace with torch's things of the same names.
-        mesh: the mesh of the table's entry.
-        notes: what happens here.
+        rank: rank in the world.
+        size: size of the world.
+        short_timeout: whether `is_outlier` sets the timeout of collectives to `STALL_S`. Not earlier: on a busy machine ranks start far
+            apart.
+        d: `shardmesh.compat`, or a namespace of torch with the same names.
+        mesh: the mesh of the fault.
+        events: log of this rank's events.
     """
 
-    def __init__(self, rank: int, size: int, odd: bool, notes: Notes) -> None:
-        self.rank, self.size, self._odd, self.notes = rank, size, odd, notes
-        self._noted = False
-        self.stalls = False
+    def __init__(self, rank: int, size: int, outlier: bool, events: EventLog) -> None:
+        self.rank, self.size, self._outlier, self.events = rank, size, outlier, events
+        self._fault_recorded = False
+        self.short_timeout = False
         self.d: Any = sm.compat
         self.mesh: Any = None
 
     def start(self, mesh: Mapping[str, int]) -> None:
-        """Makes the mesh, if there is to be one, and starts the default group on the way."""
+        """Create the mesh, if there is one, and with it the default group."""
         if mesh:
             self.mesh = self.d.init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
 
-    def stalls_soon(self) -> None:
-        """From now on a rank that does not come within `STALL_S` is an error."""
+    def set_short_timeout(self) -> None:
+        """Set the timeout of collectives to `STALL_S`."""
         watchdog(warn=STALL_S / 2, timeout=STALL_S)
 
-    def odd(self) -> bool:
-        """Whether this rank is to go wrong here. If so, that is the time of the fault, when it is asked for the first time."""
-        if self.stalls:
-            self.stalls_soon()
-        if self._odd and not self._noted:
-            self._noted = True
-            self.notes.add("fault")
-        return self._odd
+    def is_outlier(self) -> bool:
+        """Return whether this rank must diverge here. The first call on an outlier records the time of the fault."""
+        if self.short_timeout:
+            self.set_short_timeout()
+        if self._outlier and not self._fault_recorded:
+            self._fault_recorded = True
+            self.events.add("fault")
+        return self._outlier
 
     def put(self, tensor: Tensor, *placements: Any) -> Any:
-        """`tensor`, the same on every rank, laid out on the mesh without communication."""
+        """Distribute `tensor`, which is the same on every rank, without communication."""
         return self.d.distribute_tensor(tensor, self.mesh, list(placements), src_data_rank=None)
 
     def group(self, axis: str | None = None) -> Any:
-        """The group along an axis, or of all ranks of the mesh."""
+        """Return the group along an axis, or of all ranks of the mesh."""
         return self.mesh.group(axis or self.mesh.axis_names)
 
 
-class AtTorch(At):
-    """The same without shardmesh: DTensor, and torch.distributed's collectives with a timeout of a few seconds."""
+class TorchRankContext(RankContext):
+    """The context without shardmesh: DTensor, and torch.distributed's collectives with a timeout of a few seconds."""
 
-    def __init__(self, rank: int, size: int, odd: bool, notes: Notes) -> None:
-        super().__init__(rank, size, odd, notes)
+    def __init__(self, rank: int, size: int, outlier: bool, events: EventLog) -> None:
+        super().__init__(rank, size, outlier, events)
         self.d = TORCH
 
     def start(self, mesh: Mapping[str, int]) -> None:
-        """As above. Torch leaves the groups of a mesh at their timeout of 30 minutes: here all get a short one."""
+        """Create the mesh. Torch gives a mesh's groups a timeout of 30 minutes: set a short default for all."""
         dist.set_debug_level_from_env()
         dist.distributed_c10d.default_pg_timeout = timedelta(seconds=TORCH_TIMEOUT_S)
         dist.init_process_group("gloo", timeout=timedelta(seconds=TORCH_TIMEOUT_S))
         super().start(mesh)
 
-    def stalls_soon(self) -> None:
-        """Torch has one timeout for everything."""
+    def set_short_timeout(self) -> None:
+        """Do nothing: torch has one timeout for everything."""
 
     def group(self, axis: str | None = None) -> TorchGroup:
         return TorchGroup(dist.group.WORLD if axis is None else self.mesh.get_group(axis))
@@ -147,8 +147,3 @@ class TorchGroup:
 
 def _reduction(op: str) -> Any:
     return getattr(dist.ReduceOp, op.upper())
-
-
-def quiet() -> None:
-    """One thread each: four ranks share a few cores."""
-    torch.set_num_threads(1)

@@ -1,0 +1,203 @@
+"""Training steps of `compiled.py` on processes: layers of TP + SP, and FSDP, eager, under torch.compile and under `sm.jit`.
+
+The model, the data and the layers are those of `train.py`. Every implementation makes the same first steps, whose losses are compared; then
+they take turns. Collectives and bytes of torch's are counted at its dispatcher (train_counts.py), ours by `comm_budget`, which counts
+them the same way. Memory is that of the allocator, by torch's profiler, so that what compiled code allocates counts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import Call, Times, interleaved, slowest
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from train_counts import CountC10d
+from train_implementations import (
+    Setup,
+    Training,
+    loss_of_batch,
+    our_fsdp,
+    our_tensor_parallel,
+    their_fsdp,
+    their_tensor_parallel,
+)
+from train_model import Size, cross_entropy
+
+import shardmesh as sm
+
+TOLERANCE = 1e-4  # of losses, relative
+FIRST_STEPS = 4  # two until the optimizer has its state and a graph is recorded, two that run it
+OURS, EAGER_BACKEND, INDUCTOR = "ours, eager", "ours, sm.jit, eager backend", "ours, sm.jit, Inductor"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of parallelism.
+
+    Attributes:
+        ours: makes the training.
+        theirs: implementations of torch, by name.
+        peer: the one that `sm.jit` is compared with, and what the ratios of times to it and to ours, eager, should be.
+    """
+
+    name: str
+    ours: Callable[[Setup], Training]
+    theirs: dict[str, Callable[[Setup], Training]]
+    peer: str
+    goals: tuple[float, float]
+
+
+def compiled_tensor_parallel(setup: Setup) -> Training:
+    """DTensor's tensor and sequence parallelism under torch.compile, as one graph: block by block, torch 2.13 fails in backward."""
+    training = their_tensor_parallel(setup)
+    training.model.compile()
+    return training
+
+
+DTENSOR, FSDP2 = "DTensor, torch.compile", "FSDP2, blocks under torch.compile"
+_DTENSORS = {"DTensor, eager": their_tensor_parallel, DTENSOR: compiled_tensor_parallel}
+_FSDP2S = {"FSDP2, eager": lambda setup: their_fsdp(setup, True), FSDP2: lambda setup: their_fsdp(setup, True, compiled=True)}
+FORMS = (
+    Form("TP + SP", our_tensor_parallel, _DTENSORS, DTENSOR, (0.5, 0.85)),
+    Form("FSDP", lambda setup: our_fsdp(setup, True), _FSDP2S, FSDP2, (0.8, 0.9)),
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A implementation on one rank, or on all of them: the slowest rank of each round, and the most of any.
+
+    Attributes:
+        times: of a step.
+        calls, received: collectives of a step, and the bytes that they bring.
+        peak: the most bytes allocated in a step above what was before it.
+        recording: of a graph, the seconds of the call that records it.
+    """
+
+    times: Times
+    calls: int
+    received: int
+    peak: int
+    recording: float = 0.0
+
+    @staticmethod
+    def of_ranks(each: list[Found]) -> Found:
+        """Return what was found on all ranks."""
+        most = {name: max(getattr(one, name) for one in each) for name in ("calls", "received", "peak", "recording")}
+        return Found(slowest([one.times for one in each]), **most)
+
+
+class Steps:
+    """The steps of an implementation, one batch after the other; under `sm.jit` if a backend is given."""
+
+    def __init__(self, training: Training, backend: str | None = None) -> None:
+        self._training, self._done, self._eager = training, 0, backend is None
+        self._update = self._eagerly if backend is None else sm.jit(_updated(training.model, training.optimizer), backend=backend)
+        self.recording = 0.0
+
+    def _eagerly(self, inputs: Any, targets: Any) -> Tensor:
+        with self._training.context():
+            return _updated(self._training.model, self._training.optimizer)(inputs, targets)
+
+    def step(self) -> Tensor:
+        """Make one step; return the loss."""
+        inputs, targets = self._training.data(self._done)
+        self._done += 1
+        start, graphs = time.perf_counter(), 0 if self._eager else len(self._update.recorded)  # type: ignore[attr-defined]
+        loss = self._update(inputs, targets)
+        if not self._eager and len(self._update.recorded) > graphs:  # type: ignore[attr-defined]
+            self.recording = time.perf_counter() - start
+        return loss
+
+
+def _updated(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any, Any], Tensor]:
+    def update(inputs: Any, targets: Any) -> Tensor:
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return update
+
+
+def measure(form: Form, size: Size, ranks: int, rounds: int, inductor: bool) -> dict[str, Found]:
+    """Measure all implementations of a form on this rank; all ranks call it.
+
+    Raises: RuntimeError if their losses differ.
+    """
+    setup = Setup(size, ranks)
+    backends = {EAGER_BACKEND: "eager"} | ({INDUCTOR: "inductor"} if inductor else {})
+    steps = {name: Steps(make(setup)) for name, make in form.theirs.items() if inductor or name != form.peer}
+    steps |= {OURS: Steps(form.ours(setup))} | {name: Steps(form.ours(setup), backend) for name, backend in backends.items()}
+    losses = {name: [loss_of_batch(one.step()) for _ in range(FIRST_STEPS)] for name, one in steps.items()}
+    check_losses(losses)
+    peaks = {name: peak_of(one.step) for name, one in steps.items()}
+    sent = {name: collectives_of(one.step, name in form.theirs) for name, one in steps.items()}
+    calls: dict[str, Call] = {name: one.step for name, one in steps.items()}
+    times = interleaved(calls, rounds=rounds, batch_s=0, together=dist.barrier)
+    return {name: Found(times[name], *sent[name], peaks[name], one.recording) for name, one in steps.items()}
+
+
+def check_losses(losses: dict[str, list[float]]) -> None:
+    """Raise a RuntimeError unless the losses of all implementations are equal."""
+    for each in zip(*losses.values(), strict=True):
+        if max(each) - min(each) > TOLERANCE * abs(max(each)):
+            raise RuntimeError(f"the implementations' losses differ: {losses}")
+
+
+def collectives_of(call: Call, theirs: bool) -> tuple[int, int]:
+    """Return how many collectives a call makes, and the bytes that they bring to this rank."""
+    dist.barrier()
+    if theirs:  # `sm.jit` records again under a dispatch mode
+        with CountC10d() as counted:
+            call()
+        return counted.calls, counted.received
+    with sm.debug.comm_budget() as used:
+        call()
+    return sum(calls for calls, _ in used.by_op.values()), sum(received for _, received in used.by_op.values())
+
+
+def peak_of(call: Call) -> int:
+    """Return the most bytes that are allocated during a call, above those before it; the least of a few calls."""
+    return min(_peak_of_one(call) for _ in range(3))
+
+
+def _peak_of_one(call: Call) -> int:
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()  # type: ignore[attr-defined]
+        most = max(most, now)
+    return most
+
+
+def on_process(size: Size, rounds: int, inductor: bool) -> dict[str, dict[str, Found]]:
+    """Measure all forms, as every process does; what was found on all of them."""
+    atexit.register(os._exit, 0)  # after DTensor, gloo's threads now and then abort a process that takes its interpreter down
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    sm.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    found: dict[str, dict[str, Found]] = {}
+    for form in FORMS:
+        mine = measure(form, size, dist.get_world_size(), rounds, inductor)
+        all_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_ranks, mine)
+        found[form.name] = {name: Found.of_ranks([each[name] for each in all_ranks]) for name in mine}
+        torch.compiler.reset()
+    return found

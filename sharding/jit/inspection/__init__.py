@@ -1,0 +1,1 @@
+"""Graphs to look at: `f.lower(...)`, `.compile()`, `f.recorded`."""
