@@ -21,8 +21,8 @@ from torch import Tensor, fx
 
 from ....mesh.comm.group import Group
 from ..collectives import OPERATORS, WAIT, Site, group_of, running, site_of
+from ..draws import Draw
 from ..passes.alias import is_view, owner_of, root_of, writes
-from ..passes.schedule import draw_first
 from ..program import Program, Runner, compile_eagerly
 from .progress import CompileProgress
 from .repeats import cut, key_of
@@ -38,7 +38,7 @@ def compile_segments(backend: str | Callable[..., Any], options: dict[str, Any],
     graph.output(output)
     for old, new in values.items():
         new.meta = dict(old.meta)
-    draw_first(graph)
+    _draw_first(graph)
     parts = [_Part(nodes) for run in _segments(graph) for nodes in cut(run) if _size(nodes) >= _LEAST]
     wanted: dict[Any, set[int]] = {}
     for part in parts:
@@ -49,6 +49,17 @@ def compile_segments(backend: str | Callable[..., Any], options: dict[str, Any],
         _replace(graph, part, sorted(wanted[part.key]), compiled, lambda made: CompiledSegment(made, compiler, progress))
     progress.parts = len(compiled)
     return compile_eagerly(graph)
+
+
+def _draw_first(graph: fx.Graph) -> None:
+    """Draw random tensors that depend on nothing at the start, so that what uses them can be compiled together."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    moved = [node for node in graph.nodes if isinstance(node.target, Draw) and all(x.op == "placeholder" for x in node.all_input_nodes)]
+    place = inputs[-1] if inputs else None
+    for node in moved:
+        if place is not None:
+            place.append(node)
+            place = node
 
 
 class _Part:

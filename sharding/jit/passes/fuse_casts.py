@@ -29,7 +29,7 @@ _SCALES = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 _FREE = {"dtype", "layout", "device", "pin_memory", "non_blocking"}  # arguments of a cast that say nothing of strides
 
 
-class _Region(NamedTuple):
+class _CastRegion(NamedTuple):
     """Memory between a collective and what is done to each element that it has moved.
 
     Attributes:
@@ -83,7 +83,7 @@ def _before(graph: fx.Graph, move: Movement) -> int:
     return changed
 
 
-def _region(move: Movement, first: int) -> _Region | None:
+def _region(move: Movement, first: int) -> _CastRegion | None:
     """Return the memory to which the values of a class are copied, up to nodes that do something; None if it may not change."""
     use, at = move.use, move.at
     classes: set[int] = set()
@@ -115,7 +115,7 @@ def _region(move: Movement, first: int) -> _Region | None:
         if source is not None and not use.of[source] <= classes:
             inputs.append((node, source))
     dtypes = {_dtype(node) for c in classes for node in move.holders[c] if "val" in node.meta}
-    return _Region(classes, inputs, list(dict.fromkeys(exits))) if exits and len(dtypes) == 1 else None
+    return _CastRegion(classes, inputs, list(dict.fromkeys(exits))) if exits and len(dtypes) == 1 else None
 
 
 def _kind(node: fx.Node) -> tuple[str, str] | None:
@@ -131,7 +131,7 @@ def _kind(node: fx.Node) -> tuple[str, str] | None:
     return None
 
 
-def _apply(graph: fx.Graph, move: Movement, region: _Region, is_cast: bool, dtype: torch.dtype) -> None:
+def _apply(graph: fx.Graph, move: Movement, region: _CastRegion, is_cast: bool, dtype: torch.dtype) -> None:
     """Do at the inputs of a region what its exits do, and let their users take its values as they are."""
     function = region.exits[0]
     droppable = [node for node in region.exits if _can_go(move, node)]
@@ -186,7 +186,7 @@ def _can_go(move: Movement, node: fx.Node) -> bool:
     return not any(user.target is aten.as_strided.default for user in move.holders[made])
 
 
-def _has_fewer_inputs(move: Movement, region: _Region, start: fx.Node) -> bool:
+def _has_fewer_inputs(move: Movement, region: _CastRegion, start: fx.Node) -> bool:
     """Return whether a scale runs on fewer elements before a collective than after, and nothing is left of it there."""
     kept = _dtype(start) is _dtype(region.exits[0]) and nbytes(start) > nbytes(start.args[0])  # type: ignore[arg-type]
     return kept and all(_can_go(move, node) for node in region.exits)

@@ -61,7 +61,7 @@ def counted(f: Callable[..., Any], options: Any, calls: list[Any], state: Callab
 
 
 def compared(case: Composition, name: str, value: Any = True, **how: Any) -> tuple[Counted, Counted]:
-    """The counts of rank 0 without a pass and with it; all values are equal."""
+    """Return the counts of rank 0 without and with a pass; check that values are equal."""
     simulated = sm.simulate(math.prod(case.shape))
     before, after = simulated(step_of)(case, OFF, **how), simulated(step_of)(case, OFF | {name: value}, **how)
     for one, other in zip(before, after, strict=True):
@@ -70,7 +70,7 @@ def compared(case: Composition, name: str, value: Any = True, **how: Any) -> tup
 
 
 def on(size: int, f: Callable[..., list[Any]], name: str, value: Any = True, **more: Any) -> tuple[Counted, Counted]:
-    """The counts of `f(mesh, x)` without a pass and with it, on ranks of one axis "a"; its values are equal."""
+    """Return the counts of `f(mesh, x)` without and with a pass, on ranks of one axis "a"; check that values are equal."""
 
     def main(options: Any) -> Counted:
         mesh = sm.init_device_mesh(DEVICE, (size,), axis_names=("a",))
