@@ -26,7 +26,7 @@ from ..monitor.torch_calls import hooks
 from . import dtype_encoding
 from .group import Group, Observer
 from .torch_groups.new_group import new_group
-from .torch_groups.works import PolledWork, TorchWork, WatchedMessages, WatchedWork
+from .torch_groups.works import PolledWork, TorchWork, WatchedMessages, WatchedWork, mark_stream
 from .work import DONE, Work, and_then
 from .world import World
 
@@ -141,7 +141,10 @@ class ProcessGroup(Group):
         watch = self._watch_of(buffers[0])
         if recorder is None or watch is None:
             work = call(*args, group=handle, async_op=async_op)
-            return None if work is None else TorchWork([work], buffers)
+            if work is not None:
+                return TorchWork([work], buffers, recorder)
+            mark_stream(recorder, buffers[0].device)
+            return None
         try:
             work = call(*args, group=handle, async_op=True)
         except RuntimeError as error:
@@ -215,7 +218,7 @@ class ProcessGroup(Group):
         works = self._as_ours(dist.batch_isend_irecv)(ops) if ops else []
         recorder, watch = self.recorder, self._watch_of(x)
         if recorder is None or watch is None:
-            return TorchWork(works, (out, x))
+            return TorchWork(works, (out, x), recorder)
         return WatchedMessages(works, (out, x), recorder, watch, (dst, src))
 
     def _as_ours(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..comm.call_site import frame_of_thread, is_inner
 from . import termination
 from .diagnosis import diagnose, verdict_text
-from .diagnosis.members import members
+from .diagnosis.members import lost_ranks, members
 from .recording.job_directory import Alarm
 from .recording.trace_buffer import Header
 from .settings import monotonic_ns, settings
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .recording.recorder import Recorder
 
 TICK_S = 0.05
+_ALIVE_S = 1.0  # how often to look which ranks are alive
 _POLITE_S = 0.5  # time after a verdict that a program has to call a collective, before its main thread is interrupted
 _DEAF_S = 5.0  # time after a verdict until a program that did not react is ended
 _TO_LEAVE_S = 1.5  # how long a program must go on after its groups were destroyed to count as living on
@@ -34,6 +35,8 @@ class Watchdog:
         self._over = threading.Event()
         self._left_at = 0
         self._before: dict[Recorder, int] = {}  # what recorders had called at the last tick
+        self._looked_at = 0
+        self._on_stream: dict[Recorder, int] = {}  # what recorders with a lost rank had called, as a stream waited for it
         self._warned: set[tuple[int, int]] = set()
         self._thread = threading.Thread(target=self._run, name="shardmesh-watchdog", daemon=True)
 
@@ -71,6 +74,27 @@ class Watchdog:
                 if recorder.settled < called and self._before.get(recorder) == called:  # else the program is making progress
                     self._look(recorder, called)
                 self._before[recorder] = called
+            now = monotonic_ns()
+            if now - self._looked_at >= _ALIVE_S * 1e9:
+                self._looked_at = now
+                self._find_lost()
+
+    def _find_lost(self) -> None:
+        """Diagnose ranks that were lost after they had called what others wait for: their hosts had run ahead of the device.
+
+        Such a collective counts as settled. It may still complete, so it must be under way at two looks in a row. The device is asked only
+        once a rank is lost: a query by this thread may disturb the capture of a CUDA graph.
+        """
+        monitor = self._monitor
+        gone = {m.rank for m in lost_ranks(monitor.directory)}
+        with_gone = [recorder for recorder in monitor.recorders if gone.intersection(recorder.group.ranks)] if gone else []
+        waiting = {recorder: recorder.called for recorder in with_gone if not recorder.is_channel and recorder.is_on_stream()}
+        for recorder, called in waiting.items():
+            verdict = diagnose.lost(monitor, recorder, called - 1) if self._on_stream.get(recorder) == called else None
+            if verdict is not None:
+                monitor.fail(verdict)
+                return
+        self._on_stream = waiting
 
     def _see_to_the_end(self) -> None:
         """End this process's part in a failed job: interrupt a main thread that is busy elsewhere, end a process that does not exit."""

@@ -5,24 +5,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...monitor.monitor import Monitor
 from ...monitor.recording.recorder import Recorder
 from ..work import Work
 
+_WITHOUT_STREAMS = ("cpu", "meta")
+
+
+def mark_stream(recorder: Recorder | None, device: torch.device) -> None:
+    """Record an event where the current stream waits for the last collective, from which the watchdog knows whether it has completed."""
+    if recorder is None or recorder.monitor is None or device.type in _WITHOUT_STREAMS:
+        return
+    module = torch.get_device_module(device.type)
+    if not hasattr(module, "current_stream"):  # such as torch.mps
+        return
+    if recorder.event is None or recorder.event[0] != device:
+        recorder.event = device, module.Event()
+    recorder.event[1].record(module.current_stream(device))
+
 
 class TorchWork(Work):
-    """Started works of torch, and the buffers that they read and write."""
+    """Started works of torch, and the buffers that they read and write.
 
-    __slots__ = ("_buffers", "_works")
+    Args:
+        recorder: of collectives on an accelerator, for which `wait` lets the current stream wait.
+    """
 
-    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...]) -> None:
-        self._works, self._buffers = works, buffers
+    __slots__ = ("_buffers", "_recorder", "_works")
+
+    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder | None = None) -> None:
+        self._works, self._recorder = works, recorder
+        self._buffers: tuple[Tensor, ...] = buffers
 
     def wait(self) -> None:
         for work in self._works:
             self._wait(work)
+        if self._works:
+            mark_stream(self._recorder, self._buffers[0].device)
         self._works, self._buffers = [], ()
 
     def _wait(self, work: Any) -> None:

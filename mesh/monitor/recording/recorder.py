@@ -101,11 +101,12 @@ class Recorder:
         others: (words of the trace buffer, where its row begins) of the neighbours that are known so far.
         needs_rendezvous: whether ranks wait for each other before the first collective, for which torch connects them.
         is_channel: whether it is for messages between two ranks.
+        event: (device, its event) where a stream waits for the last collective on an accelerator; None before the first one.
     """
 
     __slots__ = (
-        "_calls", "_comm_context", "_data", "_number_bits", "_numbers", "buffer", "called", "caller", "group", "key", "monitor", "number",
-        "others", "row", "settled", "tag", "words", "world",
+        "_calls", "_comm_context", "_data", "_number_bits", "_numbers", "buffer", "called", "caller", "event", "group", "key", "monitor",
+        "number", "others", "row", "settled", "tag", "words", "world",
     )  # fmt: skip
     needs_rendezvous, is_channel = True, False
 
@@ -120,6 +121,7 @@ class Recorder:
         self.row: int | None = None
         self.called = self.settled = self.caller = 0
         self.others: list[tuple[Any, int]] = []
+        self.event: tuple[Any, Any] | None = None
 
     def enter(
         self, op: str, how: str, dtype: Any, size: int, sent: int, received: int, tag: CommTag | None = None, route: int = 0
@@ -203,6 +205,13 @@ class Recorder:
     def is_open(self, sequence: int) -> bool:
         """Return whether a call that not all ranks have made is to be diagnosed."""
         return True
+
+    def is_on_stream(self) -> bool:
+        """Return whether a stream of an accelerator still waits for the last collective."""
+        try:
+            return self.event is not None and not self.event[1].query()
+        except RuntimeError:  # recorded in a CUDA graph, or the device has failed
+            return False
 
     def leave(self, number: int) -> None:
         """Record that the collective of this record has ended."""

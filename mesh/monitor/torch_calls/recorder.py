@@ -82,6 +82,9 @@ class TorchRecorder(Recorder):
         self.end(sequence, number)
         return False
 
+    def is_on_stream(self) -> bool:
+        return not self.on_cpu and self.called > 0 and self.is_open(self.called - 1)
+
     def wait(self, sequence: int, work: Any, timeout: timedelta | None, plainly: Callable[..., Any]) -> Any:
         """Wait for torch's work, checking the other ranks now and then.
 
