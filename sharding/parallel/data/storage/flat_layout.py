@@ -7,8 +7,8 @@ A rank's piece then has whole rows: the output of an all_gather is the tensors o
 the gradients one after the other. Nothing is packed or unpacked. Where a row would cross a boundary, a few elements before the tensor are
 padding.
 
-Tensors and pieces start at multiples of 64 elements if that lengthens the buffer by at most 1/256, else of 8, else anywhere. Matrix products
-on GPUs read 16 bytes at a time, and use slow kernels if a weight starts elsewhere, as it would after a scale of one element.
+Tensors and pieces start at multiples of 64 elements if that lengthens the buffer by at most 1/256, else of 8, else anywhere. Matrix
+products on GPUs read 16 bytes at a time, and use slow kernels if a weight starts elsewhere, as it would after a scale of one element.
 """
 
 from __future__ import annotations
