@@ -7,6 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardmesh.sharding.parallel.data.storage import flat_layout
 from shardmesh.sharding.parallel.data.storage.flat_layout import make_flat_layout
 
 SHAPES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), max_size=8)
@@ -73,3 +74,36 @@ def test_a_transformer_block_wastes_little():
     for parts in (2, 3, 5, 8, 64):
         assert _cut(shapes, parts).piece * parts <= 1.02 * total + parts * 4 * d
     assert _cut(shapes, 7) is _cut(shapes, 7)  # found once
+
+
+def _aligned(shapes, parts, align):
+    cutting = _cut(shapes, parts)
+    return cutting.piece % align == 0 and all(start % align == 0 for start in cutting.offsets)
+
+
+def test_starts_are_aligned_after_a_scale_of_one_element():
+    """Else every later weight starts at an odd address, and its products take slow kernels."""
+    shapes = [(1, 1), (512, 512), (512, 1), (3, 7), (2048, 512), (512, 2048)]
+    total = sum(count * row for count, row in shapes)
+    for parts in (1, 2, 3, 8):
+        assert _aligned(shapes, parts, 64)
+        assert total <= _cut(shapes, parts).length <= total * (1 + 1 / 256) + parts * 2048
+    found = _cut(shapes, 8)
+    for i, (count, row) in enumerate(shapes):
+        for part in range(8):
+            start, stop = found.rows_of(i, part, count)
+            assert start == stop or (found.offsets[i] + start * row - part * found.piece) % 64 == 0  # in the piece of a rank
+
+
+def test_small_buffers_are_aligned_to_16_bytes_or_not_padded():
+    assert _aligned([(96, 1), (288, 96), (96, 96), (96, 1)] * 2, 4, 8)
+    assert _cut([(1, 1), (1, 3)], 1).offsets == (0, 1)
+
+
+@given(SHAPES, st.integers(1, 6), st.integers(0, 3000))
+def test_alignment_adds_little(shapes, parts, large):
+    lengths = (*(count * row for count, row in shapes), large * 8)
+    rows = (*(row if count else 0 for count, row in shapes), 8 if large else 0)
+    shortest = flat_layout._make(lengths, rows, parts, 1, math.inf)
+    assert shortest is not None
+    assert make_flat_layout(lengths, rows, parts).length <= shortest.length * (1 + 1 / 256)
