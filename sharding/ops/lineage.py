@@ -66,6 +66,12 @@ def piece_of(lineage: int, i: int) -> int:
     return (lineage + i * _PIECE) & _ALL
 
 
+def pieces_of(lineages: Iterable[int], i: int) -> list[int]:
+    """Return `piece_of` for many lineages."""
+    offset = i * _PIECE
+    return [(lineage + offset) & _ALL for lineage in lineages]
+
+
 class _Drawn(threading.local):
     """Seed and number of the last random tensor that this thread has drawn; a new tuple after each."""
 

@@ -20,7 +20,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch.utils import _foreach_utils as foreach_utils
 
 from ....tensor.sharded_tensor import ShardedTensor
-from ...lineage import mixed, piece_of, seed_of
+from ...lineage import mixed, piece_of, pieces_of, seed_of
 from .foreach import aligned, check_writable
 
 _LOOPS = (torch.optim.Adafactor,)  # by default on every device: foreach takes more memory
@@ -86,13 +86,20 @@ def _by_local_device(lists: list[list[Any]], with_indices: bool = False) -> dict
 def _may_be_parts(lists: list[list[Any]]) -> bool:
     """Return whether nothing has to be redistributed for this step, and nothing is created by it: a buffer that is None yet."""
     given = [tensors for tensors in lists if tensors]
-    if torch.is_grad_enabled() or any(type(None) in set(map(type, tensors)) for tensors in given) or not aligned(given):
-        return False
-    if any(x.is_meta for tensors in given for x in tensors if type(x) is not ShardedTensor):
+    if torch.is_grad_enabled() or not all(map(_have_values, given)) or not aligned(given):
         return False
     for tensors in given:
         check_writable(tensors)
     return True
+
+
+def _have_values(tensors: list[Any]) -> bool:
+    """Return whether none of these is None, and no plain one is on "meta"."""
+    kinds = set(map(type, tensors))
+    return kinds == _SHARDED or (type(None) not in kinds and not any(x.is_meta for x in tensors if type(x) is not ShardedTensor))
+
+
+_SHARDED = {ShardedTensor}
 
 
 def _note_step(lists: list[list[Any]]) -> None:
@@ -100,9 +107,9 @@ def _note_step(lists: list[list[Any]]) -> None:
     params, grads, *states = [tensors for tensors in lists if tensors]
     lineages = [mixed(_STEP, (x, grad)) if type(x) is ShardedTensor else 0 for x, grad in zip(params, grads, strict=True)]
     for i, tensors in enumerate((params, *states)):
-        for y, lineage in zip(tensors, lineages, strict=True):
+        for y, lineage in zip(tensors, pieces_of(lineages, i), strict=True):
             if type(y) is ShardedTensor:
-                y._lineage = piece_of(lineage, i)
+                y._lineage = lineage
 
 
 # -- defaults ----------------------------------------------------------------------------------------------------------
