@@ -91,15 +91,18 @@ def host_time(rounds: int) -> dict[str, float]:
         return y.redistribute(placements=[dt.Replicate()])
 
     compiled = torch.compile(forward, fullgraph=True, dynamic=False)
+    in_cpp = torch.compile(forward, fullgraph=True, dynamic=False, options={"cpp_wrapper": True})
     eager = step_of(ours_w, lambda y: y)
     steps: dict[str, Call] = {
         "plain, eager": _bound(step_of(plain, lambda y: y), x),
         "plain, torch.compile": _bound(step_of(plain, _same, compiled), x),
+        "plain, torch.compile, cpp_wrapper": _bound(step_of(plain, _same, in_cpp), x),
         "DTensor, eager": _bound(step_of(theirs_w, to_replicated), x_dt),
         "DTensor, torch.compile": _bound(step_of(theirs_w, to_replicated, torch.compile(forward, dynamic=False)), x_dt),
         "ours, eager": _bound(eager, x_sm),
         "ours, sm.jit, eager backend": _bound(sm.jit(eager, backend="eager"), x_sm),
         "ours, sm.jit, Inductor": _bound(sm.jit(eager, backend="inductor"), x_sm),
+        "ours, sm.jit, Inductor, cpp_wrapper": _bound(sm.jit(eager, compiler_options={"cpp_wrapper": True}), x_sm),
     }
     losses = {name: _value(step()[0]) for name, step in steps.items()}
     check({name: loss for name, loss in losses.items() if not name.startswith("plain")})
