@@ -55,6 +55,7 @@ def fresh_dynamo():
         ("gpt2", "fsdp", False, "plain", "after"),
     ],
 )
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 def test_compiled_blocks(name, form, checkpointing, inputs, order):
     expected = train(model(name), IDS)

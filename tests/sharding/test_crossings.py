@@ -24,8 +24,8 @@ DIRECTION = torch.arange(6.0, 0.0, -1.0, dtype=torch.float64)
 
 def check_programs(seeds: range) -> None:
     for seed in seeds:
-        expected = crossings.expected_of(seed)
-        on_mesh(crossings.Program(seed).mesh_shape, lambda mesh, seed=seed, expected=expected: crossings.check(seed, None, mesh, expected))
+        expected, shape = crossings.expected_of(seed), crossings.CrossingProgram(seed).mesh_shape
+        on_mesh(shape, lambda mesh, seed=seed, expected=expected: crossings.check(seed, None, mesh, expected))
 
 
 @pytest.mark.one_in(4)

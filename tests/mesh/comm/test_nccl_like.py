@@ -19,7 +19,7 @@ from shardmesh.mesh.comm import process
 from shardmesh.mesh.comm.process import ProcessGroup, ProcessWorld, process_world
 from shardmesh.mesh.monitor import timeouts
 from tests.mesh.comm.nccl_like import CPU, GPU, NcclLikeGroup
-from tests.mesh.monitor.hands import Hand, played
+from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 
 SOON_S = 60.0  # tells an answer from a hang
 
@@ -27,22 +27,22 @@ SOON_S = 60.0  # tells an answer from a hang
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> list[Hand]:
+def two(tmp_path: Path) -> list[DrivenRank]:
     """Two ranks; the other one has called its barrier."""
-    ranks = played(tmp_path, 2)
+    ranks = driven_ranks(tmp_path, 2)
     ranks[0].world.monitor = ranks[0].monitor
     ranks[1].call("barrier", "", torch.uint8, 0, moved=0)
     return ranks
 
 
-def group_of(hand: Hand, handle: NcclLikeGroup) -> ProcessGroup:
+def group_of(rank: DrivenRank, handle: NcclLikeGroup) -> ProcessGroup:
     given: Any = handle
-    return ProcessGroup(hand.world, hand.everyone, given)
+    return ProcessGroup(rank.world, rank.everyone, given)
 
 
 @pytest.mark.parametrize("bound", [None, GPU])
 def test_a_slow_barrier_does_not_abort_the_communicator(
-    two: list[Hand], bound: torch.device | None, monkeypatch: pytest.MonkeyPatch
+    two: list[DrivenRank], bound: torch.device | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     handle = NcclLikeGroup(bound=bound)
@@ -50,7 +50,7 @@ def test_a_slow_barrier_does_not_abort_the_communicator(
     assert (handle.devices, handle.is_aborted, handle.works[0].is_completed()) == ([GPU], False, True)
 
 
-def test_a_barrier_reports_a_lost_rank(two: list[Hand]) -> None:
+def test_a_barrier_reports_a_lost_rank(two: list[DrivenRank]) -> None:
     handle = NcclLikeGroup(bound=GPU, seconds=0.0)
     group = group_of(two[0], handle)
     group.barrier()
@@ -63,14 +63,14 @@ def test_a_barrier_reports_a_lost_rank(two: list[Hand]) -> None:
     assert not handle.is_aborted
 
 
-def test_a_failed_barrier_raises_torchs_error(two: list[Hand]) -> None:
+def test_a_failed_barrier_raises_torchs_error(two: list[DrivenRank]) -> None:
     handle = NcclLikeGroup(bound=GPU)
     handle.is_aborted = True
     with pytest.raises(RuntimeError, match="NCCL communicator was aborted"):
         group_of(two[0], handle).barrier()
 
 
-def test_a_barrier_uses_the_cpu_backend_also_if_a_device_is_bound(two: list[Hand]) -> None:
+def test_a_barrier_uses_the_cpu_backend_also_if_a_device_is_bound(two: list[DrivenRank]) -> None:
     handle = NcclLikeGroup(("cpu", "cuda"), GPU, seconds=0.0)
     group_of(two[0], handle).barrier()
     assert handle.devices == [CPU]
@@ -116,7 +116,7 @@ def test_the_device_stays_bound_after_an_error(bound_world: ProcessWorld, monkey
 
 @pytest.mark.parametrize(("backends", "seconds"), [("cuda:nccl", 360.0), ("cpu:gloo,cuda:nccl", 360.0), ("cpu:gloo,cuda:gloo", 604800.0)])
 def test_groups_have_the_timeout_of_their_backends(
-    backends: str, seconds: float, two: list[Hand], bound_world: ProcessWorld, monkeypatch: pytest.MonkeyPatch
+    backends: str, seconds: float, two: list[DrivenRank], bound_world: ProcessWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
     bound_world.monitor = two[1].monitor

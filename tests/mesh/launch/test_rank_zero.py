@@ -34,7 +34,7 @@ def test_only_rank_0_runs() -> None:
     assert simulate(3)(greet)("ann", loud=True) == ["ANN", None, None]
     assert simulate(3)(rank_zero(lambda: 7, local=True))() == [7, None, None]
     assert greet("alone") == "alone"
-    assert (greet.__name__, greet.__doc__) == ("greet", "Says hello.")
+    assert (greet.__name__, greet.__doc__) == ("greet", "Return a greeting.")
 
 
 def set_hosts(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: str | None, local_size: str = "2") -> None:

@@ -13,7 +13,7 @@ from shardmesh.mesh.comm.process import ProcessGroup
 from shardmesh.mesh.monitor import watchdog
 from shardmesh.mesh.monitor.recording.recorder import Recorder
 from tests.mesh.comm.nccl_like import GPU, NcclLikeGroup, NcclLikeWork
-from tests.mesh.monitor.hands import Hand, played
+from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 
 
 class Event:
@@ -40,20 +40,20 @@ def handle(monkeypatch: pytest.MonkeyPatch) -> NcclLikeGroup:
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> list[Hand]:
-    ranks = played(tmp_path, 3)
+def three(tmp_path: Path) -> list[DrivenRank]:
+    ranks = driven_ranks(tmp_path, 3)
     ranks[0].world.monitor = ranks[0].monitor
     return ranks
 
 
-def call(hands: list[Hand], handle: NcclLikeGroup, async_op: bool = False) -> Any:
+def call(driven: list[DrivenRank], handle: NcclLikeGroup, async_op: bool = False) -> Any:
     """Call a collective of these ranks on all of them; on rank 0 on a device, whose host does not wait."""
-    ranks, world, given = tuple(hand.rank for hand in hands), hands[0].world, handle
-    for hand in hands[1:]:
-        hand.call(ranks=ranks)
+    ranks, world, given = tuple(rank.rank for rank in driven), driven[0].world, handle
+    for rank in driven[1:]:
+        rank.call(ranks=ranks)
     group: Any = world._groups.setdefault(ranks, ProcessGroup(world, ranks, given))  # type: ignore[arg-type]
     if group.recorder is None:
-        group.recorder = hands[0].monitor.add_recorder(group)
+        group.recorder = driven[0].monitor.add_recorder(group)
     group.recorder.enter("all_reduce", "sum", torch.float32, 4, 16, 16)
 
     def start(group: NcclLikeGroup, async_op: bool) -> NcclLikeWork | None:
@@ -63,14 +63,14 @@ def call(hands: list[Hand], handle: NcclLikeGroup, async_op: bool = False) -> An
     return group._start(start, (SimpleNamespace(device=GPU),), async_op)
 
 
-def ticks(hand: Hand, times: int = 1) -> Any:
+def ticks(rank: DrivenRank, times: int = 1) -> Any:
     for _ in range(times):
-        hand.monitor.watchdog._tick()
-    return hand.monitor.standing()
+        rank.monitor.watchdog._tick()
+    return rank.monitor.standing()
 
 
 @pytest.mark.parametrize("calls", [1, 3, 100])
-def test_a_lost_rank_is_found_while_a_stream_waits(calls: int, three: list[Hand], handle: NcclLikeGroup) -> None:
+def test_a_lost_rank_is_found_while_a_stream_waits(calls: int, three: list[DrivenRank], handle: NcclLikeGroup) -> None:
     for _ in range(calls):
         call(three, handle)
     assert ticks(three[0], 3) is None
@@ -82,7 +82,7 @@ def test_a_lost_rank_is_found_while_a_stream_waits(calls: int, three: list[Hand]
     assert not handle.is_aborted
 
 
-def test_a_completed_collective_needs_no_rank(three: list[Hand], handle: NcclLikeGroup) -> None:
+def test_a_completed_collective_needs_no_rank(three: list[DrivenRank], handle: NcclLikeGroup) -> None:
     call(three, handle)
     three[1].die()
     assert ticks(three[0]) is None
@@ -91,7 +91,7 @@ def test_a_completed_collective_needs_no_rank(three: list[Hand], handle: NcclLik
 
 
 def test_an_asynchronous_collective_counts_once_it_is_waited_for(
-    three: list[Hand], handle: NcclLikeGroup, monkeypatch: pytest.MonkeyPatch
+    three: list[DrivenRank], handle: NcclLikeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = call(three, handle, async_op=True)
     three[2].die()
@@ -101,13 +101,15 @@ def test_an_asynchronous_collective_counts_once_it_is_waited_for(
     assert ticks(three[0], 2).ranks == (2,)
 
 
-def test_ranks_of_other_groups_do_not_count(three: list[Hand], handle: NcclLikeGroup) -> None:
+def test_ranks_of_other_groups_do_not_count(three: list[DrivenRank], handle: NcclLikeGroup) -> None:
     call(three[:2], handle)
     three[2].die()
     assert ticks(three[0], 3) is None
 
 
-def test_the_device_is_not_asked_while_all_ranks_live(three: list[Hand], handle: NcclLikeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_not_asked_while_all_ranks_live(
+    three: list[DrivenRank], handle: NcclLikeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(Recorder, "is_on_stream", lambda recorder: asked.append(recorder))
     call(three, handle)
@@ -118,7 +120,7 @@ def test_the_device_is_not_asked_while_all_ranks_live(three: list[Hand], handle:
     assert len(asked) == 1
 
 
-def test_an_event_that_cannot_be_asked_is_no_proof(three: list[Hand], handle: NcclLikeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_that_cannot_be_asked_is_no_proof(three: list[DrivenRank], handle: NcclLikeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Event) -> bool:
         raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
 

@@ -51,6 +51,7 @@ class Group:
 def _as_it_was() -> Iterator[None]:
     before = settings().mode, settings().timeout
     managed = dict(timeouts._managed)
+    timeouts._managed.clear()
     yield
     settings().mode, settings().timeout = before
     timeouts._managed.clear()

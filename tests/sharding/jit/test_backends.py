@@ -26,6 +26,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_backend_of_torch_compile(case: Composition) -> None:
     simulated = sm.simulate(math.prod(case.shape))

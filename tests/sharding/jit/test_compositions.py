@@ -213,7 +213,7 @@ def test_lower_on_an_abstract_mesh() -> None:
     assert "over tp, receives 1,792 bytes" in text
     assert "f32[16, 64] @ P('dp', None)" in text
     compiled = lowered.compile()
-    passes = "dead_collectives 0, common_collectives 0, reduce_scatter 0, bucket_bytes 0"
+    passes = "dead_collectives 0, common_collectives 0, fuse_casts 0, reduce_scatter 0, bucket_bytes 0"
     assert compiled.as_text() == f"# nodes changed by passes: {passes}\n{text}"
     assert compiled.cost_analysis() == cost
 
@@ -240,8 +240,8 @@ def test_lower_before_and_after_the_passes() -> None:
         assert compiled.cost_analysis().launches["dp"] == compiled.as_text().count("shardmesh.all_gather")
         return compiled.passes, ran.passes, compiled.as_text().splitlines()[0], ran.cost_analysis().launches["dp"]
 
-    passes = {"dead_collectives": 0, "common_collectives": 1, "reduce_scatter": 0, "bucket_bytes": 0}
-    first = "# nodes changed by passes: dead_collectives 0, common_collectives 1, reduce_scatter 0, bucket_bytes 0"
+    passes = {"dead_collectives": 0, "common_collectives": 1, "fuse_casts": 0, "reduce_scatter": 0, "bucket_bytes": 0}
+    first = "# nodes changed by passes: dead_collectives 0, common_collectives 1, fuse_casts 0, reduce_scatter 0, bucket_bytes 0"
     assert sm.simulate(4)(main)(None) == [(passes, passes, first, 3)] * 4
     assert sm.simulate(4)(main)(False) == [({}, {}, "# no passes", 4)] * 4
 

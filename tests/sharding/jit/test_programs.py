@@ -31,6 +31,7 @@ def jit(f: Callable[..., Any]) -> Any:
     return sm.jit(f, backend="eager")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:.*no sharding rule", "ignore:.*was recorded 8 times")
 @pytest.mark.parametrize("name", EQUAL)
 def test_programs_of_the_loud_tests(name: str) -> None:

@@ -87,6 +87,7 @@ def test_cut_graphs_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 COMPOSITIONS = [Composition("fsdp", "sp", "global", UNEVEN, (2, 2)), Composition("hsdp", "tp", "plain", EVEN, (1, 2, 2))]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("case", COMPOSITIONS, ids=str)
 def test_compositions(case: Composition) -> None:
@@ -133,7 +134,7 @@ def test_collectives_of_equal_parts_are_recorded_with_their_own_lines() -> None:
         return places[0], places[-1]
 
     for recorded, run in sm.simulate(2)(main)():
-        assert run == recorded[:6]  # before what ranks agree on
+        assert run == recorded[1:7]  # between what ranks agree on
         assert len(set(run)) == 2
 
 

@@ -60,11 +60,11 @@ def share_cpu_memory(folder: str) -> None:
             with path.open("wb") as file:
                 file.truncate(group.size * ((1 << 22) + shared_memory.PAD_BYTES))
         group.barrier()
-        return shared_memory.peers_of(shared_memory.Shared(str(path), group.size, 1 << 22, 1 << 18, 1e-4), group.rank)
+        return shared_memory.peers_of(shared_memory.SharedMemory(str(path), group.size, 1 << 22, 1 << 18, 1e-4), group.rank)
 
-    shared_memory.sleep_at_looks()
-    shared_memory.hasten_interpreter()
-    shared_memory.pausing(lambda: 1e-4)
+    shared_memory.sleep_after_polls()
+    shared_memory.speed_up_interpreter()
+    shared_memory.set_pause(lambda: 1e-4)
     symmetric_memory.PROVIDERS["cpu"] = provide
 
 

@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 import shardmesh as sm
 from shardmesh import P, ShardedTensor
 from shardmesh.mesh import device_mesh
-from tests.sharding.ops.rules.optim.test_implementation import MAKERS, Called, sharded, stepped
+from tests.recorded_operators import RecordedOperators
+from tests.sharding.ops.rules.optim.test_implementation import MAKERS, sharded, stepped
 from tests.sharding.ranks import every_rank, on_mesh
 
 GPU = torch.device("cuda", 0)
@@ -70,7 +71,7 @@ def _plain_on_gpu(params: list[Any], fake: FakeTensorMode) -> list[torch.Tensor]
 
 def _calls_of_second_step(optimizer: torch.optim.Optimizer) -> list[str]:
     optimizer.step()
-    with Called() as called:
+    with RecordedOperators("aten") as called:
         optimizer.step()
     return called.names
 
