@@ -25,8 +25,9 @@ GPU_PY := .venv/gpu/bin/python
 GPU_PIP := $(GPU_PY) -m pip install --quiet --disable-pip-version-check
 GPU_READY := .venv/gpu/ready
 
-# Each of the two workers of pytest gets the groups that take longest first (tests/tiers.py). What they import may be kept compiled.
-TEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# Three workers for two cores, since some tests mostly wait. Each gets the groups that take longest first (tests/tiers.py). What they
+# import may be kept compiled.
+TEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: demo test test-fast test-all gpu-test lint clean
 

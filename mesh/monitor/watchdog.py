@@ -86,9 +86,10 @@ class Watchdog:
         once a rank is lost: a query by this thread may disturb the capture of a CUDA graph.
         """
         monitor = self._monitor
-        gone = {m.rank for m in lost_ranks(monitor.directory)}
-        with_gone = [recorder for recorder in monitor.recorders if gone.intersection(recorder.group.ranks)] if gone else []
-        waiting = {recorder: recorder.called for recorder in with_gone if not recorder.is_channel and recorder.is_on_stream()}
+        on_device = [recorder for recorder in monitor.recorders if recorder.on_device and not recorder.is_channel]
+        gone = {m.rank for m in lost_ranks(monitor.directory)} if on_device else set()
+        with_gone = [recorder for recorder in on_device if gone.intersection(recorder.group.ranks)]
+        waiting = {recorder: recorder.called for recorder in with_gone if recorder.is_on_stream()}
         for recorder, called in waiting.items():
             verdict = diagnose.lost(monitor, recorder, called - 1) if self._on_stream.get(recorder) == called else None
             if verdict is not None:

@@ -206,6 +206,11 @@ class Recorder:
         """Return whether a call that not all ranks have made is to be diagnosed."""
         return True
 
+    @property
+    def on_device(self) -> bool:
+        """Whether collectives run on streams of an accelerator, behind the host."""
+        return self.event is not None
+
     def is_on_stream(self) -> bool:
         """Return whether a stream of an accelerator still waits for the last collective."""
         try:

@@ -82,6 +82,10 @@ class TorchRecorder(Recorder):
         self.end(sequence, number)
         return False
 
+    @property
+    def on_device(self) -> bool:
+        return not self.on_cpu
+
     def is_on_stream(self) -> bool:
         return not self.on_cpu and self.called > 0 and self.is_open(self.called - 1)
 

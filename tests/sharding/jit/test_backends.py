@@ -17,16 +17,16 @@ from tests.device import DEVICE
 from tests.sharding.jit.steps import composed, mean_square, mlp, pair
 from tests.sharding.jit.test_steps import assert_same
 from tests.sharding.parallel.compositions import EVEN, UNEVEN, Composition, whole
+from tests.tiers import slow
 
 CASES = [
     Composition("ddp", "", "plain", EVEN, (2,)),
     Composition("zero1", "", "global", UNEVEN, (3,)),
-    Composition("fsdp", "sp", "global", UNEVEN, (2, 2)),
-    Composition("hsdp", "tp", "plain", EVEN, (1, 2, 2)),
+    slow(Composition("fsdp", "sp", "global", UNEVEN, (2, 2))),
+    slow(Composition("hsdp", "tp", "plain", EVEN, (1, 2, 2))),
 ]
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_backend_of_torch_compile(case: Composition) -> None:
     simulated = sm.simulate(math.prod(case.shape))

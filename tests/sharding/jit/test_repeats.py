@@ -24,6 +24,7 @@ from tests.device import DEVICE
 from tests.sharding.jit.steps import composed, mlp, pair
 from tests.sharding.jit.test_steps import assert_same
 from tests.sharding.parallel.compositions import EVEN, UNEVEN, Composition, whole
+from tests.tiers import slow
 
 
 @pytest.fixture
@@ -84,10 +85,9 @@ def test_cut_graphs_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(found[1]) > 1
 
 
-COMPOSITIONS = [Composition("fsdp", "sp", "global", UNEVEN, (2, 2)), Composition("hsdp", "tp", "plain", EVEN, (1, 2, 2))]
+COMPOSITIONS = [slow(Composition("fsdp", "sp", "global", UNEVEN, (2, 2))), Composition("hsdp", "tp", "plain", EVEN, (1, 2, 2))]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("case", COMPOSITIONS, ids=str)
 def test_compositions(case: Composition) -> None:

@@ -188,6 +188,7 @@ def test_another_slice_stays() -> None:
     assert before.bytes == after.bytes
 
 
+@pytest.mark.slow
 def test_all_passes_on_uneven_parts() -> None:
     case = Composition("fsdp", "sp", "global", UNEVEN, (2, 2))
     for one, other in zip(sm.simulate(4)(step_of)(case, OFF), sm.simulate(4)(step_of)(case, ALL | {"regather": False}), strict=True):

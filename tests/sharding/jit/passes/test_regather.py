@@ -85,6 +85,7 @@ def test_models(case: Composition, layer: dict[str, Any]) -> None:
     assert (roomy.launches, roomy.bytes, roomy.peak) == (before.launches, before.bytes, before.peak)
 
 
+@pytest.mark.slow
 def test_ranks_with_parts_of_other_sizes_gather_the_same_ones_again() -> None:
     case = Composition("fsdp", "sp", "global", UNEVEN, (2, 2))
     simulated = sm.simulate(math.prod(case.shape))
