@@ -73,7 +73,7 @@ def test_garbage_collection_waits_for_the_imports(before):
     assert done.stdout == f"{before == 'enable'}\n", done.stderr
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", NAMESPACES)
 def test_a_namespace_is_loaded_when_it_is_used(name):
     done = python(

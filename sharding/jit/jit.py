@@ -6,6 +6,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -145,6 +146,10 @@ class JitFunction:
         self._static = _positions(f, options["static_argnums"], options["static_argnames"])
         self._donated = _positions(f, options["donate_argnums"], ())[0]
         self._options = PassOptions.of(options["compiler_options"])
+        if options["cudagraphs"]:
+            if not torch.cuda.is_available():
+                raise ValueError("sm.jit: cudagraphs=True needs a CUDA device, and torch.cuda.is_available() is False")
+            self._options = replace(self._options, inductor=(*self._options.inductor, ("triton.cudagraphs", True)))
         if self._options.inductor:
             self._found = find_backend(self._backend, self._options.inductor)
         self._in, self._out = options["in_shardings"], options["out_shardings"]
@@ -269,6 +274,7 @@ def jit(
     out_shardings: Any = None,
     backend: str | Callable[..., Any] | None = None,
     compiler_options: Mapping[str, Any] | bool | None = None,
+    cudagraphs: bool = False,
 ) -> Any:
     """Return a function that runs `f` as one graph: forward, backward, collectives and optimizer together.
 
@@ -287,6 +293,7 @@ def jit(
         compiler_options: which passes change the graph's collectives: a dict of the attributes of `PassOptions`, such as
             `{"overlap": True, "bucket_bytes": 0}`; False for none. Other names are options of `torch._inductor.config`, such as
             `{"cpp_wrapper": True}`. With passes all ranks of a mesh must record in the same call.
+        cudagraphs: whether Inductor captures the operators between collectives in CUDA graphs; needs a CUDA device.
 
     Returns:
         The function. Its results have no gradient history: `backward` through them raises.
@@ -309,6 +316,7 @@ def jit(
     options = {
         "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums,
         "in_shardings": in_shardings, "out_shardings": out_shardings, "backend": backend, "compiler_options": compiler_options,
+        "cudagraphs": cudagraphs,
     }  # fmt: skip
     if f is None:
         return functools.partial(jit, **options)

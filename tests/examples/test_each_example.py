@@ -34,7 +34,7 @@ def simulated(ranks: int, fn: Any, *args: Any) -> list[Any]:
     return sm.simulate(ranks, prints="first")(fn)(*args)
 
 
-@pytest.mark.one_in(3, each=["name"])
+@pytest.mark.one_in(5, each=["name"])
 @pytest.mark.parametrize(("name", "ranks"), [(name, n) for name, most in EXAMPLES.items() for n in (1, 2, 3, 4, 6) if n <= most])
 def test_equals_one_process(name, ranks, capsys):
     differences = simulated(ranks, importlib.import_module(name).main, ranks)
@@ -42,7 +42,7 @@ def test_equals_one_process(name, ranks, capsys):
     assert f"{differences[0]:.1e}" in capsys.readouterr().out
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_equals_one_process_on_processes(name, world4):
     differences = world4(importlib.import_module(name).main, 4)

@@ -45,7 +45,7 @@ def eager_and_graph(arguments: list[str]) -> list[report.Run]:
     return [sm.simulate(4)(train_lm.train_on_mesh)(one)[0] for one in options]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("mesh", CALLS)
 def test_training_on_any_mesh_equals_one_process(mesh, single):
     eager, graph = eager_and_graph([*ARGUMENTS, "--mesh", mesh])
@@ -57,7 +57,7 @@ def test_training_on_any_mesh_equals_one_process(mesh, single):
     assert sum(calls for calls, _ in graph.collectives.values()) < sum(CALLS[mesh].values())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("axes", ["dp=2,fsdp=2", "zero1=2,tp=2", "zero2=4", "dp=4", "fsdp=2,tp=2", "fsdp=2,sp=2"])
 def test_training_with_layers_equals_one_process(axes, single):
     run = sm.simulate(4)(train_lm.train_on_mesh)(train_lm.parse([*ARGUMENTS, "--parallel", axes]))[0]
@@ -65,7 +65,7 @@ def test_training_with_layers_equals_one_process(axes, single):
     assert run.sample == single.sample
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("how", [["--mesh", "fsdp=2,tp=2"], ["--parallel", "fsdp=4"], ["--parallel", "zero2=2,sp=2"]], ids=" ".join)
 def test_accumulating_equals_one_process(how):
     options = [*ARGUMENTS, "--accumulate", "2"]
@@ -75,7 +75,7 @@ def test_accumulating_equals_one_process(how):
     assert [(row.loss, row.valid_loss) for row in graph.rows] == [(row.loss, row.valid_loss) for row in eager.rows]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("before", "after"), [("fsdp=2,tp=2", "zero1=4"), ("dp=2", "fsdp=2,sp=2")])
 def test_resumes_on_another_mesh(before, after, single, tmp_path):
     saving = ["--save", str(tmp_path), "--save-every", "6"]

@@ -53,7 +53,7 @@ def test_fault_is_named(program: str, outcomes: dict[str, Future[Outcome]]) -> N
     assert not problems(FAULTS[program], outcomes[program].result())
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("program", HEALTHY)
 def test_no_false_alarm(program: str, outcomes: dict[str, Future[Outcome]]) -> None:
     assert not problems(FAULTS[program], outcomes[program].result())

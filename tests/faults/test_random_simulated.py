@@ -17,7 +17,7 @@ PROGRAMS, PARTS = 75, 5
 CALLS = 8_000
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_outlier_is_named_or_changes_nothing(part: int) -> None:
     """Every program ends; no result is silently wrong, no correct rank is named, and a majority always names the outlier."""

@@ -159,7 +159,7 @@ def test_box_index_is_a_slice_of_all_positions(data, shape):
     assert torch.equal(box_index(shape, box), positions[slices(box)])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", EVERY)
 @given(data=st.data())
 def test_a_box_is_a_slice_of_the_whole(name, data):
@@ -168,7 +168,7 @@ def test_a_box_is_a_slice_of_the_whole(name, data):
     assert torch.equal(draw(shape, box), draw(shape, full_box(shape))[slices(box)])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", EVERY)
 def test_results_do_not_depend_on_tiles(name, monkeypatch):
     shape, box = (5, 7, 30), ((1, 4), (2, 6), (3, 28))
@@ -186,7 +186,7 @@ def test_numpy_and_torch_agree(name, monkeypatch):
     assert torch.equal(EVERY[name](shape, box), by_numpy)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("name", EVERY)
 def test_results_do_not_depend_on_threads(name):
     shape = (300, 501)

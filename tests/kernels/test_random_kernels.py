@@ -137,7 +137,7 @@ PLACES = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("place", PLACES)
 def test_every_kind_of_rows(name, place):

@@ -109,7 +109,7 @@ def test_kernel_equals_torch(bundle, kind, dtype, to, shift, special, most_rows)
         same_numbers(a, b)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", [2, 8, 9, 20])
 def test_planes_that_are_cut(kind, parts):

@@ -152,7 +152,7 @@ EACH_KIND = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", EACH_KIND)
 def test_each_kind(case, dtype):

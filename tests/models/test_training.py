@@ -46,7 +46,7 @@ def _trained(name, form, sharded, checkpointing):
     return train(shard(name, made, mesh, form), rows(mesh, sharded))
 
 
-@pytest.mark.one_in(3, each=["name", "form", "inputs"])
+@pytest.mark.one_in(5, each=["name", "form", "inputs"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     ("form", "inputs", "checkpointing"),

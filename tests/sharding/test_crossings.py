@@ -28,7 +28,7 @@ def check_programs(seeds: range) -> None:
         on_mesh(shape, lambda mesh, seed=seed, expected=expected: crossings.check(seed, None, mesh, expected))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("first", range(0, 200, 20))
 def test_random_programs_differentiated_three_times(first: int) -> None:
     check_programs(range(first, first + 20))
@@ -40,7 +40,7 @@ def test_many_random_programs_differentiated_three_times(first: int) -> None:
     check_programs(range(first, first + 100))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
 def test_random_programs_on_processes(world4: Any, mesh_shape: tuple[int, ...]) -> None:
     world4(crossings.check_on_this_rank, list(range(8)), mesh_shape)

@@ -232,7 +232,7 @@ def _on_four(name):
     return plain(EQUAL[name](lambda t, spec: sm.device_put(t, mesh, spec, src_data_rank=None)))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore:.*no sharding rule")
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal_to_one_process(world4, name):

@@ -79,7 +79,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("module", PROGRAMS)
 def test_programs_run_alike_on_real_processes(world4, module):
     taken = world4(run_programs, f"tests.sharding.{module}", PROGRAMS[module])

@@ -125,7 +125,7 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", REDUCTIONS)
 @pytest.mark.parametrize(
     "whole", [INTEGERS, INTEGERS.double(), INTEGERS.float() - 0.5, INTEGERS < -2], ids=["int", "f64", "f32", "bool"]
@@ -172,7 +172,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.filterwarnings("ignore:.*no sharding rule")
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(("b", "a")), P(None, "b")], ids=str)

@@ -205,7 +205,7 @@ def test_an_exception_that_cannot_be_pickled():
     assert caught.value.__cause__ is None
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_killed_rank_is_reported_before_consequent_errors(number):
     with pytest.raises(LaunchError, match=f"^rank 1 of 2 was killed by {number.name}") as caught:
@@ -213,7 +213,7 @@ def test_killed_rank_is_reported_before_consequent_errors(number):
     assert (caught.value.rank, caught.value.signal) == (1, number)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("fn", "args", "text"), [(exit_with, (3,), "SystemExit: 3"), (vanish, (), "exited with code 7")]
 )

@@ -133,7 +133,7 @@ def one_raises(in_collective: bool) -> tuple[str, float]:
     return without_job(run)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("in_collective", [False, True])
 def test_error_is_raised_on_all_ranks_and_a_new_session_works(world4: Pool, in_collective: bool) -> None:
     found = world4(one_raises, in_collective)
@@ -297,7 +297,7 @@ PROGRAM = """
 """
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("asks", ["asks", "does not ask"])
 def test_sigterm_to_launch(tmp_path: Path, asks: str) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))

@@ -48,7 +48,7 @@ def test_programs_that_leave_the_job_are_not_ended(forked: Forked) -> None:
     assert ["went on" in rank.output for rank in ended] == [True, True, False, True]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("how", ["thread", "asynchronous", "raw", "destroyed", "destroyed and a thread"])
 def test_processes_end_despite_pending_collectives_and_threads(forked: Forked, how: str) -> None:
     ended = forked(programs.waits_at_exit, 4, how, SHARDMESH_EXIT_S="2")
@@ -62,7 +62,7 @@ def test_a_rank_whose_threads_outlive_its_program(forked: Forked) -> None:
     assert all("StallError" in ended[rank].output for rank in (0, 1, 3))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("how", ["stopped", "computes", "stopped, and threads"])
 def test_process_that_cannot_end_itself_is_killed_by_another(forked: Forked, how: str) -> None:
     ended = forked(programs.cannot_end, 4, how, SHARDMESH_EXIT_S="2")
@@ -79,7 +79,7 @@ def test_broken_connection_reports_the_lost_rank(forked: Forked) -> None:
         assert f"rank {rank} raised" not in ended[rank].output
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("outlier", [0, 2])
 def test_rank_that_raises_before_its_mesh(forked: Forked, outlier: int) -> None:
     ended = forked(programs.raises_before_its_mesh, 4, outlier)
@@ -89,7 +89,7 @@ def test_rank_that_raises_before_its_mesh(forked: Forked, outlier: int) -> None:
         assert "of the child" not in ended[rank].output
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
 def test_rank_that_never_arrives(forked: Forked, how: str) -> None:
     ended = forked(programs.never_comes, 4, how)

@@ -32,7 +32,7 @@ def outcomes(tmp_path_factory):
         del os.environ[VARIABLE]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("name", NAMES)
 def test_old_or_new_checkpoint_remains(name, outcomes):
     base, jobs = outcomes

@@ -148,7 +148,7 @@ def without_values(layouts, rank):
     return [str(at) for at in found.result], found.report.by_op, found.report.by_axis, *sizes
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("specs", PROGRAM_SPECS, ids=str)
 @pytest.mark.parametrize("rows", [16, 13, 3])
 @pytest.mark.parametrize("rank", [0, 3])
@@ -169,7 +169,7 @@ def unnamed(at, by_op, by_axis, *sizes):
     return at, by_op, tuple(map(sum, zip(*by_axis.values(), strict=True))), *sizes
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("specs", PROGRAM_SPECS, ids=str)
 @pytest.mark.parametrize("rows", [16, 13, 3])
 def test_layouts_and_bytes_equal_real_ranks(world4, specs, rows):

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.jit.backends.segments import Segment
+from shardmesh.sharding.jit.collectives import STARTS
 from shardmesh.sharding.jit.errors import JitError
 from tests.device import DEVICE
 from tests.sharding.jit.steps import composed, mean_square, mlp, pair
@@ -178,3 +179,13 @@ def test_cpp_wrapper() -> None:
 def test_wrong_options_of_inductor(options: dict[str, Any], backend: str | None, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         sm.jit(lambda x: x, backend=backend, compiler_options=options)
+
+
+def test_cudagraphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="cudagraphs=True needs a CUDA device"):
+        sm.jit(lambda x: x, cudagraphs=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"has 'triton\.cudagraphs', an option of Inductor, but the backend is 'eager'"):
+        sm.jit(lambda x: x, backend="eager", cudagraphs=True)
+    assert all(torch.Tag.cudagraph_unsafe in getattr(torch.ops.shardmesh, f"ordered_{name}").default.tags for name in STARTS)

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Callable[..., Any], Set]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", CASES)
 def test_schedules_of_hyperparameters(case: str) -> None:
     make, at = CASES[case]

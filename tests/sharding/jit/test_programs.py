@@ -31,7 +31,7 @@ def jit(f: Callable[..., Any]) -> Any:
     return sm.jit(f, backend="eager")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.filterwarnings("ignore:.*no sharding rule", "ignore:.*was recorded 8 times")
 @pytest.mark.parametrize("name", EQUAL)
 def test_programs_of_the_loud_tests(name: str) -> None:
@@ -92,7 +92,7 @@ def assert_same(found: Any, expected: Any, rtol: float = 0, atol: float = 0) -> 
         torch.testing.assert_close(one, other, rtol=rtol, atol=atol, equal_nan=True)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("part", range(20))
 def test_random_programs(part: int) -> None:
     """Values and gradients of mapped functions; those that types refuse are refused as before."""

@@ -59,7 +59,7 @@ WRITES = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("view", VIEWS)
 def test_writing_to_a_view_changes_its_base_or_raises(view):
     """If the view had to be redistributed, its base would not change, so this raises."""

@@ -38,7 +38,7 @@ def losses_and_result(params, optimizer, steps=4):
 OPTIMIZERS = [one for one in vars(torch.optim).values() if isinstance(one, type) and "foreach" in inspect.signature(one).parameters]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("foreach", [True, False, None])
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: make.__name__)
 def test_every_optimizer_of_torch_with_and_without_foreach(make, foreach):
@@ -55,7 +55,7 @@ def test_every_optimizer_of_torch_with_and_without_foreach(make, foreach):
     on_mesh((2, 2), program)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("how", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def close(x, whole):
 # -- which way is taken ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("sizes", [(8, 12, 4), (5, 3, 7)])
 def test_products_of_all_layouts(sizes):
     m, k, n = sizes

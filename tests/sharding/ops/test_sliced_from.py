@@ -45,7 +45,7 @@ def assigned(index, apply):
     return change
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("apply", OPERATORS)
 @pytest.mark.parametrize("index", INDICES)
 def test_every_index_in_all_layouts_with_gradients(index, apply):

@@ -19,7 +19,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("order", ORDERS)
 def test_rules_are_set_whenever_dynamo_is_loaded(order):
     checks = (
@@ -69,7 +69,7 @@ def mapped(x, w):
     return total(x, w)
 
 
-@pytest.mark.one_in(2, each=["program"])
+@pytest.mark.one_in(4, each=["program"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("program", [arithmetic, attributes, in_place, parts, mapped])
 def test_compiled_function_is_correct(program, backend):
@@ -107,7 +107,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.one_in(4, each=["program"])
+@pytest.mark.one_in(7, each=["program"])
 @pytest.mark.parametrize("program", BREAKS)
 def test_fullgraph_error_explains_the_graph_break(program):
     f, says = BREAKS[program]

@@ -72,7 +72,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("where", PLACES)
 def test_equals_the_reference_over_20_steps(where, options):

@@ -41,7 +41,7 @@ def _split_by_sequence(model, mesh, step, config, s):
     return _loss(model(placed[0]), placed[1])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("method", "axes", "config", "s"),
     [
@@ -140,7 +140,7 @@ def _placed(mesh, inputs, step, count):
     return [sm.device_put(x, mesh, P(("dp", "ep")), src_data_rank=None) for x in pair]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("form", "inputs", "where"),
     [

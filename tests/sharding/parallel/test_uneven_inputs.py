@@ -110,7 +110,7 @@ def train_sharded(mesh, feed, how):
     return losses, {name: w.full_tensor().detach() for name, w in weights.items()}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("how", STORED)
 @settings(max_examples=4)
 @given(rows=feeds)

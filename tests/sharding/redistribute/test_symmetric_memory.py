@@ -109,7 +109,7 @@ def any_move(folder, seed):
     return True
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_move(world4, folder, seed):
     assert all(world4(any_move, folder, seed))

@@ -27,7 +27,7 @@ def part(mesh, spec, whole=X):
 # -- from_local ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 2), (2, 3), (4, 1)])
 @pytest.mark.parametrize(
     "spec", [P(), P("a"), P("b"), P(None, "a"), P("a", "b"), P("b", "a"), P(("a", "b")), P(("b", "a"))]

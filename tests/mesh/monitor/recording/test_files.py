@@ -252,7 +252,7 @@ def assert_all_train(ended: list[Ended], monitor: str, warnings: int) -> None:
     assert sum(rank.output.count("this job is not monitored") for rank in ended) == warnings
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("ranks", [[2], [0, 1, 2, 3]])
 def test_ranks_without_room_keep_training(forked: Forked, ranks: list[int]) -> None:
     ended = forked(programs.no_room, 4, ranks)
@@ -283,7 +283,7 @@ def test_read_only_folder(forked: Forked) -> None:
     assert any("Read-only file system" in rank.output for rank in ended)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("options", ["size=64m", "size=1m", "ro"])
 def test_shared_memory_of_a_container(forked: Forked, options: str) -> None:
     """If it is full, the files are put into the temporary folder."""
@@ -324,7 +324,7 @@ def test_a_rank_in_another_folder(forked: Forked) -> None:
         shutil.rmtree(ROOT / "watched-by-tests", ignore_errors=True)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("how", ["raises", "exits", "dies", "loader"])
 def test_ranks_that_fork(forked: Forked, how: str) -> None:
     assert_all_train(forked(programs.forks, 4, how), "on", 0)

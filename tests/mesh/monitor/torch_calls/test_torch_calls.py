@@ -38,7 +38,7 @@ def test_the_setting(forked: Forked) -> None:
         from_environment({"SHARDMESH_MONITOR_TORCH": "yes"})
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("how", ["stopped", "destroyed"])
 def test_torch_is_restored(forked: Forked, how: str) -> None:
     for output in outputs(forked(programs.is_put_back, 2, how)):

@@ -31,7 +31,7 @@ def _asked_for(item: pytest.Item) -> str:
     return params["case"].name if "case" in params else params["name"]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_case(case, jax):
     """Values, dtypes and derivatives are JAX's, on every rank."""
@@ -58,7 +58,7 @@ def test_difference(name, jax):
         assert mine.dtypes == wanted.dtypes
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_definition(case, jax):
     """JAX does what the plain definitions say: so those can stand in for it where it refuses."""

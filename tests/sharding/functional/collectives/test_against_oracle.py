@@ -38,7 +38,7 @@ def lengths(n: int, kind: str) -> list[int]:
 kinds = pytest.mark.parametrize("kind", ["falling", "some empty", "one", "all empty"])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @uneven
 @pytest.mark.parametrize("total", [7, 5, 1, 0])
 @pytest.mark.parametrize("dim", [0, 1, -1])
@@ -50,7 +50,7 @@ def test_psum_scatter(mesh, axis, total, dim):
     )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @uneven
 @kinds
 @pytest.mark.parametrize("dim", [0, 1, -2])
@@ -68,7 +68,7 @@ def test_all_gather_replicated(axis, kind):
     check_case(FlatCase((2, 3), lambda c, x: c.all_gather(x, axis, tiled=True, sizes=sizes), (x,), replicated=True))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @uneven
 @kinds
 @pytest.mark.parametrize("total", [7, 1])

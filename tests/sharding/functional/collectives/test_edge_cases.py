@@ -53,7 +53,7 @@ NAMES = list(every_collective(2, "a"))
 every = pytest.mark.parametrize("what", NAMES)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @every
 @pytest.mark.parametrize(
     ("mesh", "axis"), [((1,), "a"), ((1, 3), "a"), ((3, 1), ("b", "a")), ((1, 3), ("a", "b"))], ids=str
@@ -63,7 +63,7 @@ def test_axes_of_one_rank(what, mesh, axis):
     check_case(FlatCase(mesh, every_collective(n, axis)[what], (all_ranks(mesh, (n, 2)),)))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @every
 @pytest.mark.parametrize("axis", ["b", ("a", "c"), ("c", "a"), ("c", "a", "b")], ids=str)
 def test_three_axes(what, axis):
@@ -85,7 +85,7 @@ VIEWS: dict[str, tuple[Shape, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @every
 @pytest.mark.parametrize("view", VIEWS)
 def test_views(what, view):

@@ -112,7 +112,7 @@ def compared(found: Any, wanted: Any) -> None:
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transform_of_operators(transform):
     rng, run = random.Random(transform), TRANSFORMS[transform]
@@ -199,7 +199,7 @@ MAPPED: dict[str, Mapped] = {
 }  # fmt: skip
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("transform", [name for name in TRANSFORMS if name not in ("vmap of vmap", "vmap of dim 1")])
 def test_transform_of_mapped_functions(transform):
     rng, run = random.Random(transform), TRANSFORMS[transform]

@@ -253,7 +253,7 @@ def body_with_psum(x, w):
     return total * 2
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_local_body(backend, fresh_dynamo):
     def program(mesh):

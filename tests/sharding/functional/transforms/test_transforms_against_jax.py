@@ -32,7 +32,7 @@ def jax() -> dict[str, list[np.ndarray]]:
     return pickle.loads(subprocess.run(command, cwd=Path(__file__).parents[4], stdout=subprocess.PIPE, check=True).stdout)
 
 
-@pytest.mark.one_in(2, each=["name"])
+@pytest.mark.one_in(4, each=["name"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(jax, name, layout):

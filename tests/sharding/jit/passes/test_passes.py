@@ -84,7 +84,7 @@ def test_common_collectives_of_hsdp() -> None:
 # -- schedule ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", [FSDP, HSDP, TP_SP], ids=str)
 def test_overlap_moves_no_more_bytes_and_takes_no_more_memory(case: Composition) -> None:
     before, after = compared(case, "overlap")
@@ -153,7 +153,7 @@ def test_gathers_and_scatters_are_one(kind: str) -> None:
     assert before.bytes == after.bytes
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("case", "least"), [(TP_SP, 2), (Composition("ddp", "tp", "global", EVEN, (2, 2)), 4), (HSDP, 2)], ids=str)
 def test_bucketing_of_models(case: Composition, least: int) -> None:
     before, after = compared(case, "bucket_bytes", 1 << 20)

@@ -30,7 +30,7 @@ BINARY = [
 SMALL = {"meshes": [(3,), (2, 2)], "most": 8}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("op", [*BINARY, operator.gt, operator.ge, operator.pow, operator.mod, operator.floordiv])
 def test_binary_operators(op):
     prove(op, (pos(4, 3), pos(3)), **SMALL)

@@ -50,7 +50,7 @@ def _exists(sample: Callable[[], _Sample]) -> _Sample | None:
         return None
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.filterwarnings("ignore:.*no sharding rule")
 @pytest.mark.parametrize(("func", "call"), list(_cases()))
 def test_successive_float_arguments(func: Callable[..., Any], call: Call) -> None:

@@ -43,7 +43,7 @@ CALLS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CALLS)
 @given(data=st.data())
 @settings(max_examples=12, deadline=None)

@@ -85,7 +85,7 @@ def _runs_gathered(label: str, c: Call) -> bool:
     return any(map(_is_mask, index if isinstance(index, tuple) else (index,)))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore:torch.* is deprecated", "ignore:at::", "ignore:Using torch.cross without", "ignore:index_reduce")
 @pytest.mark.parametrize(("label", "func", "extent"), _table())
 @pytest.mark.parametrize("times", [0.15, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow, id="slow")])

@@ -59,7 +59,7 @@ def _as_named(found):
     return {name.replace(".inner", ""): x for name, x in found.items()}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp", "hybrid"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("place", [_around_units, _around_inside, _part_of_a_unit])

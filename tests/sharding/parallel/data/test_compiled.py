@@ -103,7 +103,7 @@ def counting(sizes):
     return backend
 
 
-@pytest.mark.one_in(4, each=["how", "order", "form"])
+@pytest.mark.one_in(7, each=["how", "order", "form"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("how", HOW)
@@ -122,7 +122,7 @@ def test_gradients_equal_one_process(how, order, form):
         assert max(map(max, sizes)) >= 5, "a block is one graph"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("how", ["block.compile()", "torch.compile(block)"])
 def test_blocks_are_full_graphs(how, order):
@@ -244,7 +244,7 @@ def _hugging_face(kind):
     return model, model.model.layers
 
 
-@pytest.mark.one_in(4, each=["kind"])
+@pytest.mark.one_in(7, each=["kind"])
 @pytest.mark.parametrize(
     ("how", "checkpointed"),
     [("block.compile()", False), ("block.compile()", True), ("torch.compile(block)", False), ("model.compile()", False)],

@@ -59,7 +59,7 @@ def _one_failure(mesh, form, place, where, kind, sharded):
     check_gradients(made, mesh)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("where", [_in_forward, _in_backward])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", SOME)
@@ -212,7 +212,7 @@ def test_unit_skipped_on_one_rank_raises(form):
     assert all("blocks.1: " in text for text in on_ranks((4,), program))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("find", [False, True])
 @pytest.mark.parametrize("form", SOME)
 def test_frozen_parameters(form, find):

@@ -64,7 +64,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(2, each=["form"])
+@pytest.mark.one_in(4, each=["form"])
 @pytest.mark.parametrize(("form", "shape", "even", "sharded"), CASES)
 def test_twenty_steps_equal_one_process(form, shape, even, sharded):
     losses, parameters = _reference(even)
@@ -84,7 +84,7 @@ def _train_on_processes(rank_shape, form, sharded):
     return losses
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("form", "shape", "sharded"), [("fsdp", (4,), False), ("hybrid", (2, 2), True)])
 def test_twenty_steps_on_processes(world4, form, shape, sharded):
     found = world4(_train_on_processes, shape, form, sharded)

@@ -103,7 +103,7 @@ CASES = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("capacity", [None, 1.0, 0.4])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_dense_mixture(case, capacity):

@@ -62,7 +62,7 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-@pytest.mark.one_in(4, each=["how", "styles"])
+@pytest.mark.one_in(7, each=["how", "styles"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(("how", "order"), [("block.compile()", "before"), *((how, "after") for how in HOW)])
 @pytest.mark.parametrize("styles", [_torch_styles, _by_pattern])

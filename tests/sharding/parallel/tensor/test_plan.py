@@ -32,7 +32,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("stream", [P(), SPLIT], ids=["tp", "tp+sp"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_equals_one_process(name, stream):

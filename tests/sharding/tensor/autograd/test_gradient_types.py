@@ -111,7 +111,7 @@ def _linear_calls() -> Iterator[Any]:
             yield pytest.param(func, calls, id=label)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings(*ABOUT_TORCH)
 @pytest.mark.parametrize(("func", "calls"), list(_linear_calls()))
 def test_pending_sums_pass_linear_operators(func: Callable[..., Any], calls: Sequence[Call]) -> None:
@@ -154,7 +154,7 @@ def _layouts(sample: _Sample) -> list[list[P]]:
 WRONG_IN_TORCH = {"_weight_norm"}  # its second derivative is not that of v * g / |v|
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.filterwarnings(*ABOUT_TORCH)
 @pytest.mark.parametrize(("func", "calls"), [pytest.param(f, c, id=n) for n, f, c in OPERATORS if f.__name__ not in WRONG_IN_TORCH])
 def test_double_backward(func: Callable[..., Any], calls: Sequence[Call]) -> None:

@@ -43,7 +43,7 @@ def with_numbers(x):
     return x.add_(other=3, alpha=2).subtract_(torch.tensor(0.5))
 
 
-@pytest.mark.one_in(3, each=["mesh", "change", "y"])
+@pytest.mark.one_in(5, each=["mesh", "change", "y"])
 @pytest.mark.parametrize("mesh", [(3,), (2, 2)])
 @pytest.mark.parametrize("change", [added, subtracted, with_coefficient, with_itself])
 @pytest.mark.parametrize("y", [Y, f(3, seed=1), f(4, 1, seed=2), f(seed=4)], ids=["matrix", "row", "column", "number"])

@@ -47,7 +47,7 @@ WRITES = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("spec", [P("a"), P("b", "a"), P(("b", "a"), sizes={("b", "a"): (0, 5, 0, 4)})], ids=str)
@@ -72,7 +72,7 @@ def test_written_tensor_does_not_move(name, spec):
 DIFFERENTIABLE = [name for name in WRITES if name not in ("scatter_reduce_", "masked_fill_")]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradients_of_the_written_tensor_and_the_values(name):
@@ -188,7 +188,7 @@ READS = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", READS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32, torch.uint8, torch.bool, torch.complex128])
 def test_reads_do_not_gather_the_tensor(name, dtype):

@@ -28,7 +28,7 @@ def laid_out(options, mesh, spec):
     return {name: place(x, mesh, spec) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("spec", [P(None, "a"), P("b", "a"), P(None, ("b", "a")), P("a", unreduced={"b"})], ids=str)
 def test_cross_entropy_and_its_second_gradient(options, spec):

@@ -30,7 +30,7 @@ OPERATORS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("spec", [P(None, "a"), P("b", "a"), P(None, ("b", "a")), P("a", None, unreduced={"b"})], ids=str)
 def test_values_and_second_gradients(name, spec):
@@ -142,7 +142,7 @@ def optimizer_of(model):
     return torch.optim.SGD(parameters, lr=0.1) if parameters else None
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("a", "b"), P("b", None)], ids=str)
 def test_modules_train_as_in_one_process(name, spec):

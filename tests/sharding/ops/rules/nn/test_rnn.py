@@ -63,7 +63,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("partition", [None, split_rows])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -144,7 +144,7 @@ def test_dropout_between_layers_does_not_depend_on_the_mesh():
 # -- cells ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("partition", [None, split_rows])
 @pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a"), P("b", "a")])
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell, lambda *a, **k: nn.RNNCell(*a, **k, nonlinearity="relu")])
