@@ -241,10 +241,11 @@ class JitFunction:
         others = [other for other, known in self._entries[world].items() if known and other != key]
         reasons = self._reasons.find(why, key, others)
         name = getattr(self._f, "__qualname__", type(self._f).__name__).rpartition("<locals>.")[2]
+        meshes = _meshes(snapshot, leaves)
         if self._options.any:
-            announce(world, _meshes(snapshot, leaves), name, texts_of(reasons))
+            announce(world, meshes, name, texts_of(reasons))
         result, found, before = record(functools.partial(self._call, tree), leaves, snapshot, inputs, world, count == 1)
-        program = run_passes(found if isinstance(found, str) else found.program, self._options, world, _meshes(snapshot, leaves))
+        program = run_passes(found if isinstance(found, str) else found.program, self._options, world, meshes)
         found = program if isinstance(program, str) else found._replace(program=program)  # type: ignore[union-attr]
         if isinstance(found, str):
             self._attempts[world.rank, key] = count

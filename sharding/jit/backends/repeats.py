@@ -40,7 +40,7 @@ def _bounds(letters: np.ndarray[Any, Any], costs: list[int], crossings: np.ndarr
     """Return where letters[first:last] is cut."""
     if costs[last] - costs[first] <= LONG:
         return []
-    start, end, period = _most_repeated(letters[first:last], costs[last] - costs[first])
+    start, end, period = _most_repeated(letters[first:last])
     if period == 0:
         return []
     start, end = first + start, first + end
@@ -55,7 +55,7 @@ def _bounds(letters: np.ndarray[Any, Any], costs: list[int], crossings: np.ndarr
     return [*left, *inside, *right]
 
 
-def _most_repeated(letters: np.ndarray[Any, Any], cost: int) -> tuple[int, int, int]:
+def _most_repeated(letters: np.ndarray[Any, Any]) -> tuple[int, int, int]:
     """Return the start, the end and the period of the repetition that saves the most letters; a period of 0 if there is none."""
     best, found = _SMALLEST, (0, 0, 0)
     for period in range(1, len(letters) // 2 + 1):
@@ -95,16 +95,10 @@ def _together(node: fx.Node) -> list[fx.Node]:
 
 
 def _letter(node: fx.Node) -> Hashable:
-    return node.target, constants(node, lambda x: "node"), val_of(node)
+    return node.target, _constants(node, lambda x: "node"), node.meta.get("val")
 
 
-def val_of(node: fx.Node) -> Hashable:
-    """Return the shape, strides, dtype and device of a node's result as something with a hash; None for what is no tensor."""
-    val = node.meta.get("val")
-    return None if val is None else tuple(map(str, val))
-
-
-def constants(node: fx.Node, number: Callable[[fx.Node], Hashable]) -> Hashable:
+def _constants(node: fx.Node, number: Callable[[fx.Node], Hashable]) -> Hashable:
     """Return the arguments of a node as something with a hash, with a number for each node, and without the site of a collective."""
     args = node.args[:-1] if node.target in OPERATORS else node.args
     return _frozen(args, number), tuple((name, _frozen(x, number)) for name, x in node.kwargs.items())
@@ -121,8 +115,8 @@ def _frozen(x: Any, number: Callable[[fx.Node], Hashable]) -> Hashable:
 def key_of(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> Hashable:
     """Return what is equal for two parts that compute the same from their inputs."""
     numbers: dict[fx.Node, Hashable] = {x: ("input", i) for i, x in enumerate(inputs)}
-    key: list[Hashable] = [val_of(x) for x in inputs]
+    key: list[Hashable] = [x.meta.get("val") for x in inputs]
     for i, node in enumerate(nodes):
-        key.append((node.target, constants(node, numbers.__getitem__)))
+        key.append((node.target, _constants(node, numbers.__getitem__)))
         numbers[node] = i
     return tuple(key)

@@ -23,6 +23,7 @@ from ....mesh.comm.group import Group
 from ..collectives import OPERATORS, WAIT, Site, group_of, running, site_of
 from ..draws import Draw
 from ..passes.alias import is_view, owner_of, root_of, writes
+from ..passes.pipeline import copy_graph
 from ..program import Program, Runner, compile_eagerly
 from .progress import CompileProgress
 from .repeats import cut, key_of
@@ -33,11 +34,7 @@ _NOT_COMPILED = ("_fused_", "_local_scalar_dense", "set_", "resize_", "_amp_", "
 
 def compile_segments(backend: str | Callable[..., Any], options: dict[str, Any], program: Program, inputs: Sequence[Any]) -> Runner:
     """Return the program's graph as a function of its inputs, whose segments are compiled when they are first called."""
-    graph = fx.Graph()
-    output = graph.graph_copy(program.graph, values := {})
-    graph.output(output)
-    for old, new in values.items():
-        new.meta = dict(old.meta)
+    graph = copy_graph(program.graph)
     _draw_first(graph)
     parts = [_Part(nodes) for run in _segments(graph) for nodes in cut(run) if _size(nodes) >= _LEAST]
     wanted: dict[Any, set[int]] = {}
@@ -166,7 +163,7 @@ def _replace(
 ) -> None:
     """Replace the nodes of a part by one call of a segment."""
     nodes, inputs, inside = part.nodes, part.inputs(), set(part.nodes)
-    key = key_of(nodes, inputs), tuple(outputs)
+    key = key_of(nodes, inputs), tuple(outputs)  # again: what parts before it return in place of two inputs may be one
     if key not in compiled:
         compiled[key] = compile_graph(_graph_of(nodes, inputs, outputs))
     calls = [(group_of(node.args[-2]), site_of(node.args[-1])) for node in nodes if node.target in OPERATORS]  # type: ignore[arg-type]

@@ -216,6 +216,12 @@ def nbytes(node: fx.Node) -> int:
     return 0 if value is None else math.prod(value[0]) * value[2].itemsize
 
 
+def is_contiguous(node: fx.Node) -> bool:
+    """Return whether the values of a node's result are in order in memory."""
+    shape, strides, *_ = node.meta["val"]
+    return torch.empty_strided(shape, strides, device="meta").is_contiguous()
+
+
 def class_bytes(node: fx.Node) -> int:
     """Return the bytes of the memory that a node makes."""
     if node.meta.get("donate"):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx.node import map_arg
 
 from ..collectives import OPERATORS, WAIT
 from ..program import is_pure
 from .alias import MemoryUse, live_bytes, nbytes
-
-_UNDEFINED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+from .movement import is_empty
 
 
 def share_common_collectives(graph: fx.Graph, max_live_bytes: int | None = None) -> int:
@@ -107,7 +105,7 @@ class _Values:
         names = {x: i for i, x in enumerate(node.all_input_nodes)}
         args = map_arg((_drop_site(node), node.kwargs), lambda x: _Operand(names[x]))  # type: ignore[arg-type,return-value]
         communicates = node.target in OPERATORS or node.target is WAIT  # these write at most their operand, which `is_written` sees
-        known = communicates or (is_pure(node) and not _is_undefined(node) and not self._use.writes[node])
+        known = communicates or (is_pure(node) and not is_empty(node) and not self._use.writes[node])
         key: Any = (node.target, repr(args), tuple(operands)) if known else node
         if isinstance(key, tuple) and "Generator" in key[1]:
             key = node
@@ -134,7 +132,3 @@ class _Operand:
 
 def _drop_site(node: fx.Node) -> Any:
     return node.args[:-1] if node.target in OPERATORS else node.args
-
-
-def _is_undefined(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.partition("::")[2] in _UNDEFINED

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from ..collectives import OPERATORS, WAIT
-from .alias import is_view, live_bytes, nbytes
+from .alias import is_contiguous, is_view, live_bytes, nbytes
 from .movement import Movement, is_empty, is_moving
 
 aten = torch.ops.aten
@@ -202,7 +202,7 @@ def _send_narrow(graph: fx.Graph, move: Movement) -> int:
         narrow: Any = cast.args[0]
         (wait,) = start.users
         between = range(move.at[cast] + 1, move.at[wait] + 1)
-        if wait.target is not WAIT or not _is_contiguous(narrow) or any(_is_written(move, x, between) for x in (narrow, cast)):
+        if wait.target is not WAIT or not is_contiguous(narrow) or any(_is_written(move, x, between) for x in (narrow, cast)):
             continue
         more = nbytes(narrow) + nbytes(start) * _dtype(narrow).itemsize // _dtype(start).itemsize
         if max(live[i] for i in between) + more > max(live):
@@ -276,10 +276,10 @@ def _after_slices(graph: fx.Graph, move: Movement) -> int:
             continue
         if made & (move.use.outputs | move.mixed) or any(move.fillers[c] != [node] for c in made) or given & move.use.outputs:
             continue
-        if any(move.at[filler] > move.at[node] for c in given for filler in move.fillers[c]) or not _is_contiguous(x):
+        if any(move.at[filler] > move.at[node] for c in given for filler in move.fillers[c]) or not is_contiguous(x):
             continue
         chain = _up_to_slice(node)
-        if not chain or math.prod(chain[-1].meta["val"][0]) >= math.prod(x.meta["val"][0]) or not _is_contiguous(chain[-1]):
+        if not chain or math.prod(chain[-1].meta["val"][0]) >= math.prod(x.meta["val"][0]) or not is_contiguous(chain[-1]):
             continue
         part = chain[-1]
         if nbytes(x) > nbytes(node) and move.at[part] - move.at[node] > len(chain):
@@ -347,8 +347,3 @@ def _note(made: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
 def _retype(node: fx.Node, dtype: torch.dtype) -> None:
     shape, strides, _, device = node.meta["val"]
     node.meta["val"] = shape, strides, dtype, device
-
-
-def _is_contiguous(node: fx.Node) -> bool:
-    shape, strides = node.meta["val"][:2]
-    return torch.empty_strided(shape, strides, device="meta").is_contiguous()

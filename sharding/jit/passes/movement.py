@@ -11,14 +11,14 @@ from ..collectives import OPERATORS
 from .alias import MemoryUse
 
 aten = torch.ops.aten
-EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _COPIES = (aten.copy_.default, aten.clone.default, aten._to_copy.default, aten.cat.default, aten.contiguous.default)
 _MOVING = ("all_gather", "all_to_all")
 
 
 def is_empty(node: fx.Node) -> bool:
     """Return whether a node makes a tensor without values."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.partition("::")[2] in EMPTY
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.partition("::")[2] in _EMPTY
 
 
 def is_copy(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from torch import fx
 
 from ..collectives import OPERATORS
 from ..program import is_pure
-from .alias import MemoryUse
+from .alias import MemoryUse, is_contiguous
 
 aten = torch.ops.aten
 
@@ -91,9 +91,8 @@ class Appender:
 
     def flat(self, x: Any, shape: Sequence[int]) -> fx.Node:
         """Add a view of a node's values in order, in another shape."""
-        value = x.meta["val"]
-        if not torch.empty_strided(value[0], value[1], device="meta").is_contiguous():
-            x = self.make(aten.clone.default, (x,), value[0], kwargs={"memory_format": torch.contiguous_format})
+        if not is_contiguous(x):
+            x = self.make(aten.clone.default, (x,), x.meta["val"][0], kwargs={"memory_format": torch.contiguous_format})
         return self.make(aten.view.default, (x, list(shape)), shape)
 
 

@@ -18,7 +18,7 @@ from shardmesh import P
 from shardmesh.debug import Timeline
 from shardmesh.topology import Link, Topology
 from tests.device import DEVICE
-from tests.sharding.jit.steps import mean_square, mlp, pair
+from tests.sharding.jit.steps import mlp, pair, training_step
 
 EXACT = Topology(Link(1e-3, 1e6), Link(2e-3, 1e5), memory=1e9, node_size=2)
 MESH = sm.AbstractMesh((2, 4), ("fsdp", "tp"))
@@ -147,14 +147,7 @@ def test_a_step_as_predicted_and_as_measured(tmp_path: Path) -> None:
         model = mlp(mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
-        @sm.jit(backend="eager", compiler_options={"overlap": True})
-        def step(x: Any, y: Any) -> Any:
-            loss = mean_square(model, x, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
+        step = sm.jit(training_step(model, optimizer), backend="eager", compiler_options={"overlap": True})
         losses = [step(*pair(mesh, i)).item() for i in range(3)]
         predicted = [sm.debug.timeline(x) for x in (step, step.recorded[0], step.lower(*pair(mesh, 0)))]
         check_lanes(predicted[0])

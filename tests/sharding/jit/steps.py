@@ -73,6 +73,19 @@ def pair(mesh: sm.DeviceMesh | None, step: int, b: int = 5, d: int = 8) -> tuple
     return x, y
 
 
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any, Any], Any]:
+    """Return a step of training an MLP, which returns its loss."""
+
+    def step(x: Any, y: Any) -> Any:
+        loss = mean_square(model, x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 def mean_square(model: nn.Module, x: Any, y: Any) -> Any:
     """Return the loss of an MLP."""
     return F.mse_loss(model(x), y)

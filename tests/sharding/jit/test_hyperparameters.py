@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardmesh as sm
 from tests.device import DEVICE
-from tests.sharding.jit.steps import mean_square, mlp, pair
+from tests.sharding.jit.steps import mean_square, mlp, pair, training_step
 from tests.sharding.parallel.compositions import whole
 
 Set = Callable[[Any, int], None]
@@ -65,13 +65,7 @@ def test_schedules_of_hyperparameters(case: str) -> None:
         model = mlp(mesh)
         optimizer = make(model.parameters(), lr=0.1)
 
-        def step(x: Any, y: Any) -> Any:
-            loss = mean_square(model, x, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
+        step = training_step(model, optimizer)
         f = sm.jit(step, backend="eager") if jit else step
         losses = []
         for i in range(7):
@@ -100,13 +94,7 @@ def test_a_schedule_of_torch_that_changes_momentum() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
 
-        def step(x: Any, y: Any) -> Any:
-            loss = mean_square(model, x, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
+        step = training_step(model, optimizer)
         f = sm.jit(step, backend="eager") if jit else step
         losses = []
         for i in range(12):
@@ -183,11 +171,10 @@ def test_an_average_inside_the_step(warm_up: bool) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         average = sm.training.EMA(model, 0.9)
 
+        update = training_step(model, optimizer)
+
         def step(x: Any, y: Any) -> Any:
-            loss = mean_square(model, x, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            loss = update(x, y)
             average.update()
             return loss
 

@@ -104,9 +104,9 @@ def test_the_most_repeated_part_of_random_letters(seed: int) -> None:
     part = random.permutation(period)  # has no repetition in it
     before, after = (random.integers(100, 10_000, size=int(random.integers(0, 30))) for _ in range(2))
     letters = np.concatenate([before, np.tile(part, count), after])
-    start, end, found = repeats._most_repeated(letters, 0)
+    start, end, found = repeats._most_repeated(letters)
     assert (start, end, found) == (len(before), len(before) + period * count, period)
-    assert repeats._most_repeated(random.permutation(200), 0) == (0, 0, 0)
+    assert repeats._most_repeated(random.permutation(200)) == (0, 0, 0)
 
 
 @pytest.mark.usefixtures("short")
