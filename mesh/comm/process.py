@@ -25,6 +25,7 @@ from ..monitor.start import start_monitor
 from ..monitor.torch_calls import hooks
 from . import dtype_encoding
 from .group import Group, Observer
+from .torch_groups import calls
 from .torch_groups.new_group import new_group
 from .torch_groups.works import PolledWork, TorchWork, WatchedMessages, WatchedWork, mark_stream
 from .work import DONE, Work, and_then
@@ -33,21 +34,9 @@ from .world import World
 if TYPE_CHECKING:
     from ..device_mesh import DeviceMesh
 
-# torch 2.13 renamed these two.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 _settings = settings()
 _EMPTY = torch.empty(0, device="cpu")
 _EXIT_DELAY_S = 0.1
-_REDUCE_OP: dict[str, Any] = {}
-if dist.is_available():
-    _REDUCE_OP = {
-        "sum": dist.ReduceOp.SUM,
-        "max": dist.ReduceOp.MAX,
-        "min": dist.ReduceOp.MIN,
-        "product": dist.ReduceOp.PRODUCT,
-    }
 
 
 class ProcessGroup(Group):
@@ -158,12 +147,12 @@ class ProcessGroup(Group):
     def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
         if x.dtype not in dtype_encoding.NATIVE:
             out, x = dtype_encoding.as_bytes(out), dtype_encoding.as_bytes(x)
-        return self._start(_all_gather_flat, (out, x), async_op, _flat(out), _flat(x))
+        return self._start(calls.all_gather, (out, x), async_op, _flat(out), _flat(x))
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None:
         if op == "sum" and x.device.type == "cpu" and _is_gloo(self.channel, x.device):
             return self._reduce_scatter_by_all_to_all(out, x, async_op)
-        return self._start(_reduce_scatter_flat, (out, x), async_op, _flat(out), _flat(x), _REDUCE_OP[op])
+        return self._start(calls.reduce_scatter, (out, x), async_op, _flat(out), _flat(x), op)
 
     def _reduce_scatter_by_all_to_all(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
         """Exchange the parts of each sum and add them in the order of ranks: gloo's reduce_scatter is slower than its all_reduce."""
@@ -172,22 +161,22 @@ class ProcessGroup(Group):
         return work if async_op or work is None else work.wait()
 
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work | None:
-        return self._start(dist.all_reduce, (x,), async_op, x, _REDUCE_OP[op])
+        return self._start(calls.all_reduce, (x,), async_op, x, op)
 
     def _all_to_all(
         self, out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, async_op: bool
     ) -> Work | None:
-        splits = [None if given is None else list(given) for given in (out_splits, in_splits)]
+        splits = out_splits, in_splits
         if x.dtype not in dtype_encoding.NATIVE:
             width = x.element_size()
             out, x = dtype_encoding.as_bytes(out), dtype_encoding.as_bytes(x)
-            splits = [None if given is None else [n * width for n in given] for given in splits]
-        return self._start(dist.all_to_all_single, (out, x), async_op, _flat(out), _flat(x), *splits)
+            splits = tuple(None if given is None else [n * width for n in given] for given in splits)
+        return self._start(calls.all_to_all, (out, x), async_op, _flat(out), _flat(x), *splits)
 
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None:
         if x.dtype not in dtype_encoding.NATIVE:
             x = dtype_encoding.as_bytes(x)
-        return self._start(dist.broadcast, (x,), async_op, x, self.ranks[src])
+        return self._start(calls.broadcast, (x,), async_op, x, src)
 
     def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
         handle = self.channel
@@ -206,7 +195,7 @@ class ProcessGroup(Group):
     def _connect(self, handle: dist.ProcessGroup, x: Tensor) -> None:
         """Run one collective of all ranks before the first message: NCCL connects a whole group in its first call if all ranks make it."""
         if not self._connected and x.device.type != "cpu":
-            self._as_ours(dist.all_reduce)(x.new_zeros(1, dtype=torch.int32), group=handle)
+            self._as_ours(calls.all_reduce)(x.new_zeros(1, dtype=torch.int32), "sum", group=handle, async_op=False)
         self._connected = True
 
     def _start_messages(self, handle: dist.ProcessGroup, out: Tensor, x: Tensor, dst: int | None, src: int | None) -> Work:
@@ -232,7 +221,7 @@ class ProcessGroup(Group):
     def _barrier(self) -> None:
         """Wait for all ranks on the host, in the CPU backend if there is one; `dist.barrier` uses the bound device instead."""
         device = self._host_device()
-        self._start(_barrier_on, (_EMPTY,), False, device, kind=WatchedWork if device.type == "cpu" else PolledWork)
+        self._start(calls.barrier, (_EMPTY,), False, device, kind=WatchedWork if device.type == "cpu" else PolledWork)
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather the sizes, then the data, padded to the longest."""
@@ -256,18 +245,6 @@ class ProcessGroup(Group):
             return handle.bound_device_id
         kind = sorted(types)[0]
         return torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-def _barrier_on(device: torch.device, group: dist.ProcessGroup, async_op: bool) -> Any:
-    """Run the barrier of the group's backend for this device, which `dist.barrier` does not let its caller choose."""
-    options = distributed_c10d.BarrierOptions()
-    options.asyncOp, options.device = async_op, device
-    if device.index is not None:
-        options.device_ids = [device.index]
-    work = group.barrier(opts=options)
-    if async_op or work is None:
-        return work
-    return work.wait() and None
 
 
 def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:

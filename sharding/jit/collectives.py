@@ -4,18 +4,20 @@
     whole   = shardmesh.wait(started)                      the result, which may be read
 
 No result shares memory with an operand. All run through `Group`, so the monitor, `comm_report` and budgets see them. A *site* is the number
-of a `Site`: the purpose of the collective when the graph was made. In a compiled segment it counts from 0 in the segment's order, so that
-equal segments of different layers, and of different processes, are equal code; the segment sets `running.calls` before it runs.
+of a `Site`: the purpose of the collective when the graph was made.
+
+In a compiled segment every collective is `ordered(x, token, size, n)`, the segment's n-th: equal segments of different layers, and of
+different processes, are equal code. The segment sets `running.calls` before it runs.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ...mesh.comm.call_site import DESCRIBERS
 from ...mesh.comm.current_world import current_world
@@ -87,12 +89,19 @@ class Started(NamedTuple):
 
 
 class _Running(threading.local):
-    """The collectives of the segment that runs in this thread: group and site of each."""
+    """The collectives of the segment that runs in this thread, as functions of x that return the result."""
 
-    calls: Sequence[tuple[Group, Site]] = ()
+    calls: Sequence[Callable[[Tensor], Tensor]] = ()
 
 
 running = _Running()
+
+
+def bound(node: fx.Node) -> Callable[[Tensor], Tensor]:
+    """Return a function of x that runs a graph's collective and returns its result."""
+    start, group, site = STARTS[OPERATORS[node.target]], group_of(node.args[-2]), site_of(node.args[-1])  # type: ignore[index,arg-type]
+    args = node.args[1:-2]
+    return lambda x: start(x, *args, group, site, True).result
 
 
 def _launch(method: Any, group: Group, site: Site, result: Tensor, *args: Any, **kwargs: Any) -> Started:
@@ -161,7 +170,6 @@ STARTS = {
     "broadcast": broadcast, "permute": permute,
 }  # fmt: skip
 _library = torch.library.Library("shardmesh", "DEF")
-_OUTSIDE_OF_CUDA_GRAPHS = [torch.Tag.cudagraph_unsafe]  # the monitor counts each call
 
 
 def _size_of(name: str) -> Any:
@@ -193,34 +201,25 @@ for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema)
     _library.impl(_name, _completed(STARTS[_name]), "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardmesh::{_name}", _size_of(_name), lib=_library)
-    # With a token, so that a compiler keeps the order of collectives, which must be the same on all ranks.
-    _library.define(
-        f"ordered_{_name}{_schema.replace('(Tensor x', '(Tensor x, Tensor token').replace('-> Tensor', '-> (Tensor, Tensor)')}",
-        tags=_OUTSIDE_OF_CUDA_GRAPHS,
-    )
 
 _library.define("wait(Tensor started) -> Tensor")
 _library.impl("wait", lambda started: started.clone(), "CompositeExplicitAutograd")
 torch.library.register_fake("shardmesh::wait", torch.empty_like, lib=_library)
 
 
-def _ordered(start: Any) -> Any:
-    """Return a collective of a segment. (Its result and operands have memory of their own, in row-major order.)"""
-
-    def run(x: Tensor, token: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-        group, site = running.calls[args[-1]]
-        return start(x.contiguous(), *args[:-2], group, site, True).result, token.new_empty(0)
-
-    return run
-
-
-
-def _ordered_size(size_of: Any) -> Any:
-    return lambda x, token, *args: (size_of(x, *args), token.new_empty(0))
-
-
-for _name in _SCHEMAS:
-    _library.impl(f"ordered_{_name}", _ordered(STARTS[_name]), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardmesh::ordered_{_name}", _ordered_size(_size_of(_name)), lib=_library)
+# With a token, so that a compiler keeps the order of collectives, which must be the same on all ranks.
+_library.define(
+    "ordered(Tensor x, Tensor token, int? size, int number) -> (Tensor, Tensor)",
+    tags=[torch.Tag.cudagraph_unsafe],  # the monitor counts each call
+)
+_library.impl(
+    "ordered", lambda x, token, size, number: (running.calls[number](x.contiguous()), token.new_empty(0)), "CompositeExplicitAutograd"
+)
+torch.library.register_fake(
+    "shardmesh::ordered",
+    lambda x, token, size, number: (x.new_empty(x.shape if size is None else size), token.new_empty(0)),
+    lib=_library,
+)
+ORDERED = torch.ops.shardmesh.ordered.default
 OPERATORS = {getattr(torch.ops.shardmesh, name).default: name for name in _SCHEMAS}
 WAIT = torch.ops.shardmesh.wait.default

@@ -134,7 +134,7 @@ class Entry:
         for number, layout, lineage, sealed, same in recording.results:
             value = same(leaves) if number is None else _wrapped(outputs[number], layout, lineage)  # type: ignore[misc]
             made.append(seal(value, *self._differentiable(leaves)) if sealed else value)
-        return pytree.tree_unflatten(made, recording.tree)
+        return unflatten_tree(recording.tree, made)
 
 
 class JitFunction:

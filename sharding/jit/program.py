@@ -91,16 +91,24 @@ class _Code:
         lines = [f"def run({', '.join(inputs)}):"]
         dying = self._last_uses()
         for i, node in enumerate(self.nodes):
-            if node.op == "call_function":
-                lines.append(f"    {self.names[node]} = {self._call(node, i)}")
-                lines += [] if mark is None else [f"    {self._name(mark)}({i})"]
-            elif node.op == "output":
+            if node.op == "output":
                 lines.append(f"    return {self._value(node.args[0])}")
-            dead = [self.names[x] for x in dying.get(node, ())]
-            if dead and node.op != "output":
-                lines.append(f"    del {', '.join(dead)}")
+            else:
+                lines += self._statements(node, i, dying.get(node, ()))
+                lines += [] if mark is None or node.op != "call_function" else [f"    {self._name(mark)}({i})"]
         exec(compile("\n".join(lines), _FILE, "exec"), self.known)
         return self.known["run"]
+
+    def _statements(self, node: fx.Node, i: int, dying: Sequence[fx.Node]) -> list[str]:
+        """Return the statements of a node, which free what nothing uses after it."""
+        mine, others = [x for x in dying if x is node], [x for x in dying if x is not node]
+        free, free_mine = ([f"    del {', '.join(self.names[x] for x in given)}"] if given else [] for given in (others, mine))
+        if node.op != "call_function":
+            return free
+        if not getattr(node.target, "empties_list", False):
+            return [f"    {self.names[node]} = {self._call(node, i)}", *free, *free_mine]
+        given = f"    given = [{', '.join(map(self._value, node.args))}]"
+        return [given, *free, f"    {self.names[node]} = {self._name(node.target)}(given)", *free_mine]
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
         """Return for each node the values that it uses for the last time, or that are never used."""

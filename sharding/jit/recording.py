@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from ...mesh.comm.world import World
+from ..functional.signature import flatten_tree, unflatten_tree
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .errors import JitError
@@ -122,7 +122,7 @@ def record(
             "a function under sm.jit drew random numbers of Python or NumPy, which would be the same in every later call; draw them "
             "outside and pass them, or draw tensors"
         )
-    flat, tree = pytree.tree_flatten(result)
+    flat, tree = flatten_tree(result)
     finish = _Finish(recorder, leaves, snapshot, slots, before)
     shown = [_shown(x) for x in flat]
     change = "the ranks exchanged what they know once" if first and recorder.exchanges else None
@@ -130,8 +130,8 @@ def record(
     if change is None and needs != [x.requires_grad for x in watched]:
         change = "requires_grad of a tensor has changed"
     if change is not None:
-        return pytree.tree_unflatten(shown, tree), change, signatures
-    return pytree.tree_unflatten(shown, tree), finish.recording(flat, tree), signatures
+        return unflatten_tree(tree, shown), change, signatures
+    return unflatten_tree(tree, shown), finish.recording(flat, tree), signatures
 
 
 def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[GradSlot]:

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ....mesh.comm.group import Group
-from ..collectives import OPERATORS, WAIT, Site, group_of, running, site_of
+from ..collectives import OPERATORS, ORDERED, WAIT, bound, running
 from ..draws import Draw
 from ..passes.alias import is_view, owner_of, root_of, writes
 from ..passes.pipeline import copy_graph
@@ -81,17 +80,26 @@ class _Part:
 
 
 def _compiler(backend: str | Callable[..., Any], options: dict[str, Any]) -> Callable[[fx.GraphModule, list[Tensor]], Any]:
+    """Return a function that compiles a graph, as a function of a list of its inputs."""
     if backend == "inductor":
         return functools.partial(_compile_with_inductor, options)
-    if callable(backend):
-        return backend
-    from torch._dynamo.backends.registry import lookup_backend
+    if not callable(backend):
+        from torch._dynamo.backends.registry import lookup_backend
 
-    return lookup_backend(backend)
+        backend = lookup_backend(backend)
+    return lambda module, inputs: _of_list(backend(module, inputs))
+
+
+def _of_list(function: Callable[..., Any]) -> Callable[[list[Tensor]], Any]:
+    return lambda inputs: function(*inputs)
 
 
 def _compile_with_inductor(options: dict[str, Any], module: fx.GraphModule, inputs: list[Tensor]) -> Any:
-    """Return a graph compiled by Inductor, or found in its cache on disk, which takes only graphs that were traced with a `ShapeEnv`."""
+    """Return a graph compiled by Inductor, or found in its cache on disk, which takes only graphs that were traced with a `ShapeEnv`.
+
+    What torch returns for a `GmWrapper` empties the list of inputs; for another module, it holds them until it returns.
+    """
+    from torch._dynamo.utils import GmWrapper
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
@@ -100,7 +108,7 @@ def _compile_with_inductor(options: dict[str, Any], module: fx.GraphModule, inpu
 
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with tracing(TracingContext(fake)), config.patch({"fallback_random": True, "size_asserts": False} | options):
-        return compile_fx(module, inputs)
+        return compile_fx(GmWrapper(module, lambda flat: flat), inputs)
 
 
 def _segments(graph: fx.Graph) -> Iterable[list[fx.Node]]:
@@ -166,7 +174,7 @@ def _replace(
     key = key_of(nodes, inputs), tuple(outputs)  # again: what parts before it return in place of two inputs may be one
     if key not in compiled:
         compiled[key] = compile_graph(_graph_of(nodes, inputs, outputs))
-    calls = [(group_of(node.args[-2]), site_of(node.args[-1])) for node in nodes if node.target in OPERATORS]  # type: ignore[arg-type]
+    calls = [bound(node) for node in nodes if node.target in OPERATORS]
     with graph.inserting_before(nodes[0]):
         call = graph.call_function(Segment(compiled[key], calls), tuple(inputs))
         made = {nodes[n]: graph.call_function(operator.getitem, (call, i)) for i, n in enumerate(outputs) if n in part.outputs}
@@ -189,9 +197,8 @@ def _graph_of(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[int]) -
         if node.target is WAIT:
             values[node] = values[node.args[0]]
         elif node.target in OPERATORS:
-            args = [values[a] if isinstance(a, fx.Node) else a for a in node.args[:-1]]
-            ordered = getattr(torch.ops.shardmesh, f"ordered_{OPERATORS[node.target]}").default  # type: ignore[index]
-            both = made.call_function(ordered, (args[0], token, *args[1:], count))
+            size = None if OPERATORS[node.target] in ("all_reduce", "broadcast") else node.meta["val"][0][0]  # type: ignore[index]
+            both = made.call_function(ORDERED, (values[node.args[0]], token, size, count))  # type: ignore[index]
             values[node], token = made.call_function(operator.getitem, (both, 0)), made.call_function(operator.getitem, (both, 1))
             count += 1
         else:
@@ -227,21 +234,25 @@ class Segment:
 
     Attributes:
         compiled: what runs.
-        calls: group and site of each of its collectives, which a token keeps in order.
+        calls: its collectives, which a token keeps in order.
     """
 
-    def __init__(self, compiled: CompiledSegment, calls: list[tuple[Group, Site]]) -> None:
+    empties_list = True  # so it takes its inputs as a list, which only the list holds
+
+    def __init__(self, compiled: CompiledSegment, calls: list[Callable[[Tensor], Tensor]]) -> None:
         self.compiled, self.calls = compiled, calls
         self._token = (torch.empty(0),) if calls else ()
         self.__name__ = f"segment_of_{len(compiled.graph.nodes)}"
 
-    def __call__(self, *inputs: Tensor) -> Any:
-        run = self.compiled.run or self.compiled.compile([*inputs, *self._token])
+    def __call__(self, inputs: list[Tensor]) -> Any:
+        """Run it; the list is emptied, so that an input that nothing else needs is freed after its last use."""
+        inputs += self._token
+        run = self.compiled.run or self.compiled.compile(inputs)
         if not self.calls:
-            return run(*inputs)
+            return run(inputs)
         before, running.calls = running.calls, self.calls
         try:
-            return run(*inputs, *self._token)
+            return run(inputs)
         finally:
             running.calls = before
 
@@ -251,20 +262,20 @@ class CompiledSegment:
 
     Attributes:
         graph: its operators.
-        run: the compiled function; None before.
+        run: the compiled function of a list of its inputs, which it empties; None before.
     """
 
     def __init__(self, graph: fx.Graph, compiler: Any, progress: CompileProgress) -> None:
         self.graph, self._compiler, self._progress = graph, compiler, progress
-        self.run: Callable[..., Any] | None = None
+        self.run: Callable[[list[Tensor]], Any] | None = None
 
-    def compile(self, inputs: list[Tensor]) -> Callable[..., Any]:
+    def compile(self, inputs: list[Tensor]) -> Callable[[list[Tensor]], Any]:
         """Return the compiled function, of inputs like these."""
         with self._progress:
             self.run = self._compile(inputs)
         return self.run
 
-    def _compile(self, inputs: list[Tensor]) -> Callable[..., Any]:
+    def _compile(self, inputs: list[Tensor]) -> Callable[[list[Tensor]], Any]:
         try:
             return self._compiler(fx.GraphModule(torch.nn.Module(), self.graph), inputs)
         except Exception as error:
@@ -273,4 +284,4 @@ class CompiledSegment:
                 f"{type(error).__name__}: {str(error)[:300]}",
                 stacklevel=2,
             )
-            return compile_eagerly(self.graph)
+            return _of_list(compile_eagerly(self.graph))

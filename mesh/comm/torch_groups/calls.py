@@ -1,0 +1,83 @@
+"""Collectives of torch's process groups, called as their methods.
+
+`torch.distributed.all_reduce` and its like first look for function modes, coalescing and ranks outside of the group, which takes longer
+than starting the collective (2.7 us, 1.2 us as a method). Tensors have a dtype that backends know, and one dim where they are split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+_REDUCE_OP: dict[str, Any] = {}
+if dist.is_available():
+    _REDUCE_OP = {
+        "sum": dist.ReduceOp.SUM,
+        "max": dist.ReduceOp.MAX,
+        "min": dist.ReduceOp.MIN,
+        "product": dist.ReduceOp.PRODUCT,
+    }
+_NEW_NAMES = hasattr(getattr(dist, "ProcessGroup", None), "all_gather_single")  # torch 2.13 renamed three methods
+
+
+def all_gather(out: Tensor, x: Tensor, *, group: Any, async_op: bool) -> Any:
+    """Start an all_gather; return torch's work, None without `async_op`, when it has completed (on CUDA: on the current stream)."""
+    call = group.all_gather_single if _NEW_NAMES else group._allgather_base
+    return _started(call(out, x, _options("AllgatherOptions", async_op)), async_op)
+
+
+def reduce_scatter(out: Tensor, x: Tensor, op: str, *, group: Any, async_op: bool) -> Any:
+    """Start a reduce_scatter, as `all_gather`."""
+    call = group.reduce_scatter_single if _NEW_NAMES else group._reduce_scatter_base
+    return _started(call(out, x, _options("ReduceScatterOptions", async_op, op)), async_op)
+
+
+def all_reduce(x: Tensor, op: str, *, group: Any, async_op: bool) -> Any:
+    """Start an all_reduce, as `all_gather`."""
+    return _started(group.allreduce([x], _options("AllreduceOptions", async_op, op)), async_op)
+
+
+def all_to_all(
+    out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, *, group: Any, async_op: bool
+) -> Any:
+    """Start an all_to_all, as `all_gather`."""
+    call = group.all_to_all_single if _NEW_NAMES else group.alltoall_base
+    return _started(call(out, x, list(out_splits or ()), list(in_splits or ()), _options("AllToAllOptions", async_op)), async_op)
+
+
+def broadcast(x: Tensor, src: int, *, group: Any, async_op: bool) -> Any:
+    """Start a broadcast from the rank with this index in the group, as `all_gather`."""
+    return _started(group.broadcast([x], _options("BroadcastOptions", async_op, src=src)), async_op)
+
+
+def barrier(device: torch.device, *, group: Any, async_op: bool) -> Any:
+    """Start the barrier of the group's backend for this device, which `dist.barrier` does not let its caller choose."""
+    options = distributed_c10d.BarrierOptions()
+    options.asyncOp, options.device = async_op, device
+    if device.index is not None:
+        options.device_ids = [device.index]
+    return _started(group.barrier(opts=options), async_op)
+
+
+@lru_cache
+def _options(kind: str, async_op: bool, op: str | None = None, src: int | None = None) -> Any:
+    made = getattr(distributed_c10d, kind)()
+    made.asyncOp = async_op
+    if op is not None:
+        made.reduceOp = _REDUCE_OP[op]
+    if src is not None:
+        made.rootRank, made.rootTensor = src, 0
+    return made
+
+
+def _started(work: Any, async_op: bool) -> Any:
+    if async_op or work is None:
+        return work
+    work.wait()
+    return None
