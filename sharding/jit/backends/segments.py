@@ -108,7 +108,7 @@ def _compile_with_inductor(options: dict[str, Any], module: fx.GraphModule, inpu
 
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with tracing(TracingContext(fake)), config.patch({"fallback_random": True, "size_asserts": False} | options):
-        return compile_fx(GmWrapper(module, lambda flat: flat), inputs)
+        return compile_fx(GmWrapper(module, lambda flat: flat), inputs)  # type: ignore[arg-type]
 
 
 def _segments(graph: fx.Graph) -> Iterable[list[fx.Node]]:

@@ -35,6 +35,7 @@ from ...layout.spec import Placement
 from ...tensor.sharded_tensor import ShardedTensor
 from ...training.average import EMA
 from .iterators import iterator_state
+from .names import codes, names_of
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, range, slice, Placement, np.generic)
 _paths = sysconfig.get_paths()
@@ -94,11 +95,12 @@ class Snapshot:
     """
 
     def __init__(self, roots: list[tuple[str, Any]]) -> None:
-        self._names: set[str] = set()  # that the program's code uses
+        self._names: set[str] = set()  # by which the program's code may reach its own objects
         before = -1
         while len(self._names) > before:
             before = len(self._names)
             self._walk(roots)
+            self._names |= self._used_names()
 
     def _walk(self, roots: list[tuple[str, Any]]) -> None:
         self.holders: list[Holder] = []
@@ -107,6 +109,8 @@ class Snapshot:
         self.numbers: list[tuple[dict[Any, Any], str]] = []
         self.meshes: list[DeviceMesh] = []
         self.iterators: list[tuple[str, Any, Any]] = []
+        self._functions: list[types.FunctionType] = []
+        self._instances: list[Any] = []
         self._seen: dict[int, Any] = {}
         self._todo: deque[tuple[str, Any]] = deque(roots)
         while self._todo:
@@ -125,6 +129,14 @@ class Snapshot:
     def knows(self, x: Any) -> bool:
         """Return whether an object can be reached."""
         return id(x) in self._seen
+
+    def _used_names(self) -> set[str]:
+        selves: dict[types.CodeType, list[Any]] = {}
+        for x in self._instances:
+            methods = [getattr(f, "fget", f) for base in type(x).__mro__ for f in vars(base).values()]
+            for code in {f.__code__ for f in methods if isinstance(f, types.FunctionType)}:
+                selves.setdefault(code, []).append(x)
+        return {name for f in self._functions for name in names_of(f, selves.get(f.__code__, ()), _is_program)}
 
     # -- the walk ------------------------------------------------------------------------------------------------------
 
@@ -182,6 +194,8 @@ class Snapshot:
         if not is_known and (module == "builtins" or (module.startswith(_OPAQUE) and not module.startswith(_LOOKED_INTO))):
             return
         values = getattr(x, "__dict__", None)
+        if any(_is_program(base.__module__) for base in kind.__mro__):
+            self._instances.append(x)
         if isinstance(values, dict) and _is_program(module) and not isinstance(x, torch.optim.Optimizer):
             names = self._names if "__dict__" not in self._names and "vars" not in self._names else set(values)
             self._hold(path, functools.partial(_named_items, values, frozenset(names) | _OF_MODULES), values)
@@ -210,8 +224,8 @@ class Snapshot:
         self._hold(f"{inside} defaults", lambda: ["", f.__defaults__, "kw", f.__kwdefaults__, "code", f.__code__])
         if f.__dict__:
             self._hold(f"{inside} attributes", functools.partial(_items, f.__dict__), f.__dict__)
-        names = sorted({name for code in _codes(f.__code__) for name in code.co_names})
-        self._names.update(names, (x for code in _codes(f.__code__) for x in code.co_consts if isinstance(x, str)))
+        self._functions.append(f)
+        names = sorted({name for code in codes(f.__code__) for name in code.co_names})
         used = [name for name in names if name in f.__globals__]
         if used:
             self._hold(f"globals of {f.__module__}", functools.partial(_global_items, f.__globals__, used))
@@ -329,13 +343,6 @@ def _state_of_generator(x: Any) -> list[Any]:
 def _slots(kind: type) -> list[str]:
     names = vars(kind).get("__slots__", ())
     return [name for name in ((names,) if isinstance(names, str) else names) if name not in ("__weakref__", "__dict__")]
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for part in code.co_consts:
-        if isinstance(part, types.CodeType):
-            yield from _codes(part)
 
 
 @functools.lru_cache(4096)
