@@ -27,16 +27,6 @@ from .device_put import device_put
 from .process_data import make_array_from_process_local_data
 from .sharded_tensor import ShardedTensor
 
-__all__ = [
-    "assert_equal",
-    "broadcast_one_to_all",
-    "global_array_to_host_local_array",
-    "host_local_array_to_global_array",
-    "process_allgather",
-    "reached_preemption_sync_point",
-    "sync_global_devices",
-]
-
 reached_preemption_sync_point = reached_preemption
 
 
