@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ...mesh.comm.call_site import user_frame
@@ -66,10 +66,20 @@ def piece_of(lineage: int, i: int) -> int:
     return (lineage + i * _PIECE) & _ALL
 
 
-def pieces_of(lineages: Iterable[int], i: int) -> list[int]:
-    """Return `piece_of` for many lineages."""
+def step_lineages(seed: int, params: Sequence[Any], grads: Sequence[Any]) -> list[int]:
+    """Return `mixed(seed, (param, grad))` for many, 0 for plain tensors."""
+    return [
+        (((seed + x._lineage) * _FACTOR & _ALL) + grad._lineage) * _FACTOR & _ALL if hasattr(x, "_lineage") else 0
+        for x, grad in zip(params, grads, strict=True)
+    ]
+
+
+def set_pieces(tensors: Iterable[Any], lineages: Iterable[int], i: int) -> None:
+    """Give sharded tensors among these `piece_of` their lineages."""
     offset = i * _PIECE
-    return [(lineage + offset) & _ALL for lineage in lineages]
+    for x, lineage in zip(tensors, lineages, strict=True):
+        if hasattr(x, "_lineage"):
+            x._lineage = (lineage + offset) & _ALL
 
 
 class _Drawn(threading.local):

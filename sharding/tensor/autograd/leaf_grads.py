@@ -338,7 +338,7 @@ def _gradient_of(leaf: ShardedTensor, grad: Tensor, layout: Layout) -> ShardedTe
 
 def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
     """Add to `.grad`; `lineage` is that of the value that backward started from."""
-    old = getattr(leaf, "_reduced_grad", None)
+    old = leaf._reduced_grad
     before = [] if old is None else [old]
     if old is None:
         layout = leaf._layout.grad
@@ -357,21 +357,21 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
 
 def get_grad(x: ShardedTensor) -> ShardedTensor | None:
     """Return the gradient of `x`, as a pending sum over the axes not yet reduced. No communication."""
-    done, fresh = getattr(x, "_reduced_grad", None), x._local.grad
+    done, fresh = x._reduced_grad, x._local.grad
     if fresh is None:
         return done
-    pending = _accumulated(x, fresh)
+    pending = x._accumulated_grad
+    if pending is None or pending._local is not fresh:
+        pending = _accumulated(x, fresh)
     if done is None:
         return pending
     return _gradient_of(x, redistribute_local(done._local, done._layout, pending._layout) + fresh, pending._layout)
 
 
 def _accumulated(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
-    """Return what autograd has accumulated; the same object at every call."""
-    kept = getattr(x, "_accumulated_grad", None)
-    if kept is None or kept._local is not fresh:
-        kept = x._accumulated_grad = _gradient_of(x, fresh, x._layout.dual.replace(dtype=fresh.dtype))
-    return kept
+    """Return what autograd has accumulated; `get_grad` returns the same object until it accumulates anew."""
+    made = x._accumulated_grad = _gradient_of(x, fresh, x._layout.dual.replace(dtype=fresh.dtype))
+    return made
 
 
 def set_grad(x: ShardedTensor, value: Tensor | None) -> None:

@@ -20,7 +20,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch.utils import _foreach_utils as foreach_utils
 
 from ....tensor.sharded_tensor import ShardedTensor
-from ...lineage import mixed, piece_of, pieces_of, seed_of
+from ...lineage import mixed, piece_of, seed_of, set_pieces, step_lineages
 from .foreach import aligned, check_writable
 
 _LOOPS = (torch.optim.Adafactor,)  # by default on every device: foreach takes more memory
@@ -105,11 +105,9 @@ _SHARDED = {ShardedTensor}
 def _note_step(lists: list[list[Any]]) -> None:
     """Set the lineages of parameters and state."""
     params, grads, *states = [tensors for tensors in lists if tensors]
-    lineages = [mixed(_STEP, (x, grad)) if type(x) is ShardedTensor else 0 for x, grad in zip(params, grads, strict=True)]
+    lineages = step_lineages(_STEP, params, grads)
     for i, tensors in enumerate((params, *states)):
-        for y, lineage in zip(tensors, pieces_of(lineages, i), strict=True):
-            if type(y) is ShardedTensor:
-                y._lineage = lineage
+        set_pieces(tensors, lineages, i)
 
 
 # -- defaults ----------------------------------------------------------------------------------------------------------
