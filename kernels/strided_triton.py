@@ -112,23 +112,20 @@ def _lane_offsets(row, tile, LANES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.
 
 
 @triton.jit
-def group_offsets(row, tile, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):
-    """[GROUP // 32 or 1, LANES, (32 or 1) * UNIT], the elements of a program of rows: source and destination offset inside
-    the plane, what is added to both along the first dim, and whether it is inside.
+def unit_offsets(row, tile, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):
+    """[LANES, (32 or 1) * UNIT], the elements of a program of rows, or the first 32 units of each group: source and destination
+    offset inside the plane, and how many units of the plane, or of the run, begin here or after.
 
-    A warp moves 32 consecutive units, and each thread four of the same group: one pair of divisions, one address, one
-    comparison with constants. The added offset comes last, so that the compiler can put it into the instructions.
+    Of groups a warp moves 32 consecutive units at a time, and each thread every 32nd: one pair of divisions and one address.
     """
     src, dst, r, inside = _lane_offsets(row, tile, LANES, GROUP, WIDE)
-    src, dst, inside = src[None, :, None] * UNIT, dst[None, :, None] * UNIT, inside[None, :, None]
     if GROUP == 1:
-        within = tl.arange(0, UNIT)[None, None, :]
-        return src + within, dst + within, tl.zeros([1, 1, 1], tl.int32), inside
+        within = tl.arange(0, UNIT)[None, :]
+        left = inside.to(tl.int32)[:, None]
     else:
-        within = tl.arange(0, WARP * UNIT)[None, None, :]
-        left = tl.load(row + 26).to(tl.int32) - r.to(tl.int32)[None, :, None] - within // UNIT
-        step = tl.arange(0, GROUP // WARP)[:, None, None] * WARP
-        return src + within, dst + within, step * UNIT, step < tl.where(inside, left, 0)
+        within = tl.arange(0, WARP * UNIT)[None, :]
+        left = tl.where(inside, tl.load(row + 26).to(tl.int32) - r.to(tl.int32), 0)[:, None] - within // UNIT
+    return src[:, None] * UNIT + within, dst[:, None] * UNIT + within, left
 
 
 @triton.jit
@@ -155,26 +152,40 @@ def move_rows(
     count = (tl.load(row + BATCH_AT) * tl.load(row + BATCH_AT + 3) * tl.load(row + BATCH_AT + 6)).to(tl.uint32)
     index = index.to(tl.uint32)
     src_batch, dst_batch = batch_offsets(row, index % count)
-    src_at, dst_at, step, inside = group_offsets(row, index // count, LANES, UNIT, GROUP, WIDE)
-    dst = base(dst, pointers, row, DST_MANY, ALIGNED) + dst_batch * UNIT
-    if PARTS == 1:
-        src = base(src, pointers, row, SRC_MANY, ALIGNED) + src_batch * UNIT
-        value = tl.load(src + tl.load(row + 2) * UNIT + src_at + step, mask=inside)
+    src_at, dst_at, left = unit_offsets(row, index // count, LANES, UNIT, GROUP, WIDE)
+    dst = base(dst, pointers, row, DST_MANY, ALIGNED) + (dst_batch + tl.load(row + 3)) * UNIT
+    dst_at = dst + dst_at
+    if GROUP > 1:
+        src = base(src, pointers, row, SRC_MANY, ALIGNED) + (src_batch + tl.load(row + 2)) * UNIT
+        src_at = src + src_at
+        values = ()  # all loads before the first store; a loop, for in three dims the order of warps is the compiler's choice
+        for step in tl.static_range(0, GROUP, WARP):
+            values += (tl.load(src_at + step * UNIT, mask=step < left),)
+        for step in tl.static_range(0, GROUP, WARP):
+            value = values[step // WARP]
+            if SCALED:
+                value = widened(value) * scale
+            tl.store(dst_at + step * UNIT, cast(value, dst.dtype.element_ty), mask=step < left)
     else:
-        first = parts + tl.load(row + 20)
-        part = part_at(src, pointers, first, src_batch, UNIT, SRC_MANY, ALIGNED)
-        value = widened(tl.load(part + src_at + step, mask=inside))
-        if PARTS <= AT_ONCE:
-            for s in tl.static_range(1, PARTS):
-                part = part_at(src, pointers, first + s, src_batch, UNIT, SRC_MANY, ALIGNED)
-                value = combined(value, widened(tl.load(part + src_at + step, mask=inside)), KIND)
+        inside = left > 0
+        if PARTS == 1:
+            src = base(src, pointers, row, SRC_MANY, ALIGNED) + src_batch * UNIT
+            value = tl.load(src + tl.load(row + 2) * UNIT + src_at, mask=inside)
         else:
-            for s in range(1, PARTS):
-                part = part_at(src, pointers, first + s, src_batch, UNIT, SRC_MANY, ALIGNED)
-                value = combined(value, widened(tl.load(part + src_at + step, mask=inside)), KIND)
-    if SCALED:
-        value = widened(value) * scale
-    tl.store(dst + tl.load(row + 3) * UNIT + dst_at + step, cast(value, dst.dtype.element_ty), mask=inside)
+            first = parts + tl.load(row + 20)
+            part = part_at(src, pointers, first, src_batch, UNIT, SRC_MANY, ALIGNED)
+            value = widened(tl.load(part + src_at, mask=inside))
+            if PARTS <= AT_ONCE:
+                for s in tl.static_range(1, PARTS):
+                    part = part_at(src, pointers, first + s, src_batch, UNIT, SRC_MANY, ALIGNED)
+                    value = combined(value, widened(tl.load(part + src_at, mask=inside)), KIND)
+            else:
+                for s in range(1, PARTS):
+                    part = part_at(src, pointers, first + s, src_batch, UNIT, SRC_MANY, ALIGNED)
+                    value = combined(value, widened(tl.load(part + src_at, mask=inside)), KIND)
+        if SCALED:
+            value = widened(value) * scale
+        tl.store(dst_at, cast(value, dst.dtype.element_ty), mask=inside)
 
 
 @triton.jit
