@@ -129,6 +129,39 @@ def unit_offsets(row, tile, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.c
 
 
 @triton.jit
+def move_words(src, dst, left, is_first, GROUP: tl.constexpr):
+    """Copy groups of elements of 1 or 2 bytes, wherever they begin, as words of 8 bytes that are aligned in the destination.
+
+    A word is made of the two aligned words of the source that its bytes are in, so at most 7 bytes around a run are read. A group
+    writes all words that begin in it, if the run ends after them; what is before the first word and after the last of a run is
+    moved by elements.
+
+    Args:
+        src, dst: [LANES], where the groups begin.
+        left: [LANES], int32: the elements of the run from there on, if not many more than GROUP; 0 for lanes without a group.
+        is_first: [LANES], whether the run begins there.
+    """
+    BYTES: tl.constexpr = src.dtype.element_ty.primitive_bitwidth // 8
+    WORDS: tl.constexpr = GROUP * BYTES // 8
+    to, count = dst.to(tl.int64)[:, None], (left * BYTES)[:, None]
+    head = (8 - to.to(tl.int32)) & 7
+    words = tl.minimum((count - head) >> 3, WORDS)
+    start = src.to(tl.int64)[:, None] + head
+    shift = (start & 7) * 8
+    word = tl.arange(0, WORDS)[None, :]
+    inside = word < words
+    pair = (start & -8).to(tl.pointer_type(tl.uint64)) + word
+    low = tl.load(pair, mask=inside)
+    high = tl.load(pair + 1, mask=inside & (shift != 0), other=0)
+    at = tl.arange(0, 16 // BYTES)[None, :] * BYTES
+    edge = tl.where(at < 8, at, at - 8 + head + tl.maximum(words, 0) * 8)
+    is_edge = tl.where(at < 8, is_first[:, None] & (at < head), words < WORDS) & (edge < count)
+    value = tl.load(src[:, None] + edge // BYTES, mask=is_edge)
+    tl.store((to + head).to(tl.pointer_type(tl.uint64)) + word, (low >> shift) | ((high << 1) << (63 - shift)), mask=inside)
+    tl.store(dst[:, None] + edge // BYTES, value, mask=is_edge)
+
+
+@triton.jit
 def combined(total, x, KIND: tl.constexpr):
     if KIND == "sum":
         return total + x
@@ -152,8 +185,14 @@ def move_rows(
     count = (tl.load(row + BATCH_AT) * tl.load(row + BATCH_AT + 3) * tl.load(row + BATCH_AT + 6)).to(tl.uint32)
     index = index.to(tl.uint32)
     src_batch, dst_batch = batch_offsets(row, index % count)
-    src_at, dst_at, left = unit_offsets(row, index // count, LANES, UNIT, GROUP, WIDE)
     dst = base(dst, pointers, row, DST_MANY, ALIGNED) + (dst_batch + tl.load(row + 3)) * UNIT
+    if GROUP > 1 and UNIT * src.dtype.element_ty.primitive_bitwidth < 32 and src.dtype == dst.dtype and not SCALED:
+        src = base(src, pointers, row, SRC_MANY, ALIGNED) + (src_batch + tl.load(row + 2)) * UNIT
+        src_at, dst_at, r, inside = _lane_offsets(row, index // count, LANES, GROUP, WIDE)
+        left = tl.where(inside, tl.minimum(tl.load(row + 26).to(tl.int32) - r.to(tl.int32), GROUP + 8), 0)
+        move_words(src + src_at * UNIT, dst + dst_at * UNIT, left * UNIT, r == 0, GROUP * UNIT)
+        return
+    src_at, dst_at, left = unit_offsets(row, index // count, LANES, UNIT, GROUP, WIDE)
     dst_at = dst + dst_at
     if GROUP > 1:
         src = base(src, pointers, row, SRC_MANY, ALIGNED) + (src_batch + tl.load(row + 2)) * UNIT

@@ -88,7 +88,14 @@ def test_copies_load_as_wide_as_they_store(target, name):
 @pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_rows_have_enough_loads_in_flight(target, name):
     launch = only(target, name)
-    assert sum(launch.stores.values()) >= 8
+    assert sum(bits * count for bits, count in launch.stores.items()) >= 256  # of each thread
+
+
+def test_uneven_rows_of_2_bytes_are_moved_8_bytes_at_a_time(target):
+    """All but the elements before the first whole word of a run and after the last."""
+    launch = only(target, "uneven torch.bfloat16")
+    assert launch.loads[64] >= 2 * launch.stores[64] >= 8
+    assert launch.loads[16] <= 2 and launch.stores[16] <= 2
 
 
 @pytest.mark.parametrize("name", EVEN_TILES)

@@ -166,6 +166,22 @@ def test_each_kind(case, dtype):
     assert run.called
 
 
+@settings(max_examples=examples(60))
+@given(st.sampled_from([torch.uint8, torch.bfloat16]), st.integers(114, 700), *[st.integers(0, 17)] * 4)
+def test_uneven_rows_of_small_elements_wherever_they_begin(dtype, run, src_at, src_gap, dst_at, dst_gap):
+    """What is next to a run is not written, though words of 8 bytes are."""
+    x = random_bytes(src_at + 3 * (run + src_gap), dtype)[src_at:].view(3, run + src_gap)
+    rows = [((i, i + 1), (0, run)) for i in range(3)]
+    places = [i * (run + dst_gap) for i in range(3)]
+
+    def packed():
+        memory = random_bytes(dst_at + 3 * (run + dst_gap) + 9, dtype, seed=1)
+        compile_pack(tuple(x.shape), rows, places)(x, memory[dst_at:])
+        return memory
+
+    same_bytes(*both(packed))
+
+
 @pytest.mark.parametrize("case", EACH_KIND)
 def test_each_kind_cast(case):
     shape, dim, parts = EACH_KIND[case]
