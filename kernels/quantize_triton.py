@@ -35,10 +35,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .box import Box, box_origin, box_shape, merge_dims, row_major_strides
+from .device_copies import DeviceCopies
+from .launcher import NO_FUSION, Launcher
 from .number_triton import cast, converts_natively, from_e4m3, to_e4m3, widened
 from .quantize_format import LARGEST, RECORD_ALIGNMENT
 from .strided import MAX_ROWS, NEVER, alignment, divisor
-from .strided_triton import NO_FUSION, addresses, base, quotient
+from .strided_triton import addresses, base, quotient
 from .strided_views import next_power_of_two
 
 if TYPE_CHECKING:
@@ -209,18 +211,13 @@ class BoxTable:
         rows: as `HEAD` describes, after their first programs; padded to a power of two.
         grid: number of programs.
         constants: compile-time constants of the kernel.
+        launchers: of the kernels that were launched with this table, by what else their constants depend on.
     """
 
-    rows: Tensor
+    rows: DeviceCopies
     grid: int
     constants: dict[str, int]
-    _moved: dict[torch.device, Tensor] = field(default_factory=dict)
-
-    def on(self, device: torch.device) -> Tensor:
-        """Return the rows on a device (copied there once)."""
-        if device not in self._moved:
-            self._moved[device] = self.rows.to(device)
-        return self._moved[device]
+    launchers: dict[tuple, Launcher] = field(default_factory=dict)
 
 
 def make_row(tensor: int, strides: Sequence[int], box: Box, starts: Sequence[int], most: int) -> BoxRow:
@@ -253,7 +250,7 @@ def _table(rows: Sequence[BoxRow], block: int) -> BoxTable:
         "ROWS": len(made), "DIMS": dims, "BLOCKS": blocks, "BLOCK": block, "UNIT": unit,
         "VECTOR": unit if unit > 1 else VECTOR, "PARTS": parts, "WIDE": any(row.is_wide for row in rows),
     }  # fmt: skip
-    return BoxTable(flat, firsts[-1], constants)
+    return BoxTable(DeviceCopies(flat), firsts[-1], constants)
 
 
 def _blocks_of_a_program(counts: Sequence[int], most: int) -> int:
@@ -278,14 +275,14 @@ def launch_quantize(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], fl
     """`launch_quantize(quantizes, tensors, flat)`: quantize tensors of one dtype, in one format."""
     strides, aligned = tuple([x.stride() for x in tensors]), alignment(tensors)
     for table in _quantize_tables(tuple(quantizes), strides, tensors[0].itemsize, aligned):
-        _launch(quantize_boxes, table, (tensors[0], _codes(flat)), tensors, quantizes[0].transport, aligned)
+        _launch(quantize_boxes, table, (tensors[0], flat), tensors, quantizes[0].transport, aligned)
 
 
 def launch_dequantize(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Sequence[Tensor]) -> None:
     """`launch_dequantize(dequantizes, flat, outs)`: dequantize to contiguous tensors of one dtype, from one format."""
     aligned = alignment(outs)
     for table in _dequantize_tables(tuple(dequantizes), outs[0].itemsize, aligned):
-        _launch(dequantize_boxes, table, (_codes(flat), outs[0]), outs, dequantizes[0].transport, aligned)
+        _launch(dequantize_boxes, table, (flat, outs[0]), outs, dequantizes[0].transport, aligned)
 
 
 @lru_cache(maxsize=4096)
@@ -311,16 +308,15 @@ def _dequantize_tables(dequantizes: tuple[Dequantize, ...], itemsize: int, align
     return make_tables(rows, dequantizes[0].block)
 
 
-def _codes(flat: Tensor) -> Any:
-    return triton.reinterpret(flat, torch.int8)
-
-
 def _launch(
-    kernel: Any, table: BoxTable, given: Sequence[Any], tensors: Sequence[Tensor], transport: str, aligned: int
+    kernel: Any, table: BoxTable, given: tuple[Tensor, Tensor], tensors: Sequence[Tensor], transport: str, aligned: int
 ) -> None:
-    rows, many = table.on(tensors[0].device), len(tensors) > 1
-    pointers = addresses(tuple([x.data_ptr() for x in tensors]), rows.device) if many else rows
-    kernel[(table.grid,)](
-        *given, pointers, rows, **table.constants, LARGEST=LARGEST[transport], MANY=many, ALIGNED=aligned,
-        num_warps=4, **NO_FUSION,
-    )  # fmt: skip
+    rows, many = table.rows.on(tensors[0].device), len(tensors) > 1
+    pointers = addresses(tensors, rows.device) if many else rows
+    key = (kernel, given[0].dtype, given[1].dtype, transport, many, aligned)
+    launcher = table.launchers.get(key)
+    if launcher is None:
+        more = {"LARGEST": LARGEST[transport], "MANY": many, "ALIGNED": aligned, "num_warps": 4, **NO_FUSION}
+        dtypes = [torch.int8 if x.dtype == torch.uint8 else None for x in given]
+        launcher = table.launchers[key] = Launcher(kernel, (table.grid,), {**table.constants, **more}, dtypes)
+    launcher(*given, pointers, rows)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .device_copies import DeviceCopies
 from .strided_views import BATCH, UNIT, KernelKind, PlacedView, Row, next_power_of_two, rows_of
 from .strided_views import View as View
 from .strided_views import merge_views as merge_views
@@ -52,26 +54,20 @@ class Table:
         lanes: of a program of rows, (lanes,); of tiles, (runs along I, runs along J).
         programs: the size of the grid.
         rows: see `COLUMNS`; padded to a power of two.
-        parts: the offsets that rows with several parts refer to, in units.
+        parts: the offsets that rows with several parts refer to, in units; the rows if none has.
         elements: number of elements written.
         aligned: the power of two that divides every address.
+        launchers: of the kernels that were launched with this table, by what else their constants depend on.
     """
 
     kind: KernelKind
     lanes: tuple[int, ...]
     programs: int
-    rows: Tensor
-    parts: Tensor
+    rows: DeviceCopies
+    parts: DeviceCopies
     elements: int
     aligned: int
-    _moved: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the rows and the parts on a device (copied there once)."""
-        found = self._moved.get(device)
-        if found is None:
-            found = self._moved[device] = self.rows.to(device), self.parts.to(device)
-        return found
+    launchers: dict[tuple, Any] = field(default_factory=dict)
 
 
 def make_tables(
@@ -130,7 +126,8 @@ def _table(kind: KernelKind, rows: Sequence[Row], itemsize: int, aligned: int) -
         raise ValueError(f"{len(rows)} views take {program} programs; one launch has at most {MAX_PROGRAMS}: copy in parts")
     made += [[NEVER, *[1] * (COLUMNS - 1)]] * (next_power_of_two(len(made)) - len(made))
     elements = sum(row.size for row in rows)
-    table, offsets = torch.tensor(made, dtype=torch.int64), torch.tensor(parts or [0], dtype=torch.int64)
+    table = DeviceCopies(torch.tensor(made, dtype=torch.int64))
+    offsets = DeviceCopies(torch.tensor(parts, dtype=torch.int64)) if parts else table
     return Table(kind, lanes, program, table, offsets, elements, aligned)
 
 

@@ -23,6 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import strided
+from .device_copies import DeviceCopies
+from .launcher import NO_FUSION, Launcher
 from .number_triton import cast, widened
 from .strided import SPAN, Table
 
@@ -272,7 +274,6 @@ def _along(left, RUNS: tl.constexpr, RUN: tl.constexpr, PADDED: tl.constexpr):
 
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-NO_FUSION = {"enable_fp_fusion": False}  # a fused multiply-add rounds once where torch rounds twice
 
 
 def launch(
@@ -287,46 +288,54 @@ def launch(
     """
     first_src, first_dst = (x if isinstance(x, Tensor) else x[0] for x in (src, dst))
     many = [x for x in (src, dst) if not isinstance(x, Tensor)]
-    device = first_dst.device
-    pointers = addresses(tuple([x.data_ptr() for x in many[0]]), device) if many else table.on(device)[0]
-    run(table, first_src, first_dst, pointers, kind, scale, [not isinstance(x, Tensor) for x in (src, dst)])
+    pointers = addresses(many[0], first_dst.device) if many else None
+    run(table, first_src, first_dst, pointers, kind, scale, (not isinstance(src, Tensor), not isinstance(dst, Tensor)))
 
 
 def run(
-    table: Table, src: Tensor, dst: Tensor, pointers: Tensor, reduction: str, scale: float | None, many: Sequence[bool]
+    table: Table, src: Tensor, dst: Tensor, pointers: Tensor | None, reduction: str, scale: float | None, many: tuple[bool, bool]
 ) -> None:
     """`run(table, src, dst, pointers, reduction, scale, many)`: as `launch`, with addresses that are on the device already.
 
     Args:
         src, dst: of the side that has many tensors, one of their dtype.
-        pointers: int64, the addresses of those; else any.
+        pointers: int64, the addresses of those, if a side has many.
         many: of source and destination, whether the table has the tensor's index: in each row, or for sums in each part (`SPAN`).
     """
-    rows, parts = table.on(dst.device)
-    raw = src.dtype == dst.dtype and scale is None and table.kind.parts == 1
-    dtypes = [_WORDS[dst.element_size() * table.kind.word]] * 2 if raw else [src.dtype, dst.dtype]
-    given = [triton.reinterpret(x, dtype) for x, dtype in zip((src, dst), dtypes, strict=True)]
-    kind, grid = table.kind, (table.programs,)
+    key = (src.dtype, dst.dtype, reduction, scale is None, many)
+    launcher = table.launchers.get(key)
+    if launcher is None:
+        launcher = table.launchers[key] = _launcher(table, *key)
+    rows = table.rows.on(dst.device)
+    parts = () if table.kind.tiled else (table.parts.on(dst.device) if table.kind.parts > 1 else rows,)
+    launcher(src, dst, rows if pointers is None else pointers, rows, *parts, 1.0 if scale is None else scale)
+
+
+def _launcher(
+    table: Table, src: torch.dtype, dst: torch.dtype, reduction: str, is_unscaled: bool, many: tuple[bool, bool]
+) -> Launcher:
+    kind = table.kind
+    raw = src == dst and is_unscaled and kind.parts == 1
+    dtypes = (_WORDS[dst.itemsize * kind.word],) * 2 if raw else (src, dst)
     common: dict[str, Any] = {
-        "ROWS": len(rows), "WIDE": kind.wide, "SRC_MANY": many[0], "DST_MANY": many[1],
-        "ALIGNED": table.aligned, "SCALED": scale is not None, "num_warps": 4, **NO_FUSION,
+        "ROWS": len(table.rows.host), "WIDE": kind.wide, "SRC_MANY": many[0], "DST_MANY": many[1],
+        "ALIGNED": table.aligned, "SCALED": not is_unscaled, "num_warps": 4, **NO_FUSION,
     }  # fmt: skip
-    factor = 1.0 if scale is None else scale
     if kind.tiled:
         along_i, along_j = table.lanes
-        move_tiles[grid](
-            *given, pointers, rows, factor, ALONG_I=along_i, ALONG_J=along_j, RUN=kind.run, PADDED=kind.padded,
-            UNIT_I=kind.unit // kind.word, UNIT_J=kind.dst_unit // kind.word, **common,
-        )  # fmt: skip
-    else:
-        move_rows[grid](
-            *given, pointers, rows, parts, factor,
-            LANES=table.lanes[0], UNIT=kind.unit, GROUP=kind.group, PARTS=kind.parts, KIND=reduction, **common,
-        )  # fmt: skip
+        tiles = {"ALONG_I": along_i, "ALONG_J": along_j, "RUN": kind.run, "PADDED": kind.padded}
+        units = {"UNIT_I": kind.unit // kind.word, "UNIT_J": kind.dst_unit // kind.word}
+        return Launcher(move_tiles, (table.programs,), {**tiles, **units, **common}, dtypes)
+    own = {"LANES": table.lanes[0], "UNIT": kind.unit, "GROUP": kind.group, "PARTS": kind.parts, "KIND": reduction}
+    return Launcher(move_rows, (table.programs,), {**own, **common}, dtypes)
+
+
+def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """`addresses(tensors, device) -> int64`: on the device. Buffers and parameters keep their addresses from step to step, so the
+    result is often cached."""
+    return _addresses(tuple([x.data_ptr() for x in tensors])).on(device)
 
 
 @lru_cache(maxsize=256)
-def addresses(given: tuple[int, ...], device: torch.device) -> Tensor:
-    """`addresses(given, device) -> int64`: on the device. Buffers and parameters keep their addresses from step to step, so
-    the result is nearly always cached."""
-    return torch.tensor(given, dtype=torch.int64).to(device)
+def _addresses(given: tuple[int, ...]) -> DeviceCopies:
+    return DeviceCopies(torch.tensor(given, dtype=torch.int64))

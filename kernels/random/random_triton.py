@@ -26,9 +26,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..device_copies import DeviceCopies
+from ..launcher import NO_FUSION, Launcher
 from ..number_triton import cast
 from ..strided import divisor
-from ..strided_triton import NO_FUSION, quotient
+from ..strided_triton import quotient
 from . import elementary
 from .philox import MULTIPLIERS, WEYL, Distribution, Rows, halves
 
@@ -319,17 +321,24 @@ def draw(
 
 def launch(out: Tensor, rows: Rows, seed: int, stream: int, distribution: Distribution) -> None:
     """`launch(out, rows, seed, stream, distribution)`: fill `out`, contiguous and not empty, with the numbers of these rows."""
-    blocks, flat, skipped = _blocks(rows, distribution.per_block)
-    lanes = rows.count * blocks
-    programs = -(-lanes // LANES)
-    wide = programs * LANES >= MAX_LANES
+    launcher, table, skipped = _prepared(rows, distribution.name, distribution.per_block)
     parameters = [*map(_bits, distribution.parameters), 0, 0, 0, 0][:4]
-    dims = _table(rows, blocks, out.device) if rows.sizes else out  # any tensor: it is not read
-    draw[(programs,)](
-        out, dims, *halves(seed), *halves(stream), *parameters, rows.origin, rows.count, rows.length, skipped, out.numel(),
-        DISTRIBUTION=_DISTRIBUTIONS[distribution.name], PER_BLOCK=distribution.per_block, DIMS=len(rows.sizes),
-        FLAT=flat, WIDE=wide, LANES=LANES, num_warps=4, **NO_FUSION,
+    dims = out if table is None else table.on(out.device)  # any tensor: it is not read
+    launcher(
+        out, dims, *halves(seed), *halves(stream), *parameters, rows.origin, rows.count, rows.length, skipped, out.numel()
     )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _prepared(rows: Rows, name: str, per_block: int) -> tuple[Launcher, DeviceCopies | None, int]:
+    """Return the launcher, the table of `_table`, and the number of elements before `out`."""
+    blocks, flat, skipped = _blocks(rows, per_block)
+    programs = -(-rows.count * blocks // LANES)
+    constants = {
+        "DISTRIBUTION": _DISTRIBUTIONS[name], "PER_BLOCK": per_block, "DIMS": len(rows.sizes), "FLAT": flat,
+        "WIDE": programs * LANES >= MAX_LANES, "LANES": LANES, "num_warps": 4, **NO_FUSION,
+    }  # fmt: skip
+    return Launcher(draw, (programs,), constants), _table(rows, blocks) if rows.sizes else None, skipped
 
 
 def _blocks(rows: Rows, per_block: int) -> tuple[int, bool, int]:
@@ -341,11 +350,10 @@ def _blocks(rows: Rows, per_block: int) -> tuple[int, bool, int]:
     return blocks, rows.count == 1 or blocks * per_block == rows.length, offset
 
 
-@lru_cache(maxsize=1024)
-def _table(rows: Rows, blocks: int, device: torch.device) -> Tensor:
-    """Return (size, its divisor, stride) of the blocks of a row and of each dim of rows, the fastest first, on the device."""
+def _table(rows: Rows, blocks: int) -> DeviceCopies:
+    """Return (size, its divisor, stride) of the blocks of a row and of each dim of rows, the fastest first."""
     dims = [(blocks, 0), *zip(reversed(rows.sizes), reversed(rows.strides), strict=True)]
-    return torch.tensor([(size, *_divisor(size), stride) for size, stride in dims], dtype=torch.int64).to(device)
+    return DeviceCopies(torch.tensor([(size, *_divisor(size), stride) for size, stride in dims], dtype=torch.int64))
 
 
 def _divisor(size: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ of x: regions have room for whole pieces, so only accesses of x and `out` need a
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launcher import NO_FUSION, Launcher
 from ..number_triton import cast, widened
 from ..quantize_format import LARGEST
 from ..quantize_triton import encoded, units_of
-from ..strided_triton import AT_ONCE, NO_FUSION
+from ..strided_triton import AT_ONCE
 from ..strided_views import UNIT, next_power_of_two
-from .epilogue import AddNorm, Epilogue, record_of
+from .epilogue import AddNorm, AsRecord, Epilogue, record_of
 from .peers import MAX_PROGRAMS, MAX_RANKS, Peers
 
 THREADS = 512
@@ -202,7 +204,12 @@ def all_reduce(
 
 def launch_barrier(peers: Peers) -> None:
     """`launch_barrier(peers)`: make later launches run after every peer has reached this point."""
-    barrier[1,](peers.pads, peers.epochs, peers.error, peers.rank, peers.spins, **_group(peers), num_warps=1)
+    _barrier_launcher(peers.size)(peers.pads, peers.epochs, peers.error, peers.rank, peers.spins)
+
+
+@cache
+def _barrier_launcher(size: int) -> Launcher:
+    return Launcher(barrier, (1,), {**_group(size), "num_warps": 1})
 
 
 def launch_all_reduce(
@@ -227,21 +234,28 @@ def launch_all_reduce(
             f"and this one has {peers.buffer.numel()}: make it larger, or reduce without this epilogue"
         )
     e = norm or AddNorm(out, out, 0.0, out)
-    lanes = next_power_of_two(stride)
-    constants: dict[str, Any] = {
-        "LANES": lanes, "PIECE": piece, "STRIDE": stride, "AT_ONCE": _at_once(lanes, x.itemsize),
-        "TWO_SHOT": two_shot, "NORM": norm is not None, **_format(epilogue, x.itemsize),
-        **_group(peers), **OPTIONS, **NO_FUSION,
-    }  # fmt: skip
-    all_reduce[min(MAX_PROGRAMS, -(-n // piece)), ranks](
+    grid = min(MAX_PROGRAMS, -(-n // piece)), ranks
+    launcher = _all_reduce_launcher(grid, peers.size, piece, stride, x.itemsize, two_shot, norm is not None, record_of(epilogue))
+    launcher(
         x, out, e.residual, e.added, e.weight, peers.buffers, peers.pads, peers.epochs, peers.error,
-        n, out.numel() // ranks, peers.rank, peers.size, peers.spins, peers.region_bytes // x.itemsize, room, e.eps, **constants,
+        n, out.numel() // ranks, peers.rank, peers.size, peers.spins, peers.region_bytes // x.itemsize, room, e.eps,
     )  # fmt: skip
 
 
-def _format(epilogue: Epilogue | None, itemsize: int) -> dict[str, Any]:
+@lru_cache(maxsize=1024)
+def _all_reduce_launcher(
+    grid: tuple[int, int], size: int, piece: int, stride: int, itemsize: int, two_shot: bool, has_norm: bool, record: AsRecord | None
+) -> Launcher:
+    lanes = next_power_of_two(stride)
+    constants: dict[str, Any] = {
+        "LANES": lanes, "PIECE": piece, "STRIDE": stride, "AT_ONCE": _at_once(lanes, itemsize),
+        "TWO_SHOT": two_shot, "NORM": has_norm, **_format(record, itemsize), **_group(size), **OPTIONS, **NO_FUSION,
+    }  # fmt: skip
+    return Launcher(all_reduce, grid, constants)
+
+
+def _format(record: AsRecord | None, itemsize: int) -> dict[str, Any]:
     """Return the constants of the record format, 16 bytes per thread at a time; zeros without a record."""
-    record = record_of(epilogue)
     if record is None:
         return {"LARGEST": 0, "BLOCK": 0, "VECTOR": 0}
     return {"LARGEST": LARGEST[record.transport], "BLOCK": record.block, "VECTOR": UNIT // itemsize}
@@ -253,5 +267,5 @@ def _at_once(lanes: int, itemsize: int) -> int:
     return max(1, min(AT_ONCE.value, 4 * (112 - 2 * each) // (each * itemsize)))
 
 
-def _group(peers: Peers) -> dict[str, Any]:
-    return {"SIZE": peers.size, "PEERS": next_power_of_two(peers.size)}
+def _group(size: int) -> dict[str, Any]:
+    return {"SIZE": size, "PEERS": next_power_of_two(size)}

@@ -1,0 +1,126 @@
+"""Small tables of the host on a device: copied once, without the host waiting for the device, and safe under CUDA graph capture.
+
+    outside of a capture    host -> pinned memory ~> device, on the current stream; another stream waits for the copy's event once
+    inside, copied before   the copy, which is then kept: a graph has no way to tell when it is gone
+    inside, not yet copied  reserved pinned memory ~> memory of the graph: the copy becomes a node of the graph, and is repeated by
+                            every replay, so that no one reads memory that is first written by a replay
+
+Memory cannot be pinned during a capture, so a reserve of it is pinned by the first copy outside of one.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RESERVED_BYTES = 1 << 20  # of pinned memory: for some ten thousand launches in graphs, less if they have many tensors
+ALIGNED = 64  # bytes
+
+
+class DeviceCopies:
+    """A constant tensor of the host and its copies on devices.
+
+    Example:
+        >>> table = DeviceCopies(torch.arange(3))
+        >>> table.on(torch.device("cpu")) is table.host
+        True
+    """
+
+    __slots__ = ("_copies", "host")
+
+    def __init__(self, host: Tensor) -> None:
+        self.host = host
+        self._copies: dict[torch.device, Tensor | _StreamCopy] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the tensor on a device, for launches on the current stream.
+
+        Raises:
+            RuntimeError: under CUDA graph capture, if the reserve of pinned memory is too small.
+        """
+        if device.type == "cuda":
+            return self._on_cuda(device)
+        found = self._copies.get(device)
+        if not isinstance(found, Tensor):
+            found = self._copies[device] = self.host.to(device)
+        return found
+
+    def _on_cuda(self, device: torch.device) -> Tensor:
+        capturing = torch.cuda.is_current_stream_capturing()
+        found: Any = self._copies.get(device)
+        if found is None:
+            if capturing:
+                return _reserve.take(self.host).to(device, non_blocking=True)
+            _reserve.refill()
+            found = self._copies[device] = _StreamCopy(self.host.pin_memory().to(device, non_blocking=True), device)
+        if capturing:
+            _reserve.kept[id(found.tensor)] = found.tensor
+        else:
+            found.order(device)
+        return found.tensor
+
+
+class _StreamCopy:
+    """A copy that was enqueued on one stream, and the streams whose later work is known to run after it."""
+
+    __slots__ = ("_event", "_streams", "tensor")
+
+    def __init__(self, tensor: Tensor, device: torch.device) -> None:
+        self.tensor, self._event = tensor, torch.cuda.current_stream(device).record_event()
+        self._streams = {_stream_of(device)}
+
+    def order(self, device: torch.device) -> None:
+        """Make the current stream run after the copy."""
+        if (number := _stream_of(device)) not in self._streams:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(self._event)
+            self.tensor.record_stream(stream)
+            self._streams.add(number)
+
+
+def _stream_of(device: torch.device) -> int:
+    """Return the number of the current stream, without the object, which takes a microsecond to make."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+class _Reserve:
+    """Pinned memory for graphs.
+
+    Attributes:
+        kept: what graphs read when they are replayed, for ever.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Tensor] = {}
+        self._free: Tensor | None = None
+        self._lock = threading.Lock()
+
+    def refill(self) -> None:
+        """Pin memory, outside of a capture."""
+        if self._free is None or self._free.numel() < RESERVED_BYTES // 2:
+            with self._lock:
+                self._free = self._pinned(RESERVED_BYTES)
+
+    def _pinned(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def take(self, host: Tensor) -> Tensor:
+        """Return a pinned copy of a tensor, which is kept for ever."""
+        size = -(-host.nbytes // ALIGNED) * ALIGNED
+        with self._lock:
+            free = 0 if self._free is None else self._free.numel()
+            if self._free is None or size > free:
+                raise RuntimeError(
+                    f"a kernel launched while a CUDA graph is captured needs {size} bytes of pinned memory for its table, and {free} were "
+                    "set aside before: run the step once before capturing it, so that its tables are on the device"
+                )
+            piece, self._free = self._free[: host.nbytes], self._free[size:]
+        pinned = piece.view(host.dtype).view(host.shape).copy_(host)
+        self.kept[id(pinned)] = pinned
+        return pinned
+
+
+_reserve = _Reserve()
