@@ -3,8 +3,9 @@
     first launch    Triton binds and specializes the arguments, hashes constants and options, compiles, and launches
     later ones      the compiled kernel is found by what Triton specialized on, and its launcher called with plain addresses
 
-A `Launcher` has what does not change between launches: kernel, grid, constants and options. What remains of Triton's key are the
-dtypes of tensors, whether their addresses, and integers, are multiples of 16, and whether integers are 1 or need 64 bits.
+A `Launcher` has what does not change between launches: kernel, grid, constants and options; those that differ only in the grid share
+compiled kernels. What remains of Triton's key are the dtypes of tensors, whether their addresses, and integers, are multiples of 16, and
+whether integers are 1 or need 64 bits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 NO_FUSION = {"enable_fp_fusion": False}  # a fused multiply-add rounds once where torch rounds twice
 _IS_HIP = torch.version.hip is not None
+_kept: dict[tuple, dict[tuple, tuple[Any, Any, Any]]] = {}  # by kernel and constants, then by arguments: its launcher, function, metadata
 
 
 class Launcher:
@@ -41,7 +43,8 @@ class Launcher:
         self._tail = tuple([constants[name] for name in kernel.arg_names if name in constants])
         params = kernel.params if isinstance(kernel, JITFunction) else []
         self._fixed = [bool(p.do_not_specialize and p.annotation_type) for p in params]
-        self._kept: dict[tuple, tuple[Any, Any, Any]] = {}
+        constants = {name: id(x) if isinstance(x, JITFunction) else x for name, x in constants.items()}
+        self._kept = _kept.setdefault((id(kernel), *constants.items()), {})
 
     def __call__(self, *args: Tensor | float) -> None:
         """Launch on the current stream of the current device."""

@@ -44,6 +44,7 @@ class Peers:
     error: Tensor
     spins: int
     staged: Tensor = field(init=False, repr=False)
+    _staging: dict[torch.dtype, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_peers(self)
@@ -56,8 +57,11 @@ class Peers:
 
     def staging(self, dtype: torch.dtype) -> Tensor:
         """`staging(dtype) -> flat`: the area in which this rank packs data for its peers to pull."""
-        area = self.buffer[self.region_bytes * 2 * MAX_PROGRAMS :]
-        return area[: area.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        found = self._staging.get(dtype)
+        if found is None:
+            area = self.buffer[self.region_bytes * 2 * MAX_PROGRAMS :]
+            found = self._staging[dtype] = area[: area.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        return found
 
 
 def _check_peers(p: Peers) -> None:

@@ -67,11 +67,9 @@ def exchange(
 
     The group's errors are checked first, so that nothing is overwritten that a late peer may still read.
     """
-    check(peers)
-    for pull, out in zip(pulls, outs, strict=True):
-        _check_out(pull, out, dtype, scale)
+    _check(peers, pulls, outs, dtype, scale)
     pack_many(packs, tensors, peers.staging(dtype))
-    pull_many(peers, pulls, outs, dtype, scale)
+    _pull(peers, pulls, outs, dtype, scale)
 
 
 def pull_many(
@@ -87,18 +85,26 @@ def pull_many(
         SymmetricMemoryError: a rank is missing.
         ValueError: an `out` has another shape than its pull, or a dtype that cannot be computed with.
     """
+    _check(peers, pulls, outs, dtype, scale)
+    _pull(peers, pulls, outs, dtype, scale)
+
+
+def _pull(peers: Peers, pulls: Sequence[Pull], outs: Sequence[Tensor], dtype: torch.dtype, scale: float | None) -> None:
     from ..strided_triton import run  # imports triton
     from .symmetric_triton import launch_barrier
 
-    check(peers)
-    for pull, out in zip(pulls, outs, strict=True):
-        _check_out(pull, out, dtype, scale)
     launch_barrier(peers)
     for pull, out in zip(pulls, outs, strict=True):
         for table in pull.tables(out, dtype, scale, peers.rank, peers.size):
             run(table, peers.staging(dtype), out, peers.staged, pull.kind, scale, (True, False))
     launch_barrier(peers)
     check_if_done(peers)
+
+
+def _check(peers: Peers, pulls: Sequence[Pull], outs: Sequence[Tensor], dtype: torch.dtype, scale: float | None) -> None:
+    check(peers)
+    for pull, out in zip(pulls, outs, strict=True):
+        _check_out(pull, out, dtype, scale)
 
 
 def _check_out(pull: Pull, out: Tensor, dtype: torch.dtype, scale: float | None) -> None:

@@ -1,0 +1,170 @@
+"""A device that is not there, for Triton's own code of a launch: kernels are compiled for sm_90, loaded and launched as far as their
+arguments go.
+
+    with device() as launches:      a process without Triton's interpreter
+        call()
+    launches                        [Launch(grid, function, arguments), ...]
+
+`python -m tests.kernels.launched` prints as JSON what differs between the launches of `Launcher` and those of Triton.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from tests.kernels import compiled
+from tests.kernels.compiled import ALL_REDUCES, CALLS, DRAWS, PULLS, ROOT, TARGETS
+
+
+class Launch(NamedTuple):
+    grid: tuple[int, int, int]
+    function: Any
+    arguments: tuple[Any, ...]
+
+
+class Device:
+    """A driver of Triton whose launches are recorded."""
+
+    def __init__(self, record: Any) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target, self.record = GPUTarget(*TARGETS["sm_90"]), record
+        properties = {"max_shared_mem": 1 << 18}
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: properties, load_binary=lambda name, kernel, *rest: (name, hash(kernel), 64, 0, 1024)
+        )
+
+    def launcher_cls(self, src: Any, metadata: Any) -> Any:
+        from triton.runtime.driver import driver
+
+        return lambda *args: driver.active.record(*args)  # a compiled kernel is loaded once, by the first of these
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return self.target.backend  # what Triton's own cache of compiled kernels goes by
+
+    def get_current_stream(self, device: str) -> int:
+        return 7
+
+
+@contextmanager
+def device(record: Any = None) -> Iterator[list[Launch]]:
+    """Launch on the device inside the block; yield the list of launches."""
+    from triton.runtime.driver import driver
+
+    from shardmesh.kernels.backend import using_kernels
+
+    launches: list[Launch] = []
+
+    def add(x: int, y: int, z: int, stream: int, function: Any, metadata: Any, given: Any, enter: Any, leave: Any, *args: Any) -> None:
+        assert stream == 7
+        plain = tuple(x.data_ptr() if hasattr(x, "data_ptr") else str(x) for x in args)
+        launches.append(Launch((x, y, z), function, plain))
+
+    driver.set_active(Device(record or add))  # for good: there is none to go back to
+    with using_kernels():
+        yield launches
+
+
+# -- what the tests ask ------------------------------------------------------------------------------------------------
+
+
+@cache
+def answers() -> dict[str, Any]:
+    """Return what `main` prints in a process without the interpreter."""
+    env = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", __name__], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    compiled.peers = cache(compiled.peers)  # whose error flags have an address
+    print(json.dumps({"calls": differing_calls(), "kept": kept(), "specialized": differing_arguments(), "hooks": hooks()}))
+
+
+def differing_calls() -> list[str]:
+    """Return the calls of the library whose second launches differ from what Triton launches."""
+    from shardmesh.kernels import launcher
+
+    found = []
+    for name, call in CALLS.items():
+        with device() as launches:
+            call()
+            first, launches[:] = launches[:], []
+            call()
+        with device() as plain, mock.patch.object(launcher, "_has_hooks", lambda: True):
+            call()
+        if not first == launches == plain or not plain:
+            found.append(name)
+    return found
+
+
+def kept() -> dict[str, int]:
+    """Return how often each call goes through Triton when it is repeated."""
+    from triton.runtime.jit import JITFunction
+
+    names = ["rows of torch.bfloat16", "runs of 2 bytes", *itertools.chain(DRAWS, ALL_REDUCES, PULLS)]
+    found = {}
+    for name in names:
+        with device():
+            CALLS[name]()
+            with mock.patch.object(JITFunction, "run", side_effect=AssertionError) as run:
+                CALLS[name]()
+            found[name] = run.call_count
+    return found
+
+
+def differing_arguments() -> list[str]:
+    """Return the arguments for which a launcher takes another kernel than Triton would."""
+    from shardmesh.kernels.launcher import Launcher
+    from tests.kernels.toy_kernel import toy
+
+    memory = torch.zeros(64)
+    tensors = [memory, memory[1:], memory[4:], memory.view(torch.int32), memory.view(torch.float64)]
+    numbers = [0, 1, 2, 16, 17, -16, (1 << 31) - 1, 1 << 31, 1 << 40, (1 << 40) + 1]
+    launcher, found = Launcher(toy, (3,), {"BLOCK": 8, "num_warps": 1}), []
+    cases = list(itertools.product(tensors, numbers, [1, 2, 16]))
+    for x, n, k in cases + cases[::-1]:
+        with device() as launches:
+            launcher(x, n, k, 0.5)
+            toy[(3,)](x, n, k, 0.5, BLOCK=8, num_warps=1)
+        if launches[0] != launches[1]:
+            found.append(f"{x.dtype} at {x.data_ptr() % 16}, {n}, {k}")
+    return found
+
+
+def hooks() -> list[str]:
+    """Return the launches that a profiler is told of, if it starts after the first."""
+    from triton import knobs
+
+    told: list[str] = []
+    hook = lambda metadata: told.append(metadata.get()["name"])  # noqa: E731 - compared by identity
+    call = lambda x, y, z, stream, function, metadata, given, enter, leave, *args: enter and enter(given)  # noqa: E731
+    with device(call):
+        CALLS["rows of torch.bfloat16"]()
+        CALLS["rows of torch.bfloat16"]()
+        knobs.runtime.launch_enter_hook.add(hook)
+        CALLS["rows of torch.bfloat16"]()
+        knobs.runtime.launch_enter_hook.remove(hook)
+        CALLS["rows of torch.bfloat16"]()
+    return told
+
+
+if __name__ == "__main__":
+    main()
