@@ -11,6 +11,7 @@ Memory cannot be pinned during a capture, so a reserve of it is pinned by the fi
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,18 +22,17 @@ ALIGNED = 64  # bytes
 
 
 class DeviceCopies:
-    """A constant tensor of the host and its copies on devices.
+    """A constant tensor of int64 on the host, and its copies on devices.
 
-    Example:
-        >>> table = DeviceCopies(torch.arange(3))
-        >>> table.on(torch.device("cpu")) is table.host
-        True
+    >>> table = DeviceCopies([3, 1, 2])
+    >>> table.on(torch.device("cpu")) is table.host
+    True
     """
 
     __slots__ = ("_copies", "host")
 
-    def __init__(self, host: Tensor) -> None:
-        self.host = host
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.host = torch.tensor(values, dtype=torch.int64, device="cpu")  # whatever torch's default device is
         self._copies: dict[torch.device, Tensor | _StreamCopy] = {}
 
     def on(self, device: torch.device) -> Tensor:
@@ -101,11 +101,8 @@ class _Reserve:
     def refill(self) -> None:
         """Pin memory, outside of a capture."""
         if self._free is None or self._free.numel() < RESERVED_BYTES // 2:
-            with self._lock:
-                self._free = self._pinned(RESERVED_BYTES)
-
-    def _pinned(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            with self._lock, torch.inference_mode(False):
+                self._free = torch.empty(RESERVED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def take(self, host: Tensor) -> Tensor:
         """Return a pinned copy of a tensor, which is kept for ever."""

@@ -245,7 +245,7 @@ def _table(rows: Sequence[BoxRow], block: int) -> BoxTable:
     dims = max(len(row.dims) for row in rows)
     made = [[first, *_columns(row, count, dims)] for first, row, count in zip(firsts, rows, counts, strict=False)]
     made += [[NEVER, *made[0][1:]]] * (next_power_of_two(len(made)) - len(made))
-    flat = torch.tensor([columns[0] for columns in made] + [n for columns in made for n in columns], dtype=torch.int64)
+    flat = [columns[0] for columns in made] + [n for columns in made for n in columns]
     constants = {
         "ROWS": len(made), "DIMS": dims, "BLOCKS": blocks, "BLOCK": block, "UNIT": unit,
         "VECTOR": unit if unit > 1 else VECTOR, "PARTS": parts, "WIDE": any(row.is_wide for row in rows),

@@ -126,8 +126,8 @@ def _table(kind: KernelKind, rows: Sequence[Row], itemsize: int, aligned: int) -
         raise ValueError(f"{len(rows)} views take {program} programs; one launch has at most {MAX_PROGRAMS}: copy in parts")
     made += [[NEVER, *[1] * (COLUMNS - 1)]] * (next_power_of_two(len(made)) - len(made))
     elements = sum(row.size for row in rows)
-    table = DeviceCopies(torch.tensor(made, dtype=torch.int64))
-    offsets = DeviceCopies(torch.tensor(parts, dtype=torch.int64)) if parts else table
+    table = DeviceCopies(made)
+    offsets = DeviceCopies(parts) if parts else table
     return Table(kind, lanes, program, table, offsets, elements, aligned)
 
 

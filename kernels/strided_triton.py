@@ -338,4 +338,4 @@ def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _addresses(given: tuple[int, ...]) -> DeviceCopies:
-    return DeviceCopies(torch.tensor(given, dtype=torch.int64))
+    return DeviceCopies(given)

@@ -353,7 +353,7 @@ def _blocks(rows: Rows, per_block: int) -> tuple[int, bool, int]:
 def _table(rows: Rows, blocks: int) -> DeviceCopies:
     """Return (size, its divisor, stride) of the blocks of a row and of each dim of rows, the fastest first."""
     dims = [(blocks, 0), *zip(reversed(rows.sizes), reversed(rows.strides), strict=True)]
-    return DeviceCopies(torch.tensor([(size, *_divisor(size), stride) for size, stride in dims], dtype=torch.int64))
+    return DeviceCopies([(size, *_divisor(size), stride) for size, stride in dims])
 
 
 def _divisor(size: int) -> tuple[int, int]:

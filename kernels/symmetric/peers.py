@@ -60,7 +60,8 @@ class Peers:
         found = self._staging.get(dtype)
         if found is None:
             area = self.buffer[self.region_bytes * 2 * MAX_PROGRAMS :]
-            found = self._staging[dtype] = area[: area.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+            with torch.inference_mode(False):
+                found = self._staging[dtype] = area[: area.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         return found
 
 
