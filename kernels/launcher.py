@@ -51,7 +51,8 @@ class Launcher:
         if not self._fixed:  # in Triton's interpreter
             self._first(args)
             return
-        device = driver.active.get_current_device()
+        active: Any = driver.active
+        device = active.get_current_device()
         key, given = [device], []
         for x, fixed in zip(args, self._fixed, strict=False):
             if isinstance(x, Tensor):
@@ -69,7 +70,7 @@ class Launcher:
                 self._kept[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata
             return
         run, function, metadata = kept
-        run(*self._grid, driver.active.get_current_stream(device), function, metadata, None, None, None, *given, *self._tail)
+        run(*self._grid, active.get_current_stream(device), function, metadata, None, None, None, *given, *self._tail)
 
     def _first(self, args: Sequence[Tensor | float]) -> Any:
         """Launch as Triton does; return the compiled kernel, None if there is none to keep."""

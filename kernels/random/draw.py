@@ -30,9 +30,19 @@ def _blocks_of(start: Tensor, columns: int, per_block: int) -> tuple[Tensor, Ten
 def by_blocks(
     shape: Sequence[int], box: Box, seed: int, stream: int, dtype: torch.dtype, device: torch.device | str, distribution: Distribution
 ) -> Tensor:
-    """Return the box, drawn from this distribution; one launch on a GPU."""
+    """Return the box, drawn from this distribution; one launch on a GPU.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, whose replays would all draw the numbers of this call.
+    """
     check_boxes(shape, [box])
     out = torch.empty(box_shape(box), dtype=dtype, device=device)
+    if out.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "random numbers for a ShardedTensor while a CUDA graph is captured: seed and position are numbers of the host, so every replay "
+            "would draw the same ones; draw before the capture and copy into a tensor that the graph reads, or use sm.jit(step, "
+            "cudagraphs=True), which draws outside of its graphs"
+        )
     if out.numel() == 0:
         return out
     if wants_kernels(out.device):

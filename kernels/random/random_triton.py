@@ -21,7 +21,6 @@ from __future__ import annotations
 import struct
 from functools import lru_cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

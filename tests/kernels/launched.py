@@ -47,9 +47,7 @@ class Device:
         )
 
     def launcher_cls(self, src: Any, metadata: Any) -> Any:
-        from triton.runtime.driver import driver
-
-        return lambda *args: driver.active.record(*args)  # a compiled kernel is loaded once, by the first of these
+        return lambda *args: _active().record(*args)  # a compiled kernel is loaded once, by the first of these
 
     def get_current_target(self) -> Any:
         return self.target
@@ -61,10 +59,16 @@ class Device:
         return 7
 
 
+def _active() -> Any:
+    from triton.runtime.driver import driver
+
+    return driver.active
+
+
 @contextmanager
 def device(record: Any = None) -> Iterator[list[Launch]]:
     """Launch on the device inside the block; yield the list of launches."""
-    from triton.runtime.driver import driver
+    from triton.runtime import driver
 
     from shardmesh.kernels.backend import using_kernels
 
@@ -75,7 +79,8 @@ def device(record: Any = None) -> Iterator[list[Launch]]:
         plain = tuple(x.data_ptr() if hasattr(x, "data_ptr") else str(x) for x in args)
         launches.append(Launch((x, y, z), function, plain))
 
-    driver.set_active(Device(record or add))  # for good: there is none to go back to
+    device: Any = Device(record or add)
+    driver.set_active(device)  # for good: there is none to go back to
     with using_kernels():
         yield launches
 
@@ -108,7 +113,7 @@ def differing_calls() -> list[str]:
             call()
             first, launches[:] = launches[:], []
             call()
-        with device() as plain, mock.patch.object(launcher, "_has_hooks", lambda: True):
+        with device() as plain, mock.patch.object(launcher, "_has_hooks", return_value=True):
             call()
         if not first == launches == plain or not plain:
             found.append(name)
@@ -133,8 +138,9 @@ def kept() -> dict[str, int]:
 def differing_arguments() -> list[str]:
     """Return the arguments for which a launcher takes another kernel than Triton would."""
     from shardmesh.kernels.launcher import Launcher
-    from tests.kernels.toy_kernel import toy
+    from tests.kernels import toy_kernel
 
+    toy: Any = toy_kernel.toy
     memory = torch.zeros(64)
     tensors = [memory, memory[1:], memory[4:], memory.view(torch.int32), memory.view(torch.float64)]
     numbers = [0, 1, 2, 16, 17, -16, (1 << 31) - 1, 1 << 31, 1 << 40, (1 << 40) + 1]

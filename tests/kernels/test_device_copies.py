@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ class Memory:
         return Memory(self.gpu, "pinned", self.nbytes)
 
     def to(self, device, non_blocking=False):
-        assert self.where == "pinned" and non_blocking, "the host waits for the device"
+        assert (self.where, non_blocking) == ("pinned", True), "the host waits for the device"
         self.gpu.log.append(("copy", self.gpu.stream, "captured" if self.gpu.capturing else "now"))
         return Memory(self.gpu, "device", self.nbytes)
 
@@ -65,7 +66,7 @@ def gpu(monkeypatch):
 
 
 def table(gpu, entries=3):
-    made = DeviceCopies([0] * entries)
+    made: Any = DeviceCopies([0] * entries)
     made.host = Memory(gpu, "host", 8 * entries)
     return made
 

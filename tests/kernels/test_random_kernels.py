@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardmesh.kernels import random
 from shardmesh.kernels.backend import using_kernels
@@ -188,3 +189,13 @@ def test_roots_are_correctly_rounded():
 def test_quotients_are_correctly_rounded():
     x = torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert over(x.to(DEVICE), -0.7).tolist() == [v / -0.7 for v in x.tolist()]
+
+
+def test_a_draw_is_refused_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    draw = lambda device, stop=4: random.uniform((4,), ((0, stop),), 1, 2, torch.float32, device)  # noqa: E731
+    for stop in (4, 0):  # a rank without elements, too
+        with FakeTensorMode(), pytest.raises(RuntimeError, match="every replay would draw the same ones"):
+            draw("cuda:0", stop)
+    assert draw("cpu").shape == (4,)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.jit.backends.segments import Segment
 from shardmesh.sharding.jit.collectives import ORDERED
+from shardmesh.sharding.jit.draws import Draw
 from shardmesh.sharding.jit.errors import JitError
 from tests.device import DEVICE
 from tests.sharding.jit.steps import composed, mean_square, mlp, pair
@@ -62,6 +65,25 @@ def test_a_function_as_backend_gets_segments_with_collectives_in_them() -> None:
         return len(sizes), sizes[0] > 10
 
     assert sm.simulate(2)(main)() == [(1, True)] * 2  # the draw comes first, then all in one segment
+
+
+def test_draws_stay_outside_of_what_a_backend_may_replay() -> None:
+    """So that CUDA graphs of segments do not repeat random numbers."""
+
+    def main() -> Any:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",))
+        x, targets = sm.ones(64, device_mesh=mesh, placements=P("tp")), []
+
+        def backend(module: fx.GraphModule, inputs: Any) -> Any:
+            targets.extend(node.target for node in module.graph.nodes)
+            return module
+
+        step = sm.jit(lambda x: F.dropout(x * 2 + 1, 0.5).square() + x, backend=backend)
+        found = [step(x).full_tensor() for _ in range(3)]
+        different = not any(torch.equal(a, b) for a, b in itertools.combinations(found, 2))
+        return different, len(targets) > 0, any(isinstance(target, Draw) for target in targets)
+
+    assert sm.simulate(2)(main)() == [(True, True, False)] * 2
 
 
 def test_what_a_backend_cannot_compile_runs_as_python_with_a_warning() -> None:
