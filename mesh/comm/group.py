@@ -87,7 +87,7 @@ class Group(ABC):
         rank: index of this rank in `ranks`.
         size: number of ranks.
         world: the world that the group belongs to.
-        shared: memory that the ranks share, by device type, see `symmetric_memory.peers_of`.
+        shared: memory that the ranks share, by device type, see `symmetric_memory.peers_of`; and the stream of what reads it.
         recorder: records this rank's collectives on the group; None before the first one.
         agreed: facts that the ranks have exchanged and need not exchange again, the same on all of them; each caller has its own keys.
     """

@@ -7,20 +7,24 @@ are in `kernels/symmetric/`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...kernels.symmetric import MAX_PROGRAMS, MAX_RANKS, PAD_BYTES, Peers
 from .. import errors
 from ..monitor.recording.recorder import CommTag
 from .group import Group
+from .work import DONE, Work
 
 BUFFER_BYTES = 64 << 20  # on each rank, for each group that uses it
 STAGING_BYTES = BUFFER_BYTES // 4 * 3  # the part that peers may pull from; the rest is for all-reduces
 # About ten minutes of polls of a microsecond each, as long as NCCL waits by default.
 SPINS = 600_000_000
+
+_WITH_STREAMS = frozenset({"cuda"})
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +89,78 @@ def _of_torch(group: Group, device: torch.device, tag: CommTag | None) -> Peers 
         error=torch.zeros(group.size, dtype=torch.int32, device="cpu", pin_memory=True),  # whatever torch's default device is
         spins=SPINS,
     )  # fmt: skip
+
+
+class SideStream:
+    """The stream of those operations on a group's shared memory whose results are waited for later.
+
+        current stream    ... write x ---.             compute                wait() .--- read the result ...
+                                         v                                           |
+        side stream           wait for the event, stage, barrier, read, barrier, event
+
+    All operations on the memory must run in one order, those on the current stream too: the next on the side stream waits for the current
+    stream, and the next on the current stream for the last event of the side stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module, self._device = torch.get_device_module(device.type), device
+        self._stream = self._module.Stream(device, priority=-1)  # few programs, which the other ranks wait for
+        self._last: tuple[Any, bool] | None = None
+
+    def start(self, run: Callable[[], object], tensors: Iterable[Tensor]) -> Work:
+        """Run on the side stream, after what is now on the current one; `tensors` are what it reads and writes."""
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        for x in tensors:
+            x.record_stream(self._stream)
+        with self._module.stream(self._stream):
+            run()
+        event = self._stream.record_event()
+        self._last = event, self._module.is_current_stream_capturing()
+        return _StreamWork(self._module, self._device, event)
+
+    def run(self, run: Callable[[], object]) -> None:
+        """Run on the current stream, after what was started on the side stream."""
+        if self._last is not None:
+            event, captured = self._last
+            if captured == self._module.is_current_stream_capturing():  # a graph waits for nothing outside, nor the reverse
+                self._module.current_stream(self._device).wait_event(event)
+        run()
+
+
+class _StreamWork(Work):
+    """Work on another stream, up to an event."""
+
+    __slots__ = ("_device", "_event", "_module")
+
+    def __init__(self, module: Any, device: torch.device, event: Any) -> None:
+        self._module, self._device, self._event = module, device, event
+
+    def wait(self) -> None:
+        self._module.current_stream(self._device).wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+
+def run_shared(
+    group: Group, device: torch.device, run: Callable[[Peers], object], tensors: Iterable[Tensor], async_op: bool, tag: CommTag | None
+) -> Work:
+    """Run an operation on the group's shared memory: on the current stream, or with `async_op` on one of its own.
+
+    Args:
+        tensors: what it reads and writes.
+    """
+    peers = needed_peers(group, device, tag)
+    if device.type not in _WITH_STREAMS:
+        run(peers)
+        return DONE
+    side = group.shared.get(f"stream of {device.type}")
+    if side is None:
+        side = group.shared[f"stream of {device.type}"] = SideStream(device)
+    if async_op:
+        return side.start(lambda: run(peers), tensors)
+    side.run(lambda: run(peers))
+    return DONE
 
 
 # How to allocate, by device type; must be the same on all ranks.

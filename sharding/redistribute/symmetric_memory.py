@@ -19,11 +19,11 @@ from ...kernels.box import Box, box_origin, box_shape, box_size, shift
 from ...kernels.copy import Pack, compile_pack
 from ...kernels.symmetric import Place, Pull, compile_pull, exchange, one_shot_all_reduce, two_shot_all_reduce
 from ...mesh.comm.group import Group
-from ...mesh.comm.symmetric_memory import needed_peers
-from ...mesh.comm.work import DONE
+from ...mesh.comm.symmetric_memory import run_shared
+from ...mesh.comm.work import DONE, Work
 from ...mesh.monitor.recording.recorder import CommTag
 from ...mesh.topology import Link
-from .packed_collectives import AsyncResults, Collective, concatenated, split_flat
+from .packed_collectives import AsyncResults, Collective, concatenated, results, split_flat
 from .plan.cost import takes_two_shots
 
 
@@ -71,15 +71,18 @@ class SymmetricPull(Collective):
         outs: list[Tensor] | None = None,
         tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
-        """Run on the current stream; later work on that stream sees the results."""
-        if outs is None:
-            outs = [x.new_empty(shape, dtype=self.dtype) for x, shape in zip(tensors, self.shapes, strict=True)]
-        self.group.direct(self.op, self.sent, self.received, self.dtype, lambda: self._move(tensors, outs, tag), tag=tag)
-        tensors.clear()
-        return AsyncResults(DONE, lambda: outs) if async_op else outs
+        """Run on the current stream, or with `async_op` on that of the group's shared memory."""
+        into = [x.new_empty(shape, dtype=self.dtype) for x, shape in zip(tensors, self.shapes, strict=True)] if outs is None else outs
+        work: Work = DONE
 
-    def _move(self, tensors: Sequence[Tensor], outs: Sequence[Tensor], tag: CommTag | None) -> None:
-        exchange(needed_peers(self.group, self.device, tag), self.packs, tensors, self.pulls, outs, self.dtype)
+        def move() -> None:
+            nonlocal work
+            run = lambda peers: exchange(peers, self.packs, tensors, self.pulls, into, self.dtype)  # noqa: E731
+            work = run_shared(self.group, self.device, run, (*tensors, *into), async_op, tag)
+
+        self.group.direct(self.op, self.sent, self.received, self.dtype, move, tag=tag)
+        tensors.clear()
+        return AsyncResults(work, lambda: into) if async_op else into
 
 
 Starts = dict[tuple[int, Box], int]  # (index of the tensor, box) -> where it begins
@@ -137,10 +140,15 @@ class SymmetricAllReduce(Collective):
             total = x if donate or x.data_ptr() != given.data_ptr() else torch.empty_like(x)
         two_shots = takes_two_shots(x.nbytes, self.group.size, self.link)
         moved = 2 * (self.group.size - 1) * x.nbytes // self.group.size if two_shots else (self.group.size - 1) * x.nbytes
-        self.group.direct("all_reduce", moved, moved, x.dtype, lambda: self._add(x, total, two_shots, tag), tag=tag)
-        found = [total] if len(self.shapes) == 1 else split_flat(total, self.sizes, self.shapes, outs)
-        return AsyncResults(DONE, lambda: found) if async_op else found
+        add = two_shot_all_reduce if two_shots else one_shot_all_reduce
+        work: Work = DONE
 
-    def _add(self, x: Tensor, out: Tensor, two_shots: bool, tag: CommTag | None) -> None:
-        peers = needed_peers(self.group, self.device, tag)
-        (two_shot_all_reduce if two_shots else one_shot_all_reduce)(peers, x, out)
+        def reduce() -> None:
+            nonlocal work
+            work = run_shared(self.group, self.device, lambda peers: add(peers, x, total), (x, total), async_op, tag)
+
+        self.group.direct("all_reduce", moved, moved, x.dtype, reduce, tag=tag)
+        return results(
+            work if async_op else None,
+            lambda: [total] if len(self.shapes) == 1 else split_flat(total, self.sizes, self.shapes, outs),
+        )
