@@ -13,6 +13,8 @@ Its inputs are tensors, boxes (a half-open interval per dim) and integers.
 | `symmetric/` | how do ranks gather, exchange and sum by reading each other's memory | `symmetric/symmetric_triton.py` |
 | `random/` | which random number has element i; log, exp, cos and sin with the same bits everywhere | `random/random_triton.py` |
 | `number_triton.py` | how are numbers converted inside a kernel | |
+| `launcher.py` | how is a kernel launched in a few microseconds | |
+| `device_copies.py` | how do tables of the host get to a device, also while a CUDA graph is captured | |
 
 `docs/kernels.md` says when they are used, how many bytes they move and how they are tested.
 """
