@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 NO_FUSION = {"enable_fp_fusion": False}  # a fused multiply-add rounds once where torch rounds twice
 _IS_HIP = torch.version.hip is not None
-_kept: dict[tuple, dict[tuple, tuple[Any, Any, Any]]] = {}  # by kernel and constants, then by arguments: its launcher, function, metadata
+_kept: dict[tuple, dict[tuple, tuple[Any, Any, Any]]] = {}  # launcher, function and metadata by kernel, dtypes and constants; by arguments
 
 
 class Launcher:
@@ -44,7 +44,7 @@ class Launcher:
         params = kernel.params if isinstance(kernel, JITFunction) else []
         self._fixed = [bool(p.do_not_specialize and p.annotation_type) for p in params]
         constants = {name: id(x) if isinstance(x, JITFunction) else x for name, x in constants.items()}
-        self._kept = _kept.setdefault((id(kernel), *constants.items()), {})
+        self._kept = _kept.setdefault((id(kernel), *dtypes, *constants.items()), {})
 
     def __call__(self, *args: Tensor | float) -> None:
         """Launch on the current stream of the current device."""

@@ -137,6 +137,8 @@ def kept() -> dict[str, int]:
 
 def differing_arguments() -> list[str]:
     """Return the arguments for which a launcher takes another kernel than Triton would."""
+    import triton
+
     from shardmesh.kernels.launcher import Launcher
     from tests.kernels import toy_kernel
 
@@ -144,14 +146,15 @@ def differing_arguments() -> list[str]:
     memory = torch.zeros(64)
     tensors = [memory, memory[1:], memory[4:], memory.view(torch.int32), memory.view(torch.float64)]
     numbers = [0, 1, 2, 16, 17, -16, (1 << 31) - 1, 1 << 31, 1 << 40, (1 << 40) + 1]
-    launcher, found = Launcher(toy, (3,), {"BLOCK": 8, "num_warps": 1}), []
-    cases = list(itertools.product(tensors, numbers, [1, 2, 16]))
-    for x, n, k in cases + cases[::-1]:
+    constants, dtypes, found = {"BLOCK": 8, "num_warps": 1}, [None, torch.int32, torch.int64], []
+    launchers = {dtype: Launcher(toy, (3,), constants, (dtype,)) for dtype in dtypes}  # which read elements as these
+    cases = list(itertools.product(tensors, numbers, [1, 2, 16], dtypes))
+    for x, n, k, dtype in cases + cases[::-1]:
         with device() as launches:
-            launcher(x, n, k, 0.5)
-            toy[(3,)](x, n, k, 0.5, BLOCK=8, num_warps=1)
+            launchers[dtype](x, n, k, 0.5)
+            toy[(3,)](triton.reinterpret(x, dtype) if dtype else x, n, k, 0.5, **constants)
         if launches[0] != launches[1]:
-            found.append(f"{x.dtype} at {x.data_ptr() % 16}, {n}, {k}")
+            found.append(f"{x.dtype} as {dtype} at {x.data_ptr() % 16}, {n}, {k}")
     return found
 
 
