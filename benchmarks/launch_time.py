@@ -1,13 +1,15 @@
 """Host time of a launch of Triton kernels, through Triton and by `kernels/launcher.py`, on a device that is not there.
 
-    python benchmarks/launch_time.py        needs triton, no GPU
+    python benchmarks/launch_time.py                needs triton, no GPU
+    python benchmarks/launch_time.py --rounds 1     of 200 calls (default 20)
 
 The launcher of the driver is a function that does nothing, so what is timed is Python: of Triton, of the launcher, and of the call of
-the library. The driver's own launch, 2 to 3 us, comes on top of both. Processor time, the least of 20 rounds of 200 calls.
+the library. The driver's own launch, 2 to 3 us, comes on top of both. Processor time, the least of all rounds.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -23,7 +25,7 @@ import torch
 from tests.kernels import compiled
 from tests.kernels.launched import device
 
-ROUNDS, CALLS = 20, 200
+CALLS = 200
 
 
 def cases() -> dict[str, Callable[[], object]]:
@@ -50,10 +52,10 @@ def always() -> bool:
     return True
 
 
-def microseconds(call: Callable[[], object]) -> float:
+def microseconds(call: Callable[[], object], rounds: int) -> float:
     call()
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         start = time.process_time()
         for _ in range(CALLS):
             call()
@@ -64,12 +66,15 @@ def microseconds(call: Callable[[], object]) -> float:
 def main() -> None:
     from shardmesh.kernels import launcher
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    rounds = parser.parse_args().rounds
     print(f"{'us of host time per call':<36}{'by Triton':>12}{'kept':>12}{'ratio':>8}")
     for name, call in cases().items():
         with device(lambda *args: None):
-            kept = microseconds(call)
+            kept = microseconds(call, rounds)
             with mock.patch.object(launcher, "_has_hooks", always):
-                plain = microseconds(call)
+                plain = microseconds(call, rounds)
         print(f"{name:<36}{plain:>12.1f}{kept:>12.1f}{plain / kept:>8.1f}")
 
 

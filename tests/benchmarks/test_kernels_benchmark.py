@@ -160,3 +160,14 @@ def test_wrong_results_are_not_timed(kernels, cases, benchmark_module):
     wrong = type(cases["sum of 8, fp32"])("sum", make, 0.9)
     with pytest.raises(RuntimeError, match=r"sum, 0\.01 MB: twice and ours give different results"):
         kernels.measured(wrong, 0.01, 3, compiling=False)
+
+
+# -- launch_time.py ----------------------------------------------------------------------------------------------------
+
+
+def test_host_time_of_launches():
+    done = run_script("launch_time.py", "--rounds", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()[1:]] == [
+        "pack", "pack of 8", "uniform", "one-shot all_reduce", "symmetric all_gather (4 launches)",
+    ]  # fmt: skip
