@@ -4,11 +4,12 @@
 #   make test-fast each property once, without processes: at each change
 #   make test      the tests that need no GPU, but for what only tries more of the same
 #   make test-all  all of them
-#   make gpu-test  on a machine with a CUDA device: the tests that need one, the library's tests on it, memcheck, benchmark
+#   make gpu-test  on a machine with a CUDA device, in twenty minutes: probes, tests, kernels, training steps, on one page in
+#                  benchmarks/results; DRY=1 tries the command without a device; tests/gpu/run.py has its options
 #   make lint      ruff and pyright
 #   make clean     remove .venv and what builds and tests leave behind
 #
-# PYTHON=/path/to/python3.x chooses the interpreter, ARGS="..." adds arguments to the demo's or pytest's command line.
+# PYTHON=/path/to/python3.x chooses the interpreter, ARGS="..." adds arguments to the demo's, pytest's or gpu-test's command line.
 
 TORCH := torch==2.13.0
 TRITON := triton==3.7.1
@@ -43,8 +44,8 @@ test: $(READY)
 test-all: $(READY)
 	$(TEST) -m "not gpu" --hypothesis-profile thorough $(ARGS)
 
-gpu-test: $(GPU_READY)
-	tests/gpu/run $(GPU_PY) $(ARGS)
+gpu-test: $(if $(DRY),$(READY),$(GPU_READY))
+	$(if $(DRY),$(PY) -m tests.gpu.run --stand-in,$(GPU_PY) -m tests.gpu.run) $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -99,11 +99,12 @@ class Found:
 
 
 class Steps:
-    """The steps of an implementation, one batch after the other; under `sm.jit` if a backend is given."""
+    """The steps of an implementation, one batch after the other; under `sm.jit` with these options if a backend is given."""
 
-    def __init__(self, training: Training, backend: str | None = None) -> None:
+    def __init__(self, training: Training, backend: str | None = None, **options: Any) -> None:
         self._training, self._done, self._eager = training, 0, backend is None
-        self._update = self._eagerly if backend is None else sm.jit(_updated(training.model, training.optimizer), backend=backend)
+        update = _updated(training.model, training.optimizer)
+        self._update = self._eagerly if backend is None else sm.jit(update, backend=backend, **options)
         self.recording = 0.0
 
     def _eagerly(self, inputs: Any, targets: Any) -> Tensor:

@@ -47,9 +47,9 @@ def _plain(columns: Row, rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def markdown(columns: Row, rows: Sequence[Row]) -> str:
-    """Return the table as Markdown."""
-    head = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+def markdown(columns: Row, rows: Sequence[Row], numbers: bool = True) -> str:
+    """Return the table as Markdown; all columns but the first are numbers, or text."""
+    head = ["| " + " | ".join(columns) + " |", "|---" + ("|---:" if numbers else "|---") * (len(columns) - 1) + "|"]
     return "\n".join(head + ["| " + " | ".join(row) + " |" for row in rows])
 
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import parallel as theirs
 from torch.nn.parallel import DistributedDataParallel
-from train_model import Block, Size, batch, cross_entropy, make_model
+from train_model import Block, Model, Size, batch, cross_entropy, make_model
 
 import shardmesh as sm
 from shardmesh import P
@@ -34,25 +34,34 @@ RATE = 1e-3
 class Setup:
     """The process group, our and torch's meshes over it, and the optimizer's options: AdamW's defaults, or `fused=True`."""
 
-    def __init__(self, size: Size, ranks: int, fused: bool = False) -> None:
-        self.size, shape = size, (ranks // 2, 2)
+    def __init__(self, size: Size, ranks: int, fused: bool = False, device: str = "cpu") -> None:
+        self.size, self.device, shape = size, device, (ranks // 2, 2)
         self.options: dict[str, Any] = {"lr": RATE, "fused": True} if fused else {"lr": RATE}
-        self.line = sm.init_device_mesh("cpu", (ranks,), axis_names=("dp",))
-        self.tensor_line = sm.init_device_mesh("cpu", (ranks,), axis_names=("tp",))
-        self.grid = sm.init_device_mesh("cpu", shape, axis_names=("fsdp", "tp"))
+        self.line = sm.init_device_mesh(device, (ranks,), axis_names=("dp",))
+        self.tensor_line = sm.init_device_mesh(device, (ranks,), axis_names=("tp",))
+        self.grid = sm.init_device_mesh(device, shape, axis_names=("fsdp", "tp"))
         self._shape = shape
 
     @cached_property
     def their_line(self) -> TorchMesh:
-        return init_torch_mesh("cpu", (self.line.size(),), mesh_dim_names=("tp",))
+        return init_torch_mesh(self.device, (self.line.size(),), mesh_dim_names=("tp",))
 
     @cached_property
     def their_grid(self) -> TorchMesh:
-        return init_torch_mesh("cpu", self._shape, mesh_dim_names=("fsdp", "tp"))
+        return init_torch_mesh(self.device, self._shape, mesh_dim_names=("fsdp", "tp"))
+
+    def model(self) -> Model:
+        """Return the model, the same in every process."""
+        return make_model(self.size).to(self.device)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return the whole batch."""
+        x, y = batch(self.size, step)
+        return x.to(self.device), y.to(self.device)
 
     def rows(self, step: int, part: int, parts: int) -> tuple[Tensor, Tensor]:
         """Return part number `part` of `parts` of the batch."""
-        x, y = batch(self.size, step)
+        x, y = self.batch(step)
         return x.chunk(parts)[part], y.chunk(parts)[part]
 
     def own_rows(self, step: int) -> tuple[Tensor, Tensor]:
@@ -102,14 +111,14 @@ def with_adamw(
 
 def alone(setup: Setup) -> Training:
     """Return the training of one process on the whole batch."""
-    return with_adamw(setup, make_model(setup.size), lambda step: batch(setup.size, step))
+    return with_adamw(setup, setup.model(), lambda step: setup.batch(step))
 
 
 # -- data parallelism --------------------------------------------------------------------------------------------------
 
 
 def our_fsdp(setup: Setup, reshard: bool, compiled: bool = False) -> Training:
-    model = sm.parallel.fully_shard(make_model(setup.size), setup.line, units=Block, reshard_after_forward=reshard, src_data_rank=None)
+    model = sm.parallel.fully_shard(setup.model(), setup.line, units=Block, reshard_after_forward=reshard, src_data_rank=None)
     return with_adamw(setup, _compiled(model) if compiled else model, setup.own_rows)
 
 
@@ -121,7 +130,7 @@ def _compiled(model: Any) -> nn.Module:
 
 
 def our_fsdp_of_sharded_inputs(setup: Setup) -> Training:
-    model = sm.parallel.fully_shard(make_model(setup.size), setup.line, units=Block, src_data_rank=None)
+    model = sm.parallel.fully_shard(setup.model(), setup.line, units=Block, src_data_rank=None)
     return with_adamw(setup, model, lambda step: _sharded(setup.own_rows(step), setup.line, P("dp"), setup.size))
 
 
@@ -131,7 +140,7 @@ def _sharded(rows: tuple[Tensor, Tensor], mesh: sm.DeviceMesh, spec: P, size: Si
 
 
 def their_fsdp(setup: Setup, reshard: bool, compiled: bool = False) -> Training:
-    model: Any = make_model(setup.size)
+    model: Any = setup.model()
     if compiled:  # before fully_shard, so that its hooks are not compiled
         for i, block in enumerate(model.blocks):
             model.blocks[i] = torch.compile(block)
@@ -145,7 +154,7 @@ def _their_fsdp(model: Any, mesh: TorchMesh, reshard: bool) -> nn.Module:
 
 
 def our_ddp(setup: Setup, compiled: bool = False) -> Training:
-    model = data_parallel(make_model(setup.size), setup.line, units=Block, src_data_rank=None)
+    model = data_parallel(setup.model(), setup.line, units=Block, src_data_rank=None)
     return with_adamw(setup, _compiled(model) if compiled else model, setup.own_rows)
 
 
@@ -154,12 +163,12 @@ def their_ddp(setup: Setup, compiled: bool = False) -> Training:
 
 
 def _their_ddp(setup: Setup, compiled: bool = False) -> nn.Module:
-    model = make_model(setup.size)
+    model = setup.model()
     return DistributedDataParallel(_compiled(model) if compiled else model, gradient_as_bucket_view=True)
 
 
 def our_zero(setup: Setup) -> Training:
-    model = data_parallel(make_model(setup.size), setup.line, optimizer="dp", units=Block, src_data_rank=None)
+    model = data_parallel(setup.model(), setup.line, optimizer="dp", units=Block, src_data_rank=None)
     return with_adamw(setup, model, setup.own_rows)
 
 
@@ -209,13 +218,13 @@ def their_outer_plan() -> dict[str, Any]:
 
 
 def our_tensor_parallel(setup: Setup) -> Training:
-    model = parallelize(make_model(setup.size), setup.tensor_line, our_plan(), src_data_rank=None)
-    return with_adamw(setup, model, lambda step: _sharded(batch(setup.size, step), setup.tensor_line, P(), setup.size))
+    model = parallelize(setup.model(), setup.tensor_line, our_plan(), src_data_rank=None)
+    return with_adamw(setup, model, lambda step: _sharded(setup.batch(step), setup.tensor_line, P(), setup.size))
 
 
 def their_tensor_parallel(setup: Setup) -> Training:
-    model = _their_tensor_parallel(make_model(setup.size), setup.their_line)
-    return with_adamw(setup, model, lambda step: batch(setup.size, step), theirs.loss_parallel)
+    model = _their_tensor_parallel(setup.model(), setup.their_line)
+    return with_adamw(setup, model, lambda step: setup.batch(step), theirs.loss_parallel)
 
 
 def _their_tensor_parallel(model: Any, mesh: TorchMesh) -> nn.Module:
@@ -226,7 +235,7 @@ def _their_tensor_parallel(model: Any, mesh: TorchMesh) -> nn.Module:
 
 
 def our_two_axes(setup: Setup) -> Training:
-    model = parallelize(make_model(setup.size), setup.grid, our_plan(), src_data_rank=None)
+    model = parallelize(setup.model(), setup.grid, our_plan(), src_data_rank=None)
     sm.parallel.fully_shard(model, setup.grid, units=Block, src_data_rank=None)
     part, parts = setup.grid.get_local_rank("fsdp"), setup.grid.size("fsdp")
     return with_adamw(setup, model, lambda step: _sharded(setup.rows(step, part, parts), setup.grid, P("fsdp"), setup.size))
@@ -234,7 +243,7 @@ def our_two_axes(setup: Setup) -> Training:
 
 def their_two_axes(setup: Setup) -> Training:
     mesh = setup.their_grid
-    model = _their_fsdp(_their_tensor_parallel(make_model(setup.size), mesh["tp"]), mesh["fsdp"], True)
+    model = _their_fsdp(_their_tensor_parallel(setup.model(), mesh["tp"]), mesh["fsdp"], True)
     part, parts = mesh.get_local_rank("fsdp"), mesh.size(0)
     return with_adamw(setup, model, lambda step: setup.rows(step, part, parts), theirs.loss_parallel)
 

@@ -46,7 +46,9 @@ def take_over(x: ShardedTensor, node: Any, number: int) -> None:
         if _is_custom(node) and _saves(node, number):
             node.results = {**getattr(node, "results", {}), number: (x._local.detach(), x._layout, x._lineage)}
         return
-    x._local = _with_history(node, number, (x._local, x._layout, x._lineage))
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        owner = x.view_as(x).grad_fn
+    x._local = _with_history(node, number, (x._local, x._layout, x._lineage), owner)
 
 
 def _saves(node: Any, number: int) -> bool:
@@ -88,20 +90,26 @@ def _leaves(node: Any) -> list[ShardedTensor]:
     return list(found.values())
 
 
-def _with_history(node: Any, number: int, result: Result) -> Tensor:
-    """Return the local tensor of a custom function's result, in the graph of local tensors."""
+def _with_history(node: Any, number: int, result: Result, owner: Any) -> Tensor:
+    """Return the local tensor of a custom function's result, in the graph of local tensors.
+
+    Args:
+        owner: a node of C++ that keeps this one alive: the Python object of a custom function's node does not (before torch 2.13).
+    """
     leaves = _leaves(node)
-    return _Applied.apply(node, number, result, leaves, *[leaf._local for leaf in leaves])  # type: ignore[return-value]
+    return _Applied.apply(node, number, result, owner, leaves, *[leaf._local for leaf in leaves])  # type: ignore[return-value]
 
 
 class _Applied(torch.autograd.Function):
     """A result of custom functions as a function of the leaves they were applied to."""
 
     @staticmethod
-    def forward(ctx: Any, node: Any, number: int, result: Result, leaves: Sequence[ShardedTensor], *locals_: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, node: Any, number: int, result: Result, owner: Any, leaves: Sequence[ShardedTensor], *locals_: Tensor
+    ) -> Tensor:
         local, ctx.layout, ctx.lineage = result
         out = local.view_as(local)
-        ctx.node, ctx.number, ctx.leaves = node, number, leaves
+        ctx.node, ctx.number, ctx.owner, ctx.leaves = node, number, owner, leaves
         if _saves(node, number):
             ctx.save_for_backward(out)
         return out
@@ -111,8 +119,8 @@ class _Applied(torch.autograd.Function):
         results = dict.fromkeys([ctx.number], (ctx.saved_tensors[0], ctx.layout, ctx.lineage)) if ctx.saved_tensors else {}
         with torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
             gradient = _made(with_memory(grads[0]), ctx.layout.dual, ctx.lineage)
-            found = _run_backward(ctx.node, ctx.number, gradient, results)
-            return (*[None] * 4, *[_local_gradient(leaf, found.get(id(leaf))) for leaf in ctx.leaves])
+            found = _run_backward(ctx.node, ctx.number, gradient, results, ctx.owner)
+            return (*[None] * 5, *[_local_gradient(leaf, found.get(id(leaf))) for leaf in ctx.leaves])
 
 
 def _made(local: Tensor, layout: Layout, lineage: int) -> ShardedTensor:
@@ -121,14 +129,14 @@ def _made(local: Tensor, layout: Layout, lineage: int) -> ShardedTensor:
     return out
 
 
-def _run_backward(node: Any, number: int, gradient: ShardedTensor, results: Mapping[int, Result]) -> dict[int, Any]:
+def _run_backward(node: Any, number: int, gradient: ShardedTensor, results: Mapping[int, Result], owner: Any) -> dict[int, Any]:
     """Run the backward of a node and of the custom functions before it, last one first; return gradients by the leaf's id."""
     waiting: dict[Any, dict[int, Any]] = {node: {number: gradient}}
     found: dict[int, Any] = {}
     while waiting:
         last = max(waiting, key=lambda n: n._sequence_nr())
         given = waiting.pop(last)
-        context = _BackwardContext(last, results if last is node else {})
+        context = _BackwardContext(last, results if last is node else {}, owner)
         gradients = last._forward_cls.backward(context, *_materialized(last, given, gradient))
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         _check(last, gradients)
@@ -186,9 +194,10 @@ class _BackwardContext:
     Autograd returns those as the bare wrapper, which has no values.
     """
 
-    def __init__(self, node: Any, results: Mapping[int, Result]) -> None:
+    def __init__(self, node: Any, results: Mapping[int, Result], owner: Any) -> None:
         object.__setattr__(self, "_node", node)
         object.__setattr__(self, "_results", results)
+        object.__setattr__(self, "_owner", owner)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._node, name)
@@ -212,4 +221,4 @@ class _BackwardContext:
                 "x.mesh, x.placements, shape=x.shape)"
             )
         local, layout, lineage = result = node.results[number]
-        return _made(_with_history(node, number, result) if torch.is_grad_enabled() else local, layout, lineage)
+        return _made(_with_history(node, number, result, self._owner) if torch.is_grad_enabled() else local, layout, lineage)
