@@ -15,7 +15,8 @@ from .comm.current_world import current_world
 from .comm.process import ProcessWorld
 from .comm.world import active_world
 from .device_mesh import DeviceMesh, init_device_mesh
-from .launch.process_groups import launch_environment, start_processes
+from .launch.environment import launch_environment
+from .launch.process_groups import start_processes
 
 
 def make_mesh(

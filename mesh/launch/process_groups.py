@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ from ..comm.process import ProcessWorld, process_world
 from ..monitor import timeouts
 from ..monitor.startup import rendezvous
 from ..monitor.startup.rank_info import what_must_agree
+from .environment import device_index, launch_environment, visible
 
-# Set by torchrun, `launch` and most cluster launchers, and read by torch's own env:// initialization.
-REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HOST_ONLY = ("cpu", "meta")
 
 _epoch = 0
@@ -54,36 +52,6 @@ def local_device(device_type: str) -> torch.device:
     return torch.device(device_type, _module(device_type).current_device())
 
 
-def launch_environment(env: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """Return (rank, world size) from the variables that torchrun sets, or None if none of them is set.
-
-    Raises: LaunchEnvironmentError when some are missing or invalid.
-    """
-    env = os.environ if env is None else env
-    missing = [name for name in REQUIRED if not env.get(name)]
-    if len(missing) == len(REQUIRED):
-        return None
-    if missing:
-        given = {name: env[name] for name in REQUIRED if env.get(name)}
-        raise errors.LaunchEnvironmentError(
-            f"the environment has {', '.join(map('='.join, given.items()))} but not {', '.join(missing)}. Start the program with "
-            f"torchrun --nproc-per-node N program.py, or set all of {', '.join(REQUIRED)} in every process; for a "
-            f"single process unset {', '.join(given)}."
-        )
-    rank, size, port = (_number(env, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    if not 0 <= rank < size:
-        raise errors.LaunchEnvironmentError(f"RANK={rank} with WORLD_SIZE={size}: ranks go from 0 to WORLD_SIZE - 1.")
-    if port > 65535:
-        raise errors.LaunchEnvironmentError(f"MASTER_PORT={port}: a port is a number from 0 to 65535.")
-    return rank, size
-
-
-def _number(env: Mapping[str, str], name: str) -> int:
-    if not env[name].isdecimal():
-        raise errors.LaunchEnvironmentError(f"{name}={env[name]!r}: it must be a whole number.")
-    return int(env[name])
-
-
 def _default_backend(device_type: str) -> str:
     known = dist.Backend.default_device_backend_map
     if device_type in _HOST_ONLY or device_type not in known or not dist.is_backend_available(known[device_type]):
@@ -98,9 +66,13 @@ def _start_default_group(device_type: str, backend: str | None) -> None:
         place = launch_environment()
     except errors.LaunchEnvironmentError as error:
         raise rendezvous.notify_ranks(error) from None
-    backend = backend or _default_backend(device_type)
+    backend = (backend or _default_backend(device_type)).lower()
     rank, size = place or (0, 1)
-    store = HashStore() if place is None else rendezvous.rendezvous(rank, size, what_must_agree(size, device_type, backend, os.environ))
+    if place is None:
+        store: Any = HashStore()
+    else:
+        alike = what_must_agree(size, device_type, backend, os.environ)
+        store = rendezvous.rendezvous(rank, size, alike, device=_identity(device_type, backend))
     timeout = timeouts.group_timeout(backend)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     if timeout is not None:
@@ -124,36 +96,41 @@ def _module(device_type: str) -> Any:
     module = torch.get_device_module(device_type)
     if not module.is_available():
         raise errors.LaunchEnvironmentError(
-            f'device type "{device_type}": torch {torch.__version__} finds no such device in this process. '
-            f'Use "cpu", or install a torch build for it and make a device visible.'
+            f'device type "{device_type}": torch {torch.__version__} finds no such device in this process: '
+            f'{visible(os.environ, device_type, 0)}. Use "cpu", or install a torch build for it and make a device visible.'
         )
     return module
 
 
 def _bind_device(device_type: str) -> None:
-    """Make the device with index LOCAL_RANK (never RANK) the current one, or the only one where the launcher shows each process its own.
-
-    `srun --gpus-per-task=1` and a `CUDA_VISIBLE_DEVICES` for each process leave one visible device, whose index is 0 on every rank.
-    """
+    """Make this process's device the current one: that of `init_process_group(device_id=)`, else one that the program has made the
+    current one already, else that of `device_index`."""
     if device_type in _HOST_ONLY:
         return
     module = _module(device_type)
-    count = module.device_count()
-    if "LOCAL_RANK" in os.environ:
-        index = _number(os.environ, "LOCAL_RANK")
-        if count == 1:
-            index = 0
-        if index >= count:
-            raise errors.LaunchEnvironmentError(
-                f"LOCAL_RANK={index} but this process sees {count} {device_type} devices: start at most {count} "
-                f"processes on this machine (torchrun --nproc-per-node {count})."
-            )
+    started = dist.is_available() and dist.is_initialized()
+    bound = getattr(dist.group.WORLD, "bound_device_id", None) if started else None
+    if bound is not None and bound.type == device_type:
+        module.set_device(bound.index)
+        return
+    is_used = getattr(module, "is_initialized", lambda: False)()
+    if is_used and module.current_device() != 0:  # nothing but the program chooses another than the first
+        return
+    is_alone = dist.get_world_size() == 1 or is_used if started else False
+    index = device_index(os.environ, device_type, module.device_count(), is_alone)
+    if index is not None:
         module.set_device(index)
-    elif count > 1 and not dist.is_initialized() and launch_environment() is not None:
-        raise errors.LaunchEnvironmentError(
-            f"LOCAL_RANK is not set and this process sees {count} {device_type} devices, so it is unknown which one to "
-            "use. Start the program with torchrun, or set LOCAL_RANK to the index of the process on its machine."
-        )
+
+
+def _identity(device_type: str, backend: str) -> str:
+    """Return a name of this process's device, the same in all processes of the host; "" where ranks may share one, as with gloo."""
+    if device_type in _HOST_ONLY or "nccl" not in backend:
+        return ""
+    module, tokens = _module(device_type), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    index = module.current_device()
+    if tokens[0].startswith("MIG-"):  # parts of one device, whose properties may have the same id
+        return tokens[index] if index < len(tokens) else ""
+    return str(getattr(module.get_device_properties(index), "uuid", ""))
 
 
 def _check_backend(device_type: str, backend: str | None) -> None:
@@ -165,6 +142,7 @@ def _check_backend(device_type: str, backend: str | None) -> None:
         )
     if backend is None:
         return
+    backend = backend.lower()
     wanted = dict(part.split(":") for part in backend.split(",")) if ":" in backend else {device_type: backend}
     if any(running.get(device) != name for device, name in wanted.items()):
         raise errors.MeshError(

@@ -32,7 +32,7 @@ from ..monitor.monitor import monitor_of
 from ..monitor.verdict import Observation, Verdict
 from ..simulated.simulate import SimulatedWorld
 from ..text import ranks_text
-from .process_groups import launch_environment
+from .environment import completed, launch_environment
 
 Args = ParamSpec("Args")
 T = TypeVar("T")
@@ -137,7 +137,8 @@ def _rank_and_peers(local: bool) -> tuple[int, Sequence[int]]:
 
 def _of_this_host(rank: int) -> range:
     """Return the ranks of this host, which launchers number consecutively."""
-    found = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    env = completed(os.environ)
+    found = [env.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     if not all(text.isdecimal() for text in found):
         raise errors.LaunchEnvironmentError(
             f"local=True needs the ranks of this host, but LOCAL_RANK={found[0]!r} and LOCAL_WORLD_SIZE={found[1]!r} are not both set. "

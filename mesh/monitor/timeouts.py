@@ -13,6 +13,7 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
@@ -42,6 +43,17 @@ def manage(handle: Any, is_own: bool) -> None:
     """
     _managed[handle] = is_own
     _apply(handle, is_own)
+
+
+def described(handle: Any) -> str:
+    """Return a group's backends with their timeouts, and its bound device: "cuda: nccl, 360 s; device bound: cuda:1"."""
+    texts = []
+    for kind in sorted(device.type for device in handle._device_types):
+        backend = handle._get_backend(torch.device(kind))
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        after = "" if timeout is None else ", waits without limit" if timeout >= ON_HOST else f", {timeout.total_seconds():g} s"
+        texts.append(f"{kind}: {backend.name()}{after}")
+    return f"{'; '.join(texts)}; device bound: {getattr(handle, 'bound_device_id', None) or 'none'}"
 
 
 def release() -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import shardmesh as sm
 from shardmesh.__main__ import main
 from shardmesh.mesh.errors import LaunchEnvironmentError
-from shardmesh.mesh.launch.process_groups import launch_environment
+from shardmesh.mesh.launch.environment import launch_environment
 from shardmesh.mesh.monitor.diagnosis import verdict_text
 from shardmesh.mesh.monitor.doctor.checks import CHECKS
 from shardmesh.mesh.monitor.recording.cleanup import _KEPT

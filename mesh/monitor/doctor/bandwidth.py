@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...comm.group import Group
 from ...device_mesh import DeviceMesh, init_device_mesh
+from .. import timeouts
 from .facts import Facts
 
 OPS = ("all_reduce", "all_to_all")
@@ -56,11 +58,13 @@ class Measured:
         bandwidth: of each axis of more than one rank, and operation.
         clocks: how many seconds each rank's clock is ahead of that of rank 0.
         everyone: the facts that each rank gave, in their order.
+        group: the backends and timeouts of the default process group; "" if unknown.
     """
 
     bandwidth: tuple[Bandwidth, ...]
     clocks: tuple[float, ...]
     everyone: tuple[Facts | None, ...]
+    group: str = ""
 
 
 def measure(device_type: str, sizes: Sequence[int], names: Sequence[str], seconds: float, facts: Facts | None = None) -> Measured:
@@ -77,7 +81,8 @@ def measure(device_type: str, sizes: Sequence[int], names: Sequence[str], second
     everyone = mesh.group()
     axes = [name for name, size in zip(names, mesh.shape, strict=True) if size > 1]
     rows = [row for axis in axes for row in _rows(mesh, axis, seconds / len(OPS))]
-    return Measured(tuple(rows), _clocks(everyone), tuple(everyone.all_gather_object(facts)))
+    group = "" if dist.group.WORLD is None else timeouts.described(dist.group.WORLD)
+    return Measured(tuple(rows), _clocks(everyone), tuple(everyone.all_gather_object(facts)), group)
 
 
 def _rows(mesh: DeviceMesh, axis: str, seconds: float) -> Iterator[Bandwidth]:

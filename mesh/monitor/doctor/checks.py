@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from ...errors import LaunchEnvironmentError
 from ...text import ranks_text
 from . import host_checks, job_checks
 from .bandwidth import Bandwidth
@@ -18,6 +19,7 @@ CHECKS: Mapping[str, Check] = {
     "triton": host_checks.triton,
     "backends": host_checks.backends,
     "devices": host_checks.devices,
+    "own device": host_checks.own_device,
     "peer access": host_checks.peer_access,
     "cores": host_checks.cores,
     "threads": host_checks.threads,
@@ -69,6 +71,28 @@ def hosts(names: Sequence[str]) -> Finding:
     for rank, name in enumerate(names):
         by_host.setdefault(name, []).append(rank)
     return ok("; ".join(f"{name}: {ranks_text(ranks)}" for name, ranks in by_host.items()))
+
+
+def device_of_each_rank(everyone: Sequence[Facts], device_type: str) -> Finding:
+    """Return which device each rank uses, and which ranks of a host share one."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    texts = []
+    for rank, one in enumerate(everyone):
+        try:
+            index = host_checks.used_device(one)
+        except LaunchEnvironmentError:  # the check of this rank says so
+            continue
+        if not one.devices.found:
+            continue
+        identity = one.devices.found[index].identity
+        texts.append(f"rank {rank}: cuda:{index}")
+        if identity:
+            ranks.setdefault((one.network.hostname, identity), []).append(rank)
+    shared = [f"{ranks_text(of)} use {identity} of {host}" for (host, identity), of in ranks.items() if len(of) > 1]
+    if shared:
+        fix = "torchrun --nproc-per-node <devices of the host> ...   # CUDA_VISIBLE_DEVICES: the same for all ranks, or one device for each"
+        return (fault if device_type == "cuda" else warning)(f"{'; '.join(shared)}: NCCL needs one device for each rank", fix)
+    return ok("; ".join(texts[:16]) + ("; ..." if len(texts) > 16 else "") or "none: no GPU")
 
 
 def clocks(seconds: Sequence[float]) -> Finding:

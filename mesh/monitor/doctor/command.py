@@ -16,9 +16,9 @@ import torch.distributed as dist
 from ...abstract_mesh import AbstractMesh
 from ...launch.local_processes import LaunchError, launch
 from .bandwidth import Measured, measure
-from .checks import clocks, collectives, findings, hosts, merged, speed
+from .checks import clocks, collectives, device_of_each_rank, findings, hosts, merged, speed
 from .facts import Facts, Place, facts
-from .findings import Finding, fault, warning
+from .findings import Finding, fault, ok, warning
 from .report import Report
 
 EXAMPLE = """\
@@ -108,7 +108,7 @@ def _alone(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mesh
 
 def _over(given: AbstractMesh | None, size: int, here: Facts) -> _Mesh:
     local = min(size, here.place.local_size) if here.place.size > 1 else size
-    device_type = "cuda" if 1 < local <= len(here.devices.found) else "cpu"
+    device_type = "cuda" if 1 < local <= len(here.devices.found) or (here.place.size > 1 and here.has_own_device) else "cpu"
     return _Mesh(device_type, (size,), (_AXIS,)) if given is None else _Mesh(device_type, given.shape, given.axis_names)
 
 
@@ -158,7 +158,9 @@ def _together(measured: Measured, mesh: _Mesh) -> Report:
     everyone = [one for one in measured.everyone if one is not None]
     names = [one.network.hostname for one in everyone]
     checks = merged([findings(one) for one in everyone])
-    checks |= {"hosts": hosts(names), "clocks": clocks(measured.clocks)} | _tried(measured, mesh, len(set(names)) > 1)
+    devices = device_of_each_rank(everyone, mesh.device_type)
+    checks |= {"hosts": hosts(names), "device of each rank": devices, "clocks": clocks(measured.clocks)}
+    checks |= _tried(measured, mesh, len(set(names)) > 1)
     return Report(f"a job of {len(names)} ranks on {', '.join(dict.fromkeys(names))}", checks, measured.bandwidth)
 
 
@@ -182,7 +184,8 @@ def _missing(checks: Mapping[str, Finding]) -> list[str]:
 
 def _tried(measured: Measured, mesh: _Mesh, has_other_hosts: bool) -> dict[str, Finding]:
     rows = measured.bandwidth
-    return {"collectives": collectives(rows), "speed": speed(rows, mesh.device_type, has_other_hosts)}
+    group = {"process group": ok(measured.group)} if measured.group else {}
+    return group | {"collectives": collectives(rows), "speed": speed(rows, mesh.device_type, has_other_hosts)}
 
 
 def _not_tried(needed: Sequence[str]) -> Finding:

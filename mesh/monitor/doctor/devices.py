@@ -23,7 +23,8 @@ if torch.cuda.is_available():
     count = torch.cuda.device_count()
     for i in range(count):
         free, total = torch.cuda.mem_get_info(i)
-        found["devices"].append([torch.cuda.get_device_name(i), total, free])
+        identity = str(getattr(torch.cuda.get_device_properties(i), "uuid", ""))
+        found["devices"].append([torch.cuda.get_device_name(i), total, free, identity])
     can = torch.cuda.can_device_access_peer
     found["no_peers"] = [[i, j] for i in range(count) for j in range(count) if i != j and not can(i, j)]
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -35,11 +36,12 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator: its name, and bytes of its memory in all and free."""
+    """One accelerator: its name, bytes of its memory in all and free, and its UUID, "" if unknown."""
 
     name: str
     memory: int
     free: int
+    identity: str = ""
 
 
 @dataclass(frozen=True, slots=True)

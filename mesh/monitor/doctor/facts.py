@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ...launch.environment import completed, launchers_of
 from ...version import __version__
 from .devices import Devices, devices
 from .network import Network, network
@@ -18,7 +19,7 @@ from .system import System, system
 
 DEFAULT_PORT = 29500  # torchrun's default
 # Nothing else of the environment is read: reports are pasted into forums, and variables may hold passwords.
-_PREFIXES = ("CUDA_", "GLOO_", "MASTER_", "NCCL_", "OMP_", "OMPI_COMM_", "SHARDMESH_", "SLURM_", "TORCH")
+_PREFIXES = ("CUDA_", "GLOO_", "MASTER_", "MPI_LOCAL", "NCCL_", "OMP_", "OMPI_COMM_", "PMI_", "SHARDMESH_", "SLURM_", "TORCH")
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
@@ -67,6 +68,7 @@ class Place:
     @staticmethod
     def of(env: Mapping[str, str]) -> Place:
         """Return the values of the variables; invalid ones count as unset (`checks.launcher` reports them)."""
+        env = completed(env)
         size = max(1, number(env, "WORLD_SIZE", 1))
         hosts = max(1, number(env, "SLURM_STEP_NUM_NODES", 1))
         local = min(size, max(1, number(env, "LOCAL_WORLD_SIZE", -(-size // hosts))))
@@ -83,10 +85,8 @@ def _launcher(env: Mapping[str, str]) -> str:
         return "torchrun"
     if "TORCHELASTIC_USE_AGENT_STORE" in env:
         return "launch"
-    if number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:  # of srun; a batch script has SLURM_NTASKS as well, but is one process
-        return "slurm"
-    if number(env, "OMPI_COMM_WORLD_SIZE", 1) > 1:
-        return "mpi"
+    if launchers := launchers_of(env):
+        return launchers[0].name
     return "by hand" if "RANK" in env or "WORLD_SIZE" in env else "none"
 
 
@@ -103,6 +103,11 @@ class Facts:
     @property
     def place(self) -> Place:
         return Place.of(self.env)
+
+    @property
+    def has_own_device(self) -> bool:
+        """Return whether the launcher shows this process one device of its own, rather than the host having one for several ranks."""
+        return len(self.devices.found) == 1 and "CUDA_VISIBLE_DEVICES" in self.env
 
 
 def facts() -> Facts:

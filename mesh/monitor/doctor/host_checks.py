@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from math import inf
 
+from ...errors import LaunchEnvironmentError
+from ...launch.environment import completed, device_index, visible
 from ..recording.trace_buffer import BUFFER_BYTES
 from .facts import Facts, number
 from .findings import Finding, fault, ok, size_text, warning
@@ -54,7 +56,7 @@ def devices(facts: Facts) -> Finding:
     have, wanted = facts.devices, facts.place.local_size
     if not have.found:
         return _no_devices(facts)
-    if wanted > len(have.found):
+    if wanted > len(have.found) and not facts.has_own_device:
         return warning(
             f"{len(have.found)} devices for {wanted} ranks on this host: meshes on cuda are impossible, those on cpu are not",
             f"torchrun --nproc-per-node {len(have.found)} ...",
@@ -79,6 +81,25 @@ def _no_devices(facts: Facts) -> Finding:
         f"a GPU driver is loaded, but torch cannot use a GPU: {why}",
         "nvidia-smi   # does the driver answer, and fit torch's CUDA? in a container: docker run --gpus all",
     )
+
+
+def used_device(facts: Facts) -> int:
+    """Return the index of the device that this process uses. Raises: LaunchEnvironmentError when that is unknown or does not exist."""
+    return device_index(facts.env, "cuda", len(facts.devices.found)) or 0
+
+
+def own_device(facts: Facts) -> Finding:
+    """Return which device this process uses, by which variables."""
+    env, found = completed(facts.env), facts.devices.found
+    if not found:
+        return ok("none: no GPU")
+    try:
+        index = used_device(facts)
+    except LaunchEnvironmentError as error:
+        return warning(str(error), f"torchrun --nproc-per-node {len(found)} ...   # meshes on cpu are possible all the same")
+    by = f"LOCAL_RANK={env['LOCAL_RANK']}" if "LOCAL_RANK" in env else "no LOCAL_RANK"
+    identity = found[index].identity
+    return ok(f"cuda:{index}{identity and f' ({identity})'}: {by}, {visible(facts.env, 'cuda', len(found))}")
 
 
 def peer_access(facts: Facts) -> Finding:

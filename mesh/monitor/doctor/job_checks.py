@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...errors import LaunchEnvironmentError
-from ...launch.process_groups import REQUIRED, launch_environment
+from ...launch.environment import REQUIRED, completed, launch_environment, launchers_of
 from ..settings import from_environment
 from .facts import DEFAULT_PORT, Facts, number
 from .findings import Finding, fault, ok, warning
 from .network import Interface, is_loopback
 
 _SLOW = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "CUDA_LAUNCH_BLOCKING": "1"}
-# Variables in which Slurm and MPI number processes, and those that torch reads.
-_NUMBERS = {
-    "slurm": {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"},
-    "mpi": {"RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE", "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK"},
-}
 
 
 def launcher(facts: Facts) -> Finding:
@@ -25,7 +20,7 @@ def launcher(facts: Facts) -> Finding:
         given = launch_environment(env)
     except LaunchEnvironmentError as error:
         return fault(str(error), f"torchrun --standalone --nproc-per-node {max(1, len(facts.devices.found))} program.py")
-    numbers = _NUMBERS.get(place.launcher, {})
+    numbers = launchers_of(env)[0].numbers() if place.launcher in ("slurm", "mpi") else {}
     if given is None:
         return _alone(facts, numbers)
     return (
@@ -38,16 +33,15 @@ def launcher(facts: Facts) -> Finding:
 def _alone(facts: Facts, numbers: Mapping[str, str]) -> Finding:
     if not numbers:
         return ok("none: this process is alone")
-    exports = "; ".join(f"export {ours}=${theirs}" for ours, theirs in numbers.items())
     return fault(
-        f"started by {facts.place.launcher} in {facts.env[numbers['WORLD_SIZE']]} processes, but {', '.join(REQUIRED)} are not set: "
+        f"started by {facts.place.launcher} in {facts.env[numbers['WORLD_SIZE']]} processes, but {' and '.join(REQUIRED[2:])} are not set: "
         "each would be a job of its own",
-        f"{exports}; export MASTER_ADDR=<host of rank 0> MASTER_PORT={DEFAULT_PORT}   # in each process, or torchrun once per host",
+        f"export MASTER_ADDR=<host of rank 0> MASTER_PORT={DEFAULT_PORT}   # in each process, or torchrun once per host",
     )
 
 
 def _local_contradiction(facts: Facts) -> Finding | None:
-    env, place, again = facts.env, facts.place, "unset LOCAL_RANK LOCAL_WORLD_SIZE   # or start the program with torchrun"
+    env, place, again = completed(facts.env), facts.place, "unset LOCAL_RANK LOCAL_WORLD_SIZE   # or start the program with torchrun"
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         if not env.get(name, "0").isdecimal():
             return fault(f"{name}={env[name]!r} is not a number", again)

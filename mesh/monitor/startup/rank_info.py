@@ -58,6 +58,7 @@ class RankInfo:
         start: how many times this process has started a default group before.
         job: the launcher's name for the job; "" if it has none.
         alike: what must be the same on every rank, WORLD_SIZE first.
+        device: a name of its device, "" where ranks may share it.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class RankInfo:
     start: int
     job: str
     alike: dict[str, str]
+    device: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -95,9 +97,9 @@ class RankInfo:
         return found is None or found[0] in "ZX" or found[1] != self.born
 
 
-def own_rank_info(rank: int, alike: Mapping[str, str], start: int, env: Mapping[str, str]) -> RankInfo:
+def own_rank_info(rank: int, alike: Mapping[str, str], start: int, env: Mapping[str, str], device: str = "") -> RankInfo:
     pid = os.getpid()
-    return RankInfo(rank, socket.gethostname(), pid, machine(), born(pid), start, job_of(env), dict(alike))
+    return RankInfo(rank, socket.gethostname(), pid, machine(), born(pid), start, job_of(env), dict(alike), device)
 
 
 def job_of(env: Mapping[str, str]) -> str:
@@ -163,6 +165,22 @@ def disagreement(infos: Sequence[RankInfo], missing: Sequence[int] = ()) -> str:
     return "\n".join([f"{who}:", *(_line(infos, name) for name in differing), *processes, _ADVICE])
 
 
+def shared_device(infos: Sequence[RankInfo]) -> str:
+    """Return which ranks of a host use one device, where each needs its own; "" if none do."""
+    by_device: dict[tuple[str, str], list[int]] = {}
+    for info in sorted(infos, key=lambda info: info.rank):
+        if info.device:
+            by_device.setdefault((info.host, info.device), []).append(info.rank)
+    shared = [f"  {ranks_text(ranks)}: device {device} of host {host}" for (host, device), ranks in by_device.items() if len(ranks) > 1]
+    if not shared:
+        return ""
+    return "\n".join(["ranks share a device, but NCCL needs one for each:", *shared[:_NAMED], _ONE_DEVICE_EACH])
+
+
+_ONE_DEVICE_EACH = (
+    "Start at most as many processes on a machine as it has devices, each with its own LOCAL_RANK, and set CUDA_VISIBLE_DEVICES to the "
+    "same devices for all of them or to one device for each."
+)
 _ADVICE = "Start every rank with the same number of ranks, versions, device type, backend and settings."
 
 

@@ -26,11 +26,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from ... import errors
+from ...launch.environment import completed
 from ...text import ranks_text
 from . import job_store
 from .job_store import Address
 from .progress import Progress
-from .rank_info import RankInfo, disagreement, own_rank_info
+from .rank_info import RankInfo, disagreement, own_rank_info, shared_device
 
 TIMEOUT_S = 600.0  # for the last rank to arrive
 _TO_TELL_S = 2.0  # how long a rank that cannot start tries to tell the others
@@ -45,7 +46,7 @@ _FEW = 100  # so that one store can serve them all
 _starts = itertools.count()
 
 
-def rendezvous(rank: int, size: int, alike: Mapping[str, str], timeout: float = TIMEOUT_S) -> Store:
+def rendezvous(rank: int, size: int, alike: Mapping[str, str], timeout: float = TIMEOUT_S, *, device: str = "") -> Store:
     """rendezvous(rank, size, alike) -> the store for a new default group of `size` ranks, which are all there and agree.
 
     Two processes with one RANK, another WORLD_SIZE, version or setting on some rank, and a rank of another job end it on all ranks
@@ -56,13 +57,14 @@ def rendezvous(rank: int, size: int, alike: Mapping[str, str], timeout: float = 
     Args:
         alike: what must be the same on every rank, by name: see `rank_info.what_must_agree`.
         timeout: seconds for all ranks to arrive.
+        device: of this rank, if no other rank may use it.
 
     Raises: LaunchEnvironmentError for all of that, and with the ranks that are missing when the time is over.
     Communication: a few messages to the store; waits for all ranks. Takes milliseconds once the last one is there.
     """
     progress, address = Progress(rank, timeout), job_store.address_of(os.environ)
     while True:
-        info = own_rank_info(rank, alike, next(_starts), os.environ)
+        info = own_rank_info(rank, alike, next(_starts), os.environ, device)
         store, serves = job_store.opened(address, rank, size, progress)
         try:
             number = StoreRendezvous(store, info, progress, address, serves).run()
@@ -77,13 +79,13 @@ def rendezvous(rank: int, size: int, alike: Mapping[str, str], timeout: float = 
 
 def notify_of_early_errors() -> None:
     """Notify the other ranks if this one raises before its first mesh and no launcher ends them; they would wait for it."""
-    env = os.environ
+    env = completed(os.environ)
     numbers = [env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
     if not all(map(str.isdecimal, numbers)) or numbers[1] == "1" or not env.get("MASTER_ADDR") or job_store.address_of(env).is_launchers:
         return
-    if env.setdefault(_RANK_PROCESS, str(os.getpid())) != str(os.getpid()):  # a child process inherits the RANK, but is not that rank
-        return
     before, rank_process = sys.excepthook, os.getpid()
+    if os.environ.setdefault(_RANK_PROCESS, str(rank_process)) != str(rank_process):  # a child inherits the RANK, but is not that rank
+        return
 
     def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         before(kind, error, where)
@@ -95,7 +97,7 @@ def notify_of_early_errors() -> None:
 
 def notify_ranks(error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S) -> errors.LaunchEnvironmentError:
     """Notify the ranks that can be reached in time that this one cannot start; return the error that all ranks raise."""
-    env = os.environ
+    env = completed(os.environ)
     if not all(env.get(name, "").isdecimal() for name in ("RANK", "MASTER_PORT")) or not env.get("MASTER_ADDR"):
         return error
     rank = int(env["RANK"])
@@ -246,7 +248,8 @@ class StoreRendezvous:
     def _compared(self, keys: Any) -> str:
         """Return what differs between the ranks that have arrived; "" if nothing does."""
         here = [f"rank{rank}" for rank in _on_list(keys, "came")]
-        return disagreement([RankInfo.from_json(text) for text in keys.multi_get(here)], self._missing(keys, "came"))
+        infos = [RankInfo.from_json(text) for text in keys.multi_get(here)]
+        return disagreement(infos, self._missing(keys, "came")) or shared_device(infos)
 
     def _report_progress(self, keys: Any) -> None:
         if self.progress.is_over():

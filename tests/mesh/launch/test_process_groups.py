@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardmesh.mesh import DeviceMesh, LaunchEnvironmentError, MeshError, current_world, init_device_mesh
 from shardmesh.mesh.launch import process_groups
-from shardmesh.mesh.launch.process_groups import REQUIRED, launch_environment
+from shardmesh.mesh.launch.environment import REQUIRED, launch_environment
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -178,7 +178,7 @@ def test_devices_that_cannot_be_bound_raise(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_missing_device_raises() -> None:
-    with pytest.raises(LaunchEnvironmentError, match=r'"cuda": torch .* finds no such device'):
+    with pytest.raises(LaunchEnvironmentError, match=r'"cuda": torch .* finds no such device in this process: no cuda devices'):
         init_device_mesh("cuda", (1,))
 
 

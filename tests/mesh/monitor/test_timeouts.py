@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 from shardmesh.mesh.launch import process_groups
+from shardmesh.mesh.launch.environment import REQUIRED
 from shardmesh.mesh.launch.session import session
 from shardmesh.mesh.monitor import timeouts
 from shardmesh.mesh.monitor.settings import settings, watchdog
@@ -97,6 +98,16 @@ def test_managed_timeouts_follow_the_settings() -> None:
     assert found() == expected(timedelta(seconds=1060))
 
 
+def test_timeouts_are_told() -> None:
+    group: Any = Group(cpu="gloo", cuda="nccl")
+    for backend, timeout in (("cpu", timeouts.ON_HOST), ("cuda", STALL_AND_A_MINUTE)):
+        group.backends[backend].options = SimpleNamespace(_timeout=timeout)
+    assert timeouts.described(group) == "cpu: gloo, waits without limit; cuda: nccl, 360 s; device bound: none"
+    group.bound_device_id = torch.device("cuda", 1)
+    assert timeouts.described(group).endswith("; device bound: cuda:1")
+    assert timeouts.described(Group(cpu="fake")) == "cpu: fake; device bound: none"
+
+
 def test_released_timeouts_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     group, seen = Group(cuda="nccl"), []
     timeouts.manage(group, is_own=True)
@@ -110,7 +121,7 @@ def test_released_timeouts_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("backend", "expected"), [("nccl", STALL_AND_A_MINUTE), (None, STALL_AND_A_MINUTE), ("gloo", timeouts.ON_HOST)])
 def test_the_default_group_is_started_with_them(backend: str | None, expected: timedelta, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    for name in process_groups.REQUIRED:
+    for name in REQUIRED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(is_available=lambda: True, device_count=lambda: 1))
     monkeypatch.setattr(dist, "is_backend_available", lambda _: True)

@@ -247,6 +247,8 @@ def test_in_a_job_it_uses_its_ranks_and_one_prints(world4):
         (axis, op) for axis in ("dp", "tp") for op in ("all_reduce", "all_to_all")
     ]
     assert checks["collectives"]["status"] == checks["clocks"]["status"] == "ok"
+    assert checks["process group"]["found"] == "cpu: gloo, 300 s; cuda: gloo, 300 s; device bound: none"  # as the pool starts it
+    assert checks["device of each rank"]["found"] == "none: no GPU"
     assert checks["hosts"]["found"] == f"{socket.gethostname()}: ranks 0, 1, 2, 3"
 
 

@@ -8,14 +8,24 @@ from dataclasses import replace
 import pytest
 
 from shardmesh.mesh.monitor.doctor.bandwidth import Bandwidth
-from shardmesh.mesh.monitor.doctor.checks import clocks, collectives, findings, hosts, merged, speed
+from shardmesh.mesh.monitor.doctor.checks import (
+    clocks,
+    collectives,
+    device_of_each_rank,
+    findings,
+    hosts,
+    merged,
+    speed,
+)
+from shardmesh.mesh.monitor.doctor.command import _over
 from shardmesh.mesh.monitor.doctor.findings import fault, ok, size_text, warning
 from shardmesh.mesh.monitor.doctor.job_checks import matches
 from shardmesh.mesh.monitor.doctor.network import Port
 from shardmesh.mesh.monitor.doctor.report import Report
 from shardmesh.mesh.monitor.doctor.system import Leftover, Limits, Space
-from tests.mesh.monitor.healthy_host import ALONE, BY_HAND, GIB, GPU, JOB, SLURM, TWO_HOSTS, facts
+from tests.mesh.monitor.healthy_host import ADDRESS, ALONE, BY_HAND, GIB, GPU, JOB, SLURM, TWO_HOSTS, facts
 
+MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 HEALTHY = {
     "alone": facts(),
     "torchrun": facts(JOB),
@@ -23,6 +33,9 @@ HEALTHY = {
     "by hand": facts(BY_HAND),
     "slurm with torch's variables": facts(SLURM | BY_HAND | {"RANK": "2"}),
     "a batch script of slurm": facts({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}),
+    "slurm with an address": facts(SLURM | ADDRESS | {"OMP_NUM_THREADS": "4"}),
+    "mpirun on nodes of slurm": facts(MPI | SLURM | ADDRESS | {"SLURM_STEP_NUM_TASKS": "3", "OMP_NUM_THREADS": "4"}),
+    "one GPU for each rank": facts({**JOB, "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "1"}, found=(GPU,)),
     "four GPUs": facts({**JOB, "OMP_NUM_THREADS": "1"}, build="CUDA 12.8", driver=True, found=(GPU,) * 4, nccl="2.27.3"),
     "Debian's name for itself": facts(own=("127.0.1.1",), here=frozenset({"127.0.1.1"})),
     "a name that GLOO_SOCKET_IFNAME makes good for": facts(TWO_HOSTS | {"GLOO_SOCKET_IFNAME": "eth0"}, own=()),
@@ -62,6 +75,14 @@ FAULTY = [
         "unset CUDA_VISIBLE_DEVICES",
     ),
     ("no GPU behind a driver", facts(driver=True, build="CUDA 12.8"), "devices", "fault", "finds none", "--gpus all"),
+    (
+        "an unknown GPU of several",
+        facts(BY_HAND | {"CUDA_VISIBLE_DEVICES": "0,1"}, found=(GPU,) * 2),
+        "own device",
+        "warning",
+        "2 cuda devices (CUDA_VISIBLE_DEVICES='0,1'), so it is unknown",
+        "torchrun",
+    ),
     ("fewer GPUs than ranks", facts(JOB, found=(GPU, GPU)), "devices", "warning", "2 devices for 4 ranks", "--nproc-per-node 2"),
     ("a full GPU", facts(found=(GPU, replace(GPU, free=GIB))), "devices", "warning", "device 1 (1 GiB of 80 GiB free)", "nvidia-smi"),
     ("GPUs apart", facts(found=(GPU, GPU), no_peers=((0, 1),)), "peer access", "warning", "1 of 2 pairs", "topo"),
@@ -114,8 +135,10 @@ FAULTY = [
     ("a rank in words", facts(JOB | {"RANK": "one"}), "launcher", "fault", "RANK='one'", "torchrun"),
     ("a local rank in words", facts(JOB | {"LOCAL_RANK": "x"}), "launcher", "fault", "LOCAL_RANK='x'", "unset LOCAL_RANK"),
     ("a local rank too far", facts(JOB | {"LOCAL_RANK": "4"}), "launcher", "fault", "LOCAL_RANK=4", "unset LOCAL_RANK"),
-    ("slurm alone", facts(SLURM), "launcher", "fault", "started by slurm in 4 processes", "export RANK=$SLURM_PROCID"),
-    ("MPI alone", facts({"OMPI_COMM_WORLD_SIZE": "2"}), "launcher", "fault", "started by mpi in 2", "$OMPI_COMM_WORLD_RANK"),
+    ("slurm alone", facts(SLURM), "launcher", "fault", "started by slurm in 4 processes", "export MASTER_ADDR="),
+    ("MPI alone", facts(MPI), "launcher", "fault", "started by mpi in 2", "export MASTER_ADDR="),
+    ("slurm's numbers of mpirun's daemons", facts(MPI | SLURM), "launcher", "fault", "started by mpi in 2", "export MASTER_ADDR="),
+    ("too few GPUs for this rank", facts(JOB | {"LOCAL_RANK": "3"}, found=(GPU,) * 2), "own device", "warning", "sees 2 cuda", "torchrun"),
     ("slurm says otherwise", facts(SLURM | BY_HAND), "launcher", "fault", "RANK=0 but SLURM_PROCID=2", "export RANK=$SLURM_PROCID"),
     ("a slow torch", facts({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}), "settings", "warning", "DETAIL", "unset TORCH_DISTRIBUTED_DEBUG"),
     ("a slow NCCL", facts({"NCCL_P2P_DISABLE": "1"}), "settings", "warning", "NCCL_P2P_DISABLE=1", "unset NCCL_P2P_DISABLE"),
@@ -214,6 +237,39 @@ def test_hosts_and_clocks():
     assert hosts(["a", "b", "a", "b"]).found == "a: ranks 0, 2; b: ranks 1, 3"
     assert clocks([0.0, 0.002, -0.003]).status == "ok"
     assert clocks([0.0, 0.002, -4.0]).found == "the clock of rank 2 is 4 s behind that of rank 0"
+
+
+def test_the_device_of_a_rank_is_told():
+    one, other = replace(GPU, identity="GPU-a"), replace(GPU, identity="GPU-b")
+    here = facts(JOB | {"CUDA_VISIBLE_DEVICES": "2,3"}, found=(one, other))
+    assert findings(here)["own device"].found == "cuda:1 (GPU-b): LOCAL_RANK=1, 2 cuda devices (CUDA_VISIBLE_DEVICES='2,3')"
+    assert findings(facts(found=(GPU,)))["own device"].found == "cuda:0: no LOCAL_RANK, 1 cuda device"
+
+
+def test_ranks_that_share_a_device_are_named():
+    first, second = replace(GPU, identity="GPU-a"), replace(GPU, identity="GPU-b")
+    each = [facts({**JOB, "LOCAL_RANK": str(r)}, found=(first, second)) for r in range(2)]
+    assert device_of_each_rank(each, "cuda") == ok("rank 0: cuda:0; rank 1: cuda:1")
+    one = [facts({**JOB, "LOCAL_RANK": str(r), "CUDA_VISIBLE_DEVICES": "0"}, found=(first,)) for r in range(2)]
+    said = device_of_each_rank(one, "cuda")
+    assert (said.status, said.found) == ("fault", "ranks 0, 1 use GPU-a of node1: NCCL needs one device for each rank")
+    assert device_of_each_rank(one, "cpu").status == "warning"
+    elsewhere = [one[0], replace(one[1], network=replace(one[1].network, hostname="node2"))]
+    assert device_of_each_rank(elsewhere, "cuda").status == "ok"
+    assert device_of_each_rank([facts(JOB)], "cpu") == ok("none: no GPU")
+
+
+@pytest.mark.parametrize(
+    ("env", "count", "expected"),
+    [
+        (JOB, 4, "cuda"),
+        (JOB, 1, "cpu"),  # one GPU for all
+        ({**JOB, "CUDA_VISIBLE_DEVICES": "3"}, 1, "cuda"),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, 1, "cpu"),
+    ],
+)
+def test_collectives_are_tried_on_gpus_where_each_rank_has_one(env, count, expected):
+    assert _over(None, 4, facts(env, found=(GPU,) * count)).device_type == expected
 
 
 def row(op: str = "all_reduce", gigabytes: float = 10.0, correct: bool = True) -> Bandwidth:

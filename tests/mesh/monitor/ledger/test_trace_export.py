@@ -19,7 +19,7 @@ from tests.mesh.monitor.four_ranks import every_collective, ledger_of, run, set_
 
 fr_trace: Any = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
 fr_types: Any = pytest.importorskip("torch.distributed.flight_recorder.components.types")
-needs_gloo = pytest.mark.skipif('"gloo"' not in Path(fr_types.__file__).read_text(), reason="torch 2.11's analyzer reads dumps of NCCL only")
+needs_gloo = pytest.mark.skipif('"gloo"' not in Path(fr_types.__file__).read_text(), reason="torch 2.11 analyzes dumps of NCCL only")
 
 
 # -- trace -------------------------------------------------------------------------------------------------------------
