@@ -336,9 +336,9 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """init_device_mesh(device_type, shape) -> DeviceMesh over all ranks of the world, in row-major order.
 
-    In processes started by torchrun or `launch` it starts the default process group if there is none, and binds this
-    process to the device of its LOCAL_RANK. In a plain `python` process the world is this one rank. Inside `simulate`
-    and `null_world` it makes a mesh of that world.
+    In processes of a job (torchrun, `launch`; srun and mpirun with MASTER_ADDR and MASTER_PORT set) it starts the default
+    process group if there is none, and binds this process to its device: see docs/launching.md. In a plain `python` process the
+    world is this one rank. Inside `simulate` and `null_world` it makes a mesh of that world.
 
     Args:
         device_type: "cpu", "cuda", ...: the device of the tensors' parts.

@@ -34,7 +34,13 @@ from shardmesh.mesh.monitor.recording.trace_buffer import BUFFER_BYTES, GROUPS, 
 from shardmesh.mesh.monitor.settings import Settings
 from shardmesh.mesh.monitor.startup import job_store
 from shardmesh.mesh.monitor.startup.progress import Progress
-from shardmesh.mesh.monitor.startup.rank_info import RankInfo, disagreement, file_store_fault, own_rank_info
+from shardmesh.mesh.monitor.startup.rank_info import (
+    RankInfo,
+    disagreement,
+    file_store_fault,
+    own_rank_info,
+    shared_device,
+)
 from shardmesh.mesh.monitor.startup.rendezvous import StoreRendezvous
 from shardmesh.mesh.monitor.termination import _SHARE
 from shardmesh.mesh.monitor.watchdog import _DEAF_S, _POLITE_S
@@ -336,6 +342,10 @@ def of_another_size() -> Iterator[str]:
     yield disagreement([card(0, 2), card(1, 4)])
 
 
+def of_a_shared_device() -> Iterator[str]:
+    yield shared_device([replace(card(rank), device="GPU-a") for rank in range(2)])
+
+
 def of_another_job() -> Iterator[str]:
     store = dist.HashStore()
     roll_call(store, card(0, job="a"))._check_job()
@@ -369,13 +379,14 @@ def of_a_file_store(folder: Path) -> Iterator[str]:
 def test_messages_at_start(tmp_path: Path, capsys: pytest.CaptureFixture[str], runs: Runs) -> None:
     makers = [of_missing_ranks(), of_a_missing_rank_0(), of_two_processes(runs.pid), of_a_rank_that_cannot_start(), of_another_size()]
     makers += [of_another_job(), of_a_job_that_has_started(), of_a_port_in_use(), of_an_address_elsewhere(), of_a_file_store(tmp_path)]
+    makers += [of_a_shared_device()]
     said = [" ".join(text.split()) for maker in makers for text in maker]
     said += capsys.readouterr().err.splitlines()
     (meshes,) = [name for name in FAILING if "MeshMismatchError" in PROGRAMS[name].shown]
     said += [line.partition(": ")[2] for line in runs.of(meshes)[0]]
     rows = table("| message | what it means |")
     messages = [message for row in rows for cell in row[:2] for message in re.findall(r"`([^`]+)`", cell) if message.count(" ") > 1]
-    assert len(rows) == 12
+    assert len(rows) == 13
     unknown = [message for message in messages if not any(begins(message).match(text) for text in said)]
     assert unknown == [], "\n".join(said)
 
