@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
@@ -19,6 +20,7 @@ from .comm.current_world import current_world
 from .comm.group import Group
 from .comm.process import ProcessGroup, ProcessWorld
 from .comm.world import World, active_world
+from .launch.environment import unconnected
 from .launch.process_groups import local_device, start_processes
 from .monitor.startup import same_mesh
 from .monitor.torch_calls import hooks
@@ -358,7 +360,8 @@ def init_device_mesh(
     names = checked_names(_one_of(mesh_dim_names, axis_names), shape)
     world = active_world() or start_processes(device_type, backend)
     if prod(shape) != world.size:
-        raise errors.shape_does_not_fit_world(f"({axes_text(shape, names)})", prod(shape), world.size)
+        hint = unconnected(os.environ) if world.size == 1 else ""
+        raise errors.shape_does_not_fit_world(f"({axes_text(shape, names)})", prod(shape), world.size, hint)
     mesh = _interned(world, device_type, np.arange(world.size, dtype=np.int64).reshape(shape), names)
     if isinstance(world, ProcessWorld):
         same_mesh.compare(mesh)

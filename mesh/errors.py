@@ -104,9 +104,9 @@ def bad_shape(shape: object) -> MeshRuntimeError:
     return MeshRuntimeError(f"mesh shape {shape!r}: must be a tuple of positive integers, one per axis, such as (2, 8).")
 
 
-def shape_does_not_fit_world(mesh_text: str, needed: int, world_size: int) -> MeshRuntimeError:
+def shape_does_not_fit_world(mesh_text: str, needed: int, world_size: int, hint: str = "") -> MeshRuntimeError:
     return MeshRuntimeError(
-        f"mesh {mesh_text} needs {needed} ranks, but the world has {world_size}. Either start {needed} processes "
+        f"mesh {mesh_text} needs {needed} ranks, but the world has {world_size}. {hint}Either start {needed} processes "
         f"(torchrun --nproc-per-node {needed} ...), or choose a shape whose product is {world_size}, such as "
         f"({world_size},). For a mesh over some of the ranks write DeviceMesh(device_type, array_of_ranks)."
     )

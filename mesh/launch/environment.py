@@ -40,10 +40,21 @@ LAUNCHERS = (
 )
 
 
-def launchers_of(env: Mapping[str, str]) -> list[Launcher]:
-    """Return the launchers that have started several processes, the innermost first."""
-    # A batch script has Slurm's variables as well, but is one process.
-    return [one for one in LAUNCHERS if _is_number(env, one.rank) and _is_number(env, one.size) and int(env[one.size]) > 1]
+def launchers_of(env: Mapping[str, str], least: int = 2) -> list[Launcher]:
+    """Return the launchers that have started at least so many processes, the innermost first. For Slurm that is srun, not sbatch."""
+    return [one for one in LAUNCHERS if _is_number(env, one.rank) and _is_number(env, one.size) and int(env[one.size]) >= least]
+
+
+def unconnected(env: Mapping[str, str]) -> str:
+    """Return what to set if a launcher has started several processes that do not know of each other; else ""."""
+    launchers = launchers_of(env)
+    if not launchers or launch_environment(env) is not None:
+        return ""
+    name = {"slurm": "srun", "mpi": "mpirun"}[launchers[0].name]
+    return (
+        f"This process is number {env[launchers[0].rank]} of {env[launchers[0].size]} that {name} has started, and each is a job of its "
+        "own: set MASTER_ADDR to the host of the first and MASTER_PORT to a free port there, in all of them. "
+    )
 
 
 def completed(env: Mapping[str, str]) -> dict[str, str]:
@@ -51,7 +62,7 @@ def completed(env: Mapping[str, str]) -> dict[str, str]:
 
     The first two only where MASTER_ADDR and MASTER_PORT are set; the last two only from a launcher with the same RANK and WORLD_SIZE.
     """
-    found, launchers = {name: value for name, value in env.items() if value or name in VISIBLE.values()}, launchers_of(env)
+    found, launchers = {name: value for name, value in env.items() if value or name in VISIBLE.values()}, launchers_of(env, 1)
     if launchers and "MASTER_ADDR" in found and "MASTER_PORT" in found and "RANK" not in found and "WORLD_SIZE" not in found:
         found |= {"RANK": env[launchers[0].rank], "WORLD_SIZE": env[launchers[0].size]}
     for one in launchers:

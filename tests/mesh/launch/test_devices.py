@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardmesh.mesh import LaunchEnvironmentError
+from shardmesh.mesh import LaunchEnvironmentError, MeshError, init_device_mesh
 from shardmesh.mesh.launch import process_groups, rank_zero
-from shardmesh.mesh.launch.environment import LAUNCHERS, REQUIRED, completed, launch_environment
+from shardmesh.mesh.launch.environment import LAUNCHERS, REQUIRED, completed, launch_environment, unconnected
 from shardmesh.mesh.monitor.doctor.facts import Place
 from shardmesh.mesh.monitor.startup import job_store, rendezvous
 from shardmesh.mesh.monitor.startup.progress import Progress
@@ -151,6 +151,16 @@ def test_a_launcher_alone_makes_no_job() -> None:
         assert completed(env) == env
     with pytest.raises(LaunchEnvironmentError, match="but not RANK, WORLD_SIZE, MASTER_PORT"):
         launch_environment({**SRUN, "MASTER_ADDR": "node1"})
+
+
+def test_processes_that_do_not_know_of_each_other_are_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    start(monkeypatch, SRUN)
+    with pytest.raises(MeshError, match=r"the world has 1\. This process is number 5 of 8 that srun has started.*set MASTER_ADDR"):
+        init_device_mesh("cpu", (8,))
+    dist.destroy_process_group()
+    assert unconnected({**SRUN, **OPEN_MPI}).startswith("This process is number 5 of 8 that mpirun has started")
+    assert unconnected({}) == unconnected({**MASTER, **SRUN}) == ""
+    assert launch_environment({**MASTER, **SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) == (0, 1)
 
 
 @pytest.mark.parametrize(
