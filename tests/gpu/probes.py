@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -124,20 +125,51 @@ def optimizers(device: str) -> str:
 
 
 def late_barrier(device: str) -> str:
-    """A barrier of a NCCL group behind a kernel of 300 ms: the host polls, and the communicator still works after it."""
+    """Barriers of a NCCL group behind a kernel of 300 ms: the host polls, as the monitor does, and the communicator works after it."""
+    group, waited = nccl_group(device), []
+    for barrier in (group._barrier, lambda: poll(dist.barrier(async_op=True))):
+        torch.cuda._sleep(300 * _CYCLES_PER_MS)
+        start = time.perf_counter()
+        barrier()
+        waited.append(f"{(time.perf_counter() - start) * 1e3:.0f} ms")
+    return f"waited {waited[0]}, polled {waited[1]}; {works(group, device)}"
+
+
+def timed_wait(device: str) -> str:
+    """The same with a timeout of 10 ms, which the library never gives to a work of NCCL; the process may be ended by it."""
+    group = nccl_group(device)
+    torch.cuda._sleep(300 * _CYCLES_PER_MS)
+    try:
+        dist.barrier(async_op=True).wait(timedelta(milliseconds=10))  # type: ignore[union-attr]
+        found = "returns"
+    except RuntimeError as error:
+        found = f"raises {type(error).__name__}"
+    try:
+        return f"the wait {found}; {works(group, device)}"
+    except RuntimeError as error:
+        return f"the wait {found}; an all_reduce after it raises {type(error).__name__}"
+
+
+def nccl_group(device: str) -> Any:
+    """Return the group of this rank, over NCCL alone."""
     if dist.is_initialized():  # by an earlier probe, with gloo for the host
         dist.destroy_process_group()
     sm.init_device_mesh(device, (1,), backend="nccl")
     group: Any = current_world().group([0])
-    group._barrier()
-    start = time.perf_counter()
-    torch.cuda._sleep(300 * _CYCLES_PER_MS)
-    group._barrier()
-    waited = time.perf_counter() - start
+    group._barrier()  # connects
+    return group
+
+
+def poll(work: Any) -> None:
+    while not work.is_completed():
+        time.sleep(0.001)
+
+
+def works(group: Any, device: str) -> str:
     x = torch.ones(4, device=device)
     group._all_reduce(x, "sum", False)
-    check(x.tolist() == [1.0] * 4, f"an all_reduce after the barrier gives {x.tolist()}")
-    return f"returned after {waited * 1e3:.0f} ms; the group still works"
+    check(x.tolist() == [1.0] * 4, f"an all_reduce after it gives {x.tolist()}")
+    return "an all_reduce after it is right"
 
 
 def pinned_memory(device: str) -> str:
@@ -275,6 +307,7 @@ PROBES: dict[str, Probe] = {
     "host time of a launch": Probe(launches),
     "ring attention and torch's": Probe(ring_attention),
     "FSDP steps with delayed collectives": Probe(delayed_streams),
+    "timed wait for NCCL": Probe(timed_wait, needs_cuda=True),
 }
 
 
