@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
+
+import torch
 
 from ..comm.call_site import _INNER, frame_of_thread
 
@@ -67,8 +70,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle.clear)  # threads do not survive a fork
 
 
+@functools.cache
+def _replace_device_guard() -> None:
+    """Let torch replace CUDA's device guard, on a machine without a GPU, in a thread that outlives the workers.
+
+    torch's build for CUDA does so when the first fake tensors are made, and torch 2.11 frees the replacement when that thread ends
+    (c10::impl::ensureCUDADeviceGuardSet). If that is a worker, the next fake tensors crash the process.
+    """
+    replace = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if replace is not None and torch.version.cuda is not None and torch.cuda.device_count() == 0:
+        replace()
+
+
 def acquire(n: int) -> list[Worker]:
     """Return n workers that have no job, idle ones first."""
+    _replace_device_guard()
     return [_idle.pop() if _idle else Worker() for _ in range(n)]
 
 

@@ -23,6 +23,7 @@ from shardmesh.mesh import (
     init_device_mesh,
     simulate,
 )
+from shardmesh.mesh.simulated import threads
 
 
 def everyone() -> Group:
@@ -53,6 +54,16 @@ def test_one_rank_runs_at_a_time_until_it_blocks() -> None:
     again, trace[:] = list(trace), []
     simulate(3)(fn)()
     assert trace == again
+
+
+def test_without_a_gpu_the_device_guard_is_replaced_outside_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced: list[threading.Thread] = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: replaced.append(threading.current_thread()), raising=False)
+    threads._replace_device_guard.cache_clear()
+    for _ in range(2):
+        assert simulate(2)(lambda: list(replaced))() == [[threading.current_thread()]] * 2
 
 
 def test_several_groups_overlap() -> None:
