@@ -9,15 +9,18 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from shardmesh.mesh import LaunchEnvironmentError, MeshError, init_device_mesh
 from shardmesh.mesh.launch import process_groups, rank_zero
 from shardmesh.mesh.launch.environment import LAUNCHERS, REQUIRED, completed, launch_environment, unconnected
+from shardmesh.mesh.monitor import timeouts
 from shardmesh.mesh.monitor.doctor.facts import Place
 from shardmesh.mesh.monitor.startup import job_store, rendezvous
 from shardmesh.mesh.monitor.startup.progress import Progress
@@ -206,6 +209,43 @@ def test_a_group_that_the_program_has_started_needs_a_choice_as_well(machine, mo
     torch.cuda.set_device(0)
     process_groups._bind_device("cuda")
     assert machine["current"] == 0
+
+
+# -- the default process group -----------------------------------------------------------------------------------------
+
+STALL_AND_A_MINUTE = timedelta(seconds=360)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "backend", "started", "timeout", "fits"),
+    [
+        ("cuda", None, "cpu:gloo,cuda:nccl", STALL_AND_A_MINUTE, {"cpu", "cuda"}),
+        ("cuda", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl", STALL_AND_A_MINUTE, {"cpu", "cuda"}),
+        ("cuda", "nccl", "nccl", STALL_AND_A_MINUTE, {"cuda"}),
+        ("cuda", "NCCL", "nccl", STALL_AND_A_MINUTE, {"cuda"}),
+        ("cuda", "cuda:nccl", "cuda:nccl", STALL_AND_A_MINUTE, {"cuda"}),
+        ("cuda", "gloo", "gloo", timeouts.ON_HOST, {"cpu", "cuda"}),
+        ("cpu", None, "gloo", timeouts.ON_HOST, {"cpu", "cuda"}),
+    ],
+)
+def test_backends_and_timeouts_of_the_default_group(
+    device_type: str, backend: str | None, started: str, timeout: timedelta, fits: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(dist, "is_backend_available", lambda _: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda name, timeout, **options: given.extend((name, timeout, options.keys())))
+    monkeypatch.setattr(timeouts, "manage", lambda handle, is_own: None)
+    process_groups._start_default_group(device_type, backend)
+    assert given == [started, timeout, {"store", "rank", "world_size"}]  # no device is bound
+    running: Any = dist.Backend(started)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: str(distributed_c10d.BackendConfig(running)))
+    process_groups._check_backend(device_type, backend)
+    for kind in ("cpu", "cuda"):
+        if kind in fits:
+            process_groups._check_backend(kind, None)
+        else:
+            with pytest.raises(MeshError, match=f'a mesh of device type "{kind}" does not fit the default process group'):
+                process_groups._check_backend(kind, None)
 
 
 # -- one device for each rank ------------------------------------------------------------------------------------------
