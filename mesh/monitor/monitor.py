@@ -29,7 +29,7 @@ from .diagnosis import diagnose, verdict_text
 from .diagnosis.members import Member, agree, ended_ranks, have_all_come, lost_ranks, member, members
 from .hosts.relay import is_needed
 from .recording.job_directory import Alarm, JobDirectory, is_near
-from .recording.recorder import SLOT_WORDS, SLOTS, Recorder
+from .recording.recorder import Recorder
 from .recording.trace_buffer import Header, RankState, TraceBuffer
 from .settings import monotonic_ns, settings
 from .torch_calls import hooks
@@ -342,8 +342,7 @@ class Monitor:
             yield
             return
         words = self.buffer.words
-        number = words[recorder.row + (sequence & (SLOTS - 1)) * SLOT_WORDS + 2] if recorder.row is not None else words[Header.RECORDS] - 1
-        words[Header.BLOCKED_SINCE], words[Header.BLOCKED] = since, number + 1
+        words[Header.BLOCKED_SINCE], words[Header.BLOCKED] = since, recorder.record_of(sequence) + 1
         try:
             yield
         finally:

@@ -137,7 +137,8 @@ class Watchdog:
         waited, warn_ns = monotonic_ns() - record.start, settings().warn * 1e9
         if waited > warn_ns and (recorder.key, sequence) not in self._warned and monitor.ns_since(record.start) > warn_ns:
             self._warned.add((recorder.key, sequence))
-            self._warn(verdict_text.stall(monitor, recorder, sequence, found, waited).text)
+            first = diagnose.first_missed(recorder, sequence, [m for m in found if m.came is False])
+            self._warn(verdict_text.stall(monitor, recorder, first, members(monitor, recorder, first), waited).text)
         monitor.check_visible(recorder, record.start)
         verdict = diagnose.diagnose(monitor, recorder, sequence, record.start)
         if verdict is not None:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..recording.job_directory import is_dead
@@ -57,8 +57,16 @@ def diagnose(monitor: Monitor, recorder: Recorder, sequence: int, since: int) ->
     return (
         _gone(monitor, recorder, sequence, found, missing, waited)
         or _wait_cycle(monitor, recorder, found, waited)
-        or _stall(monitor, recorder, sequence, found, since)
+        or _stall(monitor, recorder, sequence, missing, since)
     )
+
+
+def first_missed(recorder: Recorder, sequence: int, missing: Iterable[Member]) -> int:
+    """Return the first collective up to this one that one of these ranks has not called: where devices wait while their hosts run ahead."""
+    buffers = [(m.buffer, m.buffer.find_group(recorder.key)) for m in missing if m.buffer is not None]
+    called = [0 if number is None else buffer.group_called(number) for buffer, number in buffers]
+    first = min([sequence, *called])
+    return first if recorder.keeps(first) else sequence
 
 
 def _is_decided(found: Sequence[Member], waited: int) -> bool:
@@ -80,12 +88,14 @@ def _gone(
     monitor: Monitor, recorder: Recorder, sequence: int, found: Sequence[Member], missing: Sequence[Member], waited: int
 ) -> Verdict | None:
     """Return the verdict on members that will never arrive."""
-    if any(is_lost(m) for m in missing):
-        return lost(monitor, recorder, sequence)
+    if any(map(is_lost, missing)):
+        return lost(monitor, recorder, first_missed(recorder, sequence, filter(is_lost, missing)))
     left = [m for m in missing if has_ended(m)]
     undecided = len(missing) > len(left)
     if not left or (undecided and waited < _TO_END_NS):
         return None
+    sequence = first_missed(recorder, sequence, left)
+    found = members(monitor, recorder, sequence)
     waiting = [m.rank for m in found if m.came]
     return verdict_text.left(recorder, sequence, found, left, minority([waiting, [m.rank for m in left]]))
 
@@ -156,8 +166,9 @@ def _wait_cycle(monitor: Monitor, recorder: Recorder, found: Sequence[Member], w
     return verdict_text.deadlock(monitor.directory, [(rank, record) for rank, record in stuck if record is not None])
 
 
-def _stall(monitor: Monitor, recorder: Recorder, sequence: int, found: Sequence[Member], since: int) -> Verdict | None:
+def _stall(monitor: Monitor, recorder: Recorder, sequence: int, missing: Sequence[Member], since: int) -> Verdict | None:
     timeout_ns = settings().timeout * 1e9
     if monotonic_ns() - since < timeout_ns or monitor.ns_since(since) < timeout_ns:
         return None
-    return verdict_text.stall(monitor, recorder, sequence, found, monotonic_ns() - since)
+    sequence = first_missed(recorder, sequence, missing)
+    return verdict_text.stall(monitor, recorder, sequence, members(monitor, recorder, sequence), monotonic_ns() - since)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..recording.job_directory import JobDirectory, is_dead
-from ..recording.recorder import SLOT_WORDS, SLOTS, Recorder, differ, row_of, unlike
-from ..recording.trace_buffer import Header, RankState, Record, TraceBuffer
+from ..recording.recorder import Recorder, differ, unlike
+from ..recording.trace_buffer import SLOT_WORDS, Header, RankState, Record, TraceBuffer, row_of, slots_of
 from ..settings import monotonic_ns
 from .votes import connected, is_divided, minority
 
@@ -46,12 +46,12 @@ def member(directory: JobDirectory, group_key: int, rank: int, sequence: int) ->
     group = None if buffer is None else buffer.find_group(group_key)
     if buffer is None or group is None:
         return Member(rank, buffer, False if buffer is None or not buffer.is_full else None)
-    at = row_of(group) + (sequence & (SLOTS - 1)) * SLOT_WORDS
+    called = buffer.group_called(group)
+    at = row_of(group) + (sequence & (slots_of(group) - 1)) * SLOT_WORDS
     word, lineage, number, route = buffer.words[at : at + SLOT_WORDS]
-    ahead = ((word >> 48) - sequence) & 0xFFFF
-    if word and ahead == 0:
+    if word and word >> 48 == sequence & 0xFFFF:
         return Member(rank, buffer, True, word, lineage, number, route)
-    return Member(rank, buffer, None if word and ahead < 0x8000 else False)
+    return Member(rank, buffer, None if sequence < called else False)
 
 
 def members(monitor: Monitor, recorder: Recorder, sequence: int) -> list[Member]:

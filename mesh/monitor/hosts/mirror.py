@@ -15,10 +15,10 @@ from pathlib import Path
 
 from ..recording.files import make_file, map_file
 from ..recording.job_directory import open_buffer
-from ..recording.recorder import row_of
 from ..recording.trace_buffer import (
     BUFFER_BYTES,
     GROUP_TABLE,
+    GROUP_WORDS,
     GROUPS,
     RECORD_WORDS,
     RECORDS,
@@ -30,14 +30,17 @@ from ..recording.trace_buffer import (
     Header,
     RankState,
     TraceBuffer,
+    row_of,
+    slots_of,
 )
 
 _STACK = GROUP_TABLE * 8 - STACK_BYTES
 _TEXT = BUFFER_BYTES - TEXT_BYTES
 _HEADER_WORDS = 32  # words in use
 _PART_BYTES = 4096  # of the ring, and of the text
-_SENT_RECORDS = 256  # the last ones; earlier ones were sent when they were the last
+_SENT_RECORDS = 256  # the last ones, of a row as of the ring; earlier ones were sent when they were the last
 _PART_RECORDS = _PART_BYTES // (8 * RECORD_WORDS)
+_ROW_PART_BYTES = SLOTS * SLOT_WORDS * 8
 _REASON = TEXT_BYTES - _PART_BYTES  # place in a copy's text that is free for this host's own reason
 _OWN = (Header.STACK_WANTED, Header.STACK_GIVEN, Header.PID_SPACE)  # words that belong to this host's copy
 
@@ -49,20 +52,21 @@ def parts(buffer: TraceBuffer) -> Iterator[tuple[int, int]]:
     yield 0, _HEADER_WORDS * 8
     if words[Header.STACK_BYTES]:
         yield _STACK, words[Header.STACK_BYTES]
-    yield GROUP_TABLE * 8, groups * 16
+    yield GROUP_TABLE * 8, groups * GROUP_WORDS * 8
     for number in range(groups):
-        yield row_of(number) * 8, SLOTS * SLOT_WORDS * 8
-    for part in _ring_parts(words[Header.RECORDS]):
+        for part in _last_parts(buffer.group_called(number), SLOTS, slots_of(number)):
+            yield row_of(number) * 8 + part * _ROW_PART_BYTES, _ROW_PART_BYTES
+    for part in _last_parts(words[Header.RECORDS], _PART_RECORDS, RECORDS):
         yield RING * 8 + part * _PART_BYTES, _PART_BYTES
     for start in range(0, min(words[Header.TEXT_END], _REASON), _PART_BYTES):
         yield _TEXT + start, _PART_BYTES
 
 
-def _ring_parts(count: int) -> list[int]:
-    """Return which parts of the ring hold the last records."""
-    first = max(0, count - _SENT_RECORDS) // _PART_RECORDS
-    last = -(-count // _PART_RECORDS)
-    return [part % (RECORDS // _PART_RECORDS) for part in range(first, last)]
+def _last_parts(count: int, length: int, size: int) -> list[int]:
+    """Return which parts of a ring of this size hold the last of `count` records; each part holds `length`."""
+    first = max(0, count - min(_SENT_RECORDS, size)) // length
+    last = -(-count // length)
+    return list(dict.fromkeys(part % (size // length) for part in range(first, last)))
 
 
 class BufferSource:

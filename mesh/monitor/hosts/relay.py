@@ -30,8 +30,8 @@ from ...text import ranks_text
 from ..diagnosis import diagnose
 from ..recording.files import folder_prefix
 from ..recording.job_directory import JobDirectory, boot_id
-from ..recording.recorder import SLOT_WORDS, SLOTS, Recorder, unlike
-from ..recording.trace_buffer import Header, RankState, TraceBuffer
+from ..recording.recorder import Recorder, unlike
+from ..recording.trace_buffer import SLOT_WORDS, Header, RankState, TraceBuffer, slots_of
 from ..settings import _seconds
 from ..verdict import Verdict
 from .mirror import BufferCopy, BufferSource, make_copy
@@ -46,7 +46,7 @@ _FEW_HOSTS = 8
 _FRESH_NS = 1_000_000_000  # a rank whose heartbeat is older does not publish for its host
 _FAREWELL_S = 1.0  # for the others to read the last state of a host
 _LONGEST_STEP_S = 0.5  # time in which this process itself did not run says nothing about others
-_OLDEST = 56  # of 64 fingerprints; older slots are about to be overwritten, perhaps while they are copied
+_ABOUT_TO_GO = 8  # of the fingerprints of a group: the oldest may be overwritten while they are copied
 
 
 @dataclass
@@ -115,6 +115,7 @@ class Relay:
         self._exchanged = self._felt = self._answered = 0.0  # clocks that stop while this process is stopped
         self._looked = self._spoke = time.monotonic()
         self._suspicion: dict[tuple[int, int], int] = {}
+        self._compared: dict[tuple[int, int], int] = {}  # how many collectives of a group have been compared with a neighbour's copy
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardmesh-relay", daemon=True)
 
@@ -321,33 +322,36 @@ class Relay:
 
     def _compare(self, recorder: Recorder) -> None:
         """Compare a group's collectives with copies: what main threads compared with when they called was older than that."""
-        for words, row in recorder.others:
-            if words[Header.PID_SPACE] == 0 and recorder.row is not None:
-                sequence = _first_difference(recorder, words, row)
-                if sequence is not None:
-                    since = self._suspicion.setdefault((recorder.key, sequence), time.monotonic_ns())
-                    verdict = diagnose.diagnose(self._monitor, recorder, sequence, since)
-                    if verdict is not None:
-                        self._monitor.fail(verdict)
+        for neighbour in recorder.others:
+            words = neighbour[0]
+            if words[Header.PID_SPACE] or recorder.row is None:
+                continue
+            key = recorder.key, id(words)
+            both = min(recorder.called, words[neighbour[3]])
+            sequence = _first_difference(recorder, neighbour, self._compared.get(key, 0), both)
+            if sequence is None:
+                self._compared[key] = both
+                continue
+            since = self._suspicion.setdefault((recorder.key, sequence), time.monotonic_ns())
+            verdict = diagnose.diagnose(self._monitor, recorder, sequence, since)
+            if verdict is not None:
+                self._monitor.fail(verdict)
 
 
 def _versions(said: Any) -> list[tuple[int, dict[int, int]]]:
     return [(int(rank), dict(versions)) for rank, versions in said["pages"].items()]
 
 
-def _first_difference(recorder: Recorder, words: Any, row: int) -> int | None:
-    """Return the first of the last collectives in which a neighbour differs."""
-    size, start = SLOTS * SLOT_WORDS, recorder.row or 0
-    ours, theirs = recorder.words[start : start + size].tolist(), words[row : row + size].tolist()
-    newest = recorder.called - 1
-    differing = []
-    for at in range(0, size, SLOT_WORDS):
-        one, other = ours[at], theirs[at]
-        if one and other and one >> 48 == other >> 48 and (one != other or unlike(ours[at + 1], theirs[at + 1])):
-            age = (newest - (one >> 48)) & 0xFFFF
-            if age < _OLDEST:
-                differing.append(newest - age)
-    return min(differing, default=None)
+def _first_difference(recorder: Recorder, neighbour: tuple[Any, int, int, int], first: int, both: int) -> int | None:
+    """Return the first collective from `first` on, of those that both have called and still have, in which a neighbour differs."""
+    theirs, row, last, _ = neighbour
+    ours, start, kept = recorder.words, recorder.row or 0, slots_of(recorder.number)
+    for sequence in range(max(first, recorder.called - kept + _ABOUT_TO_GO, both - last - 1 + _ABOUT_TO_GO), both):
+        mine, other = start + (sequence & (kept - 1)) * SLOT_WORDS, row + (sequence & last) * SLOT_WORDS
+        one, two = ours[mine], theirs[other]
+        if one and two and one >> 48 == two >> 48 and (one != two or unlike(ours[mine + 1], theirs[other + 1])):
+            return sequence
+    return None
 
 
 def _host_key(directory: JobDirectory) -> str:

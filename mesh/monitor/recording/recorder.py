@@ -24,12 +24,13 @@ from .trace_buffer import (
     RECORD_WORDS,
     RECORDS,
     RING,
-    SLOT_AREA,
     SLOT_WORDS,
-    SLOTS,
     Header,
     TraceBuffer,
     _pack_record,
+    called_at,
+    row_of,
+    slots_of,
     stable_hash,
 )
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 NO_GROUP = 0xFFFF  # group number in the records of groups without a row
 _SMALL = 8  # up to so many ranks, each reads the rows of all others
 _frame = sys._getframe
-_LAST, _LAST_RECORD = SLOTS - 1, RECORDS - 1
+_LAST_RECORD = RECORDS - 1
 _COUNT = Header.RECORDS
 _RING_BYTES, _RECORD_BYTES = RING * 8, RECORD_WORDS * 8
 _LOW48 = (1 << 48) - 1
@@ -98,15 +99,16 @@ class Recorder:
         number: of the group in this rank's trace buffer.
         row: where the group's row begins in this rank's trace buffer, in words; None if there is no room for it.
         settled: how many of its collectives all ranks have called.
-        others: (words of the trace buffer, where its row begins) of the neighbours that are known so far.
+        others: of the neighbours that are known so far (words of the trace buffer, where the group's row begins, its slots - 1, where it
+            has how many collectives were called).
         needs_rendezvous: whether ranks wait for each other before the first collective, for which torch connects them.
         is_channel: whether it is for messages between two ranks.
         event: (device, its event) where a stream waits for the last collective on an accelerator; None before the first one.
     """
 
     __slots__ = (
-        "_calls", "_comm_context", "_data", "_number_bits", "_numbers", "buffer", "called", "caller", "event", "group", "key", "monitor",
-        "number", "others", "row", "settled", "tag", "words", "world",
+        "_called_at", "_calls", "_comm_context", "_data", "_last", "_number_bits", "_numbers", "buffer", "called", "caller", "event",
+        "group", "key", "monitor", "number", "others", "row", "settled", "tag", "words", "world",
     )  # fmt: skip
     needs_rendezvous, is_channel = True, False
 
@@ -116,11 +118,11 @@ class Recorder:
         self._data, self._numbers, self._comm_context = buffer.data, buffer.numbers, group.world.comm_context
         self.key = stable_hash(f"{group.ranks} {group.world.epoch}")
         self._calls: dict[Any, _CachedCall] = {}
-        self.number = self._number_bits = 0
+        self.number = self._number_bits = self._last = self._called_at = 0
         self.tag: CommTag | None = None
         self.row: int | None = None
         self.called = self.settled = self.caller = 0
-        self.others: list[tuple[Any, int]] = []
+        self.others: list[tuple[Any, int, int, int]] = []
         self.event: tuple[Any, Any] | None = None
 
     def enter(
@@ -167,18 +169,20 @@ class Recorder:
         row = self.row
         if row is None:
             return number
-        slot = (sequence & _LAST) * SLOT_WORDS
+        slot = row + (sequence & self._last) * SLOT_WORDS
         mine = (sequence & 0xFFFF) << 48 | call.fingerprint
-        words[row + slot] = 0  # so that no rank pairs the new lineage with the old fingerprint
-        words[row + slot + 3] = route
-        words[row + slot + 2] = number
-        words[row + slot + 1] = lineage
-        words[row + slot] = mine
+        words[slot] = 0  # so that no rank pairs the new lineage with the old fingerprint
+        words[slot + 3] = route
+        words[slot + 2] = number
+        words[slot + 1] = lineage
+        words[slot] = mine
+        words[self._called_at] = sequence + 1
         if monitor is not None:
-            for theirs, start in self.others:
-                found = theirs[start + slot]
+            for theirs, start, last, _ in self.others:
+                slot = start + (sequence & last) * SLOT_WORDS
+                found = theirs[slot]
                 if found == mine:
-                    other = theirs[start + slot + 1]
+                    other = theirs[slot + 1]
                     if other != lineage and unlike(other, lineage):
                         monitor.look(self)
                 elif found and found >> 48 == sequence & 0xFFFF:
@@ -194,8 +198,18 @@ class Recorder:
         if self.monitor is None or self.row is None or len(sent) > MOST_SPLITS:
             return
         self.buffer.write_splits(number, sent, expected)
-        self.words[self.row + (self.called - 1 & _LAST) * SLOT_WORDS + 3] = 1  # from now on other ranks may read them
+        self.words[self.row + (self.called - 1 & self._last) * SLOT_WORDS + 3] = 1  # from now on other ranks may read them
         self.monitor.compare_splits(self, self.called - 1)
+
+    def record_of(self, sequence: int) -> int:
+        """Return the number of the record of one of the last collectives; that of the newest record of any group where there is no row."""
+        if self.row is None:
+            return self.words[_COUNT] - 1
+        return self.words[self.row + (sequence & self._last) * SLOT_WORDS + 2]
+
+    def keeps(self, sequence: int) -> bool:
+        """Return whether the row still has one of the collectives called."""
+        return self.row is not None and self.called - sequence <= self._last + 1
 
     def described(self, number: int) -> str:
         """Return the collective of this record and its line, for messages."""
@@ -230,7 +244,7 @@ class Recorder:
         near = range(1, size) if size <= _SMALL else (1, size - 1)
         neighbours = (directory.buffer_of(self.group.ranks[(me + step) % size]) for step in near)
         found = [(buffer, buffer.find_group(self.key)) for buffer in neighbours if buffer is not None]
-        self.others = [(buffer.words, row_of(number)) for buffer, number in found if number is not None]
+        self.others = [(buffer.words, row_of(at), slots_of(at) - 1, called_at(at)) for buffer, at in found if at is not None]
 
     def _new_call(self, op: str, how: str, dtype: Any, size: int, tag: CommTag | None) -> _CachedCall:
         if self.row is None and not self._calls:
@@ -247,6 +261,7 @@ class Recorder:
         number = self._find_row()
         if number is not None:
             self.number, self._number_bits, self.row = number, number << 48, row_of(number)
+            self._last, self._called_at = slots_of(number) - 1, called_at(number)
         else:
             self._number_bits = NO_GROUP << 48
 
@@ -269,11 +284,6 @@ class Recorder:
 def route_of(dst: int | None, src: int | None) -> int:
     """Return the group ranks of a message's receiver and sender, as one word."""
     return (0 if dst is None else dst + 1) << 32 | (0 if src is None else src + 1)
-
-
-def row_of(number: int) -> int:
-    """Return where the row of a group begins in a trace buffer, in words."""
-    return SLOT_AREA + number * SLOTS * SLOT_WORDS
 
 
 def unlike(one: int, other: int) -> bool:

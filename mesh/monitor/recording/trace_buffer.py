@@ -2,7 +2,8 @@
 
     header     who it is, its heartbeat, what it is blocked on                       8-byte words, see `Header`; from 32 on, marked steps
     stack      its Python stack, when another rank has asked for it
-    groups     for each group: which, and for its last 64 collectives               (fingerprint, lineage, number of the record, route)
+    groups     for each group: which, how many collectives it has called, and of
+               its last 64, or 1024, collectives                                    (fingerprint, lineage, number of the record, route)
     ring       its last 4096 collectives                                            records of 8 words
     splits     how much its last all_to_alls sent and expected
     text       what records point to: calls, places, groups                         append-only
@@ -22,11 +23,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 GROUPS, SLOTS, SLOT_WORDS = 256, 64, 4  # groups beyond these are recorded, but not compared
+LONG_ROWS, LONG_SLOTS = 16, 1024  # the first groups have longer rows: CUDA queues about 1000 launches, so far apart may hosts be
 RECORDS, RECORD_WORDS = 4096, 8
 _HEADER_BYTES, STACK_BYTES, TEXT_BYTES = 1024, 31 * 1024, 1 << 20
 GROUP_TABLE = (_HEADER_BYTES + STACK_BYTES) // 8  # in words, like the next ones
-SLOT_AREA = GROUP_TABLE + GROUPS * 2
-RING = SLOT_AREA + GROUPS * SLOTS * SLOT_WORDS
+GROUP_WORDS = 3
+SLOT_AREA = GROUP_TABLE + GROUPS * GROUP_WORDS
+RING = SLOT_AREA + (LONG_ROWS * LONG_SLOTS + (GROUPS - LONG_ROWS) * SLOTS) * SLOT_WORDS
 SPLITS = RING + RECORDS * RECORD_WORDS  # splits of the last few all_to_alls that no layouts describe
 SPLIT_ENTRIES, MOST_SPLITS = 16, 64
 _SPLIT_WORDS = 2 * MOST_SPLITS
@@ -148,8 +151,8 @@ class TraceBuffer:
         number = self.words[Header.GROUPS]
         if number >= GROUPS:
             return None
-        self.words[GROUP_TABLE + 2 * number] = key
-        self.words[GROUP_TABLE + 2 * number + 1] = self.text(description)
+        at = GROUP_TABLE + GROUP_WORDS * number
+        self.words[at], self.words[at + 1], self.words[at + 2] = key, self.text(description), 0
         self.words[Header.GROUPS] = number + 1
         return number
 
@@ -203,15 +206,19 @@ class TraceBuffer:
     def find_group(self, key: int) -> int | None:
         """Return the number that this rank gave a group; None if it has called nothing on it."""
         for number in range(self.words[Header.GROUPS]):
-            if self.words[GROUP_TABLE + 2 * number] == key:
+            if self.words[GROUP_TABLE + GROUP_WORDS * number] == key:
                 return number
         return None
 
     def group_key(self, number: int) -> int:
-        return self.words[GROUP_TABLE + 2 * number]
+        return self.words[GROUP_TABLE + GROUP_WORDS * number]
 
     def group_text(self, number: int) -> str:
-        return self.read_text(self.words[GROUP_TABLE + 2 * number + 1])
+        return self.read_text(self.words[GROUP_TABLE + GROUP_WORDS * number + 1])
+
+    def group_called(self, number: int) -> int:
+        """Return how many collectives the rank has called on a group."""
+        return self.words[called_at(number)]
 
     def record(self, number: int) -> Record | None:
         """Return the collective with this number; None when it is overwritten, or not there yet."""
@@ -241,6 +248,22 @@ class TraceBuffer:
     def blocked(self) -> Record | None:
         """The collective that the rank's main thread is blocked in."""
         return self.record(self.words[Header.BLOCKED] - 1) if self.words[Header.BLOCKED] else None
+
+
+def row_of(number: int) -> int:
+    """Return where the row of a group begins in a trace buffer, in words."""
+    before = number * LONG_SLOTS if number < LONG_ROWS else LONG_ROWS * LONG_SLOTS + (number - LONG_ROWS) * SLOTS
+    return SLOT_AREA + before * SLOT_WORDS
+
+
+def slots_of(number: int) -> int:
+    """Return how many collectives the row of a group holds, a power of two."""
+    return LONG_SLOTS if number < LONG_ROWS else SLOTS
+
+
+def called_at(number: int) -> int:
+    """Return where a trace buffer has how many collectives were called on a group, in words."""
+    return GROUP_TABLE + GROUP_WORDS * number + 2
 
 
 def stable_hash(text: str) -> int:

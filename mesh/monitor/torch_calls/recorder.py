@@ -18,8 +18,8 @@ from torch.distributed import distributed_c10d
 from ..diagnosis import verdict_text
 from ..diagnosis.history import TORCHS_DEFAULT
 from ..diagnosis.members import agree, have_all_come, members
-from ..recording.recorder import SLOTS, Recorder
-from ..recording.trace_buffer import stable_hash
+from ..recording.recorder import Recorder
+from ..recording.trace_buffer import SLOTS, stable_hash
 from ..settings import monotonic_ns
 
 if TYPE_CHECKING:

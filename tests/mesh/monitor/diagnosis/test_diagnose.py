@@ -11,7 +11,7 @@ from shardmesh.mesh.monitor.diagnosis import diagnose
 from shardmesh.mesh.monitor.diagnosis.members import Member, agree, have_all_come, members
 from shardmesh.mesh.monitor.diagnosis.votes import minority, parties_by, worst_correspondent
 from shardmesh.mesh.monitor.recording.recorder import differ, route_of, unlike
-from shardmesh.mesh.monitor.recording.trace_buffer import Header, RankState, TraceBuffer
+from shardmesh.mesh.monitor.recording.trace_buffer import LONG_SLOTS, Header, RankState, TraceBuffer
 from shardmesh.mesh.monitor.settings import settings
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 
@@ -42,9 +42,9 @@ def test_missing_ranks_are_waited_for(four: list[DrivenRank]) -> None:
 
 
 def test_rank_that_is_far_ahead_has_arrived(four: list[DrivenRank]) -> None:
-    """Its row holds only the last 64 collectives: what it called is no longer known, only that it did."""
+    """Its row holds only the last collectives: what it called before is no longer known, only that it did."""
     call_on(four, 0, 1, 2)
-    for _ in range(70):
+    for _ in range(LONG_SLOTS + 6):
         four[3].call()
     found = members(four[0].monitor, four[0].recorder(), 0)
     assert [m.came for m in found] == [True, True, True, None]
@@ -67,12 +67,12 @@ def test_fingerprint_numbers_wrap(four: list[DrivenRank], ahead: int) -> None:
 
 
 def test_row_of_an_earlier_round_is_ignored(four: list[DrivenRank]) -> None:
-    """Collective 64 is stored in the place of collective 0, which a slow rank still shows."""
+    """Collective 1024 is stored in the place of collective 0, which a slow rank still shows."""
     call_on(four, 0, 1, 2, 3)
-    for _ in range(64):
+    for _ in range(LONG_SLOTS):
         four[0].call("all_gather")
-    assert [m.came for m in members(four[0].monitor, four[0].recorder(), 64)] == [True, False, False, False]
-    assert four[0].diagnosed(64, waited=LONG_S) is None
+    assert [m.came for m in members(four[0].monitor, four[0].recorder(), LONG_SLOTS)] == [True, False, False, False]
+    assert four[0].diagnosed(LONG_SLOTS, waited=LONG_S) is None
 
 
 # -- mismatches --------------------------------------------------------------------------------------------------------

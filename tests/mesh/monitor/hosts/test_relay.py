@@ -17,8 +17,17 @@ from shardmesh.mesh.monitor.hosts.mirror import BufferCopy, BufferSource, make_c
 from shardmesh.mesh.monitor.hosts.relay import Relay, is_needed, start_relay
 from shardmesh.mesh.monitor.monitor import Monitor
 from shardmesh.mesh.monitor.recording.job_directory import JobDirectory
-from shardmesh.mesh.monitor.recording.recorder import SLOT_WORDS, row_of
-from shardmesh.mesh.monitor.recording.trace_buffer import BUFFER_BYTES, RECORDS, Header, RankState, TraceBuffer
+from shardmesh.mesh.monitor.recording.trace_buffer import (
+    BUFFER_BYTES,
+    LONG_SLOTS,
+    RECORDS,
+    SLOT_WORDS,
+    Header,
+    RankState,
+    TraceBuffer,
+    called_at,
+    row_of,
+)
 from shardmesh.mesh.monitor.verdict import Verdict
 
 LIMIT_S = 60.0
@@ -60,7 +69,7 @@ def test_copy_equals_the_trace_buffer(pair):
     buffer.add_group(99, "dp\t0,2")
     buffer.words[Header.DOING] = buffer.text("loading data")
     row = row_of(0)
-    buffer.words[row : row + SLOT_WORDS] = memoryview(bytes(range(SLOT_WORDS * 8))).cast("Q")
+    buffer.words[row : row + SLOT_WORDS], buffer.words[called_at(0)] = memoryview(bytes(range(SLOT_WORDS * 8))).cast("Q"), 1
     for number in range(70):
         record(buffer, number, f"call {number % 3}")
     buffer.write_stack("  File train.py, line 3")
@@ -294,11 +303,11 @@ def seat_after(count: int, wrong: dict[int, tuple[int, int]]) -> SimpleNamespace
     """Return a recorder whose row holds the last fingerprints of `count` collectives, some of which (fingerprint, lineage) differ."""
     buffer = TraceBuffer.private(0, 2)
     row = row_of(0)
-    for sequence in range(max(0, count - 64), count):
+    for sequence in range(max(0, count - LONG_SLOTS), count):
         fingerprint, lineage = wrong.get(sequence, (5, lineage_of(1, 1, 1)))
-        at = row + sequence % 64 * SLOT_WORDS
+        at = row + sequence % LONG_SLOTS * SLOT_WORDS
         buffer.words[at], buffer.words[at + 1] = (sequence & 0xFFFF) << 48 | fingerprint, lineage
-    return SimpleNamespace(words=buffer.words, row=row, called=count)
+    return SimpleNamespace(words=buffer.words, row=row, called=count, number=0)
 
 
 @pytest.mark.parametrize(
@@ -310,11 +319,14 @@ def seat_after(count: int, wrong: dict[int, tuple[int, int]]) -> SimpleNamespace
         (100, 60, {50: (5, lineage_of(2, 2, 2))}, 50),
         (100, 60, {50: (5, lineage_of(2, 2, 1))}, None),  # one of three hashes is the same
         (100, 110, {70: (6, 0), 80: (6, 0)}, 70),
-        (100, 30, {29: (6, 0)}, None),  # no longer there
-        (100, 100, {38: (6, 0)}, None),  # perhaps just being overwritten
+        (400, 100, {29: (6, 0)}, 29),  # hosts run ahead
+        (1100, 100, {29: (6, 0)}, None),  # no longer there
+        (1100, 1100, {78: (6, 0)}, None),  # perhaps just being overwritten
+        (1100, 1100, {88: (6, 0)}, 88),
         (70_000, 69_990, {69_980: (6, 0)}, 69_980),  # numbers wrap in the table
     ],
 )
 def test_the_first_collective_that_differs(mine, theirs, wrong, expected):
     one, other = seat_after(mine, {}), seat_after(theirs, wrong)
-    assert relay_module._first_difference(one, other.words, other.row) == expected
+    neighbour = other.words, other.row, LONG_SLOTS - 1, 0
+    assert relay_module._first_difference(one, neighbour, 0, min(mine, theirs)) == expected

@@ -18,7 +18,7 @@ from shardmesh.mesh.comm.group import Group
 from shardmesh.mesh.comm.world import World
 from shardmesh.mesh.monitor.diagnosis.members import agree, member, members
 from shardmesh.mesh.monitor.recording.recorder import CommTag
-from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, RECORDS, Header, Record
+from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, LONG_SLOTS, RECORDS, Header, Record
 from shardmesh.mesh.monitor.settings import collective_check, settings
 from tests.faults.random_programs import MORE_MESHES, RandomProgram, healthy_program, mesh_of, run
 from tests.mesh.monitor.driven_ranks import driven_ranks
@@ -114,12 +114,12 @@ def test_more_collectives_than_fit(tmp_path: Path) -> None:
     assert buffer.words[Header.RECORDS] == count
     records = list(buffer.records())
     assert [record.sequence for record in records] == list(range(count - RECORDS, count))
-    for sequence in (count - 1, count - 64):
+    for sequence in (count - 1, count - LONG_SLOTS):
         found = members(ranks[0].monitor, ranks[0].recorder(), sequence)
         assert all(m.came for m in found)
         assert agree(found)
         assert [m.number for m in found] == [sequence] * 2
-    assert [m.came for m in members(ranks[0].monitor, ranks[0].recorder(), count - 65)] == [None, None]
+    assert [m.came for m in members(ranks[0].monitor, ranks[0].recorder(), count - LONG_SLOTS - 1)] == [None, None]
     assert [m.came for m in members(ranks[0].monitor, ranks[0].recorder(), count)] == [False, False]
 
 
