@@ -30,6 +30,7 @@ from .diagnosis.members import Member, agree, ended_ranks, have_all_come, lost_r
 from .hosts.relay import is_needed
 from .recording.job_directory import Alarm, JobDirectory, is_near
 from .recording.recorder import Recorder
+from .recording.stream_events import StreamEvents
 from .recording.trace_buffer import Header, RankState, TraceBuffer
 from .settings import monotonic_ns, settings
 from .torch_calls import hooks
@@ -62,6 +63,7 @@ class Monitor:
         buffer: this rank's trace buffer.
         alarm: one word; not 0 when there is a verdict, or when the job is not monitored.
         recorders: of the groups on which this rank has called something.
+        stream_events: where streams of accelerators wait for its collectives.
         abandoned: whether a collective may have been left under way, which torch's threads would wait for at exit.
         notified: whether this rank's program has raised or printed the verdict.
         failed_at: when this rank learned of the verdict; 0 before.
@@ -72,6 +74,7 @@ class Monitor:
         self.world = weakref.proxy(world)
         self.directory, self.buffer, self.alarm = directory, directory.buffer, directory.alarm
         self.recorders: list[Recorder] = []
+        self.stream_events = StreamEvents()
         self.abandoned = self.notified = False
         self.failed_at = 0
         self._agreement = agreement

@@ -32,7 +32,7 @@ def group_timeout(backends: str) -> timedelta | None:
     if settings().mode == "off":
         return None
     names = [part.rpartition(":")[2] for part in backends.split(",")]
-    return _on_device() if any(map(_waits_on_device, names)) else ON_HOST
+    return _on_device() if any(map(waits_on_device, names)) else ON_HOST
 
 
 def manage(handle: Any, is_own: bool) -> None:
@@ -71,7 +71,7 @@ def _update() -> None:
 
 def _apply(handle: Any, is_own: bool) -> None:
     backends = {device.type: handle._get_backend(device) for device in handle._device_types}
-    on_device = {kind: _waits_on_device(backend.name()) for kind, backend in backends.items()}
+    on_device = {kind: waits_on_device(backend.name()) for kind, backend in backends.items()}
     # The program's own calls on a mixed group are not waited for by the monitor.
     on_host = ON_HOST if is_own or not any(on_device.values()) else _on_device()
     for kind, backend in backends.items():
@@ -83,7 +83,8 @@ def _on_device() -> timedelta:
     return timedelta(seconds=min(settings().timeout + _GRACE_S, ON_HOST.total_seconds()))
 
 
-def _waits_on_device(backend: str) -> bool:
+def waits_on_device(backend: str) -> bool:
+    """Return whether collectives of a backend of this name are waited for by a device and not by the host."""
     return "cpu" not in dist.Backend.backend_capability.get(backend, ())
 
 

@@ -9,7 +9,8 @@ import traceback
 from typing import TYPE_CHECKING
 
 from ..comm.call_site import frame_of_thread, is_inner
-from . import termination
+from . import communicators, termination
+from .device_waits import DeviceWaits
 from .diagnosis import diagnose, verdict_text
 from .diagnosis.members import lost_ranks, members
 from .recording.job_directory import Alarm
@@ -38,6 +39,8 @@ class Watchdog:
         self._looked_at = 0
         self._on_stream: dict[Recorder, int] = {}  # what recorders with a lost rank had called, as a stream waited for it
         self._warned: set[tuple[int, int]] = set()
+        self._device_waits = DeviceWaits(monitor)
+        self._has_aborted = False
         self._thread = threading.Thread(target=self._run, name="shardmesh-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -69,15 +72,23 @@ class Watchdog:
         if monitor.alarm[0]:
             self._see_to_the_end()
         elif settings().mode != "off":
+            self._device_waits.look()
             for recorder in monitor.recorders:
                 called = recorder.called
                 if recorder.settled < called and self._before.get(recorder) == called:  # else the program is making progress
                     self._look(recorder, called)
                 self._before[recorder] = called
+            self._find_cycle()
             now = monotonic_ns()
             if now - self._looked_at >= _ALIVE_S * 1e9:
                 self._looked_at = now
                 self._find_lost()
+
+    def _find_cycle(self) -> None:
+        """Diagnose devices that wait for each other in collectives that all hosts have called."""
+        verdict = diagnose.device_cycle(self._monitor)
+        if verdict is not None:
+            self._monitor.fail(verdict)
 
     def _find_lost(self) -> None:
         """Diagnose ranks that were lost after they had called what others wait for: their hosts had run ahead of the device.
@@ -113,9 +124,17 @@ class Watchdog:
             return
         if not monitor.notified and termination.alarm_signal is not None and threading.main_thread().is_alive():
             signal.pthread_kill(threading.main_thread().ident or 0, termination.alarm_signal)
+        self._abort()
         if waited > (settings().exit_s if monitor.notified else min(_DEAF_S, settings().exit_s)) and termination.may_end(monitor):
             why = f"{waited:.0f} s after its job failed (SHARDMESH_EXIT_S), here:\n{self.stack()}"
             termination.end(monitor, f"rank {monitor.directory.rank} is ended {why}{verdict.text}")
+
+    def _abort(self) -> None:
+        """Abort the communicators of this job, once. A main thread that this sets free first runs the handler of its signal."""
+        handles = [] if self._has_aborted else termination.torch_groups()
+        if handles and self._monitor.is_of_this_job():  # asked afterwards: if so, the groups are those of this job
+            self._has_aborted = True
+            communicators.abort(handles)
 
     def _has_left(self) -> bool:
         """Return whether the program has destroyed the job's groups and continues. One that is about to exit destroys them, too."""
@@ -140,7 +159,8 @@ class Watchdog:
             first = diagnose.first_missed(recorder, sequence, [m for m in found if m.came is False])
             self._warn(verdict_text.stall(monitor, recorder, first, members(monitor, recorder, first), waited).text)
         monitor.check_visible(recorder, record.start)
-        verdict = diagnose.diagnose(monitor, recorder, sequence, record.start)
+        is_waiting = not recorder.shows_waits or monitor.buffer.words[Header.BLOCKED] != 0
+        verdict = diagnose.diagnose(monitor, recorder, sequence, record.start, is_waiting)
         if verdict is not None:
             monitor.fail(verdict)
 

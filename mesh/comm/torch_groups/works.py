@@ -15,16 +15,16 @@ from ..work import Work
 _WITHOUT_STREAMS = ("cpu", "meta")
 
 
-def mark_stream(recorder: Recorder | None, device: torch.device) -> None:
-    """Record an event where the current stream waits for the last collective, from which the watchdog knows whether it has completed."""
+def mark_stream(recorder: Recorder | None, device: torch.device, number: int | None = None) -> None:
+    """Record an event where the current stream waits for a collective, from which the watchdog knows whether it has completed.
+
+    Args:
+        number: of its record; None for the last one of the recorder.
+    """
     if recorder is None or recorder.monitor is None or device.type in _WITHOUT_STREAMS:
         return
-    module = torch.get_device_module(device.type)
-    if not hasattr(module, "current_stream"):  # such as torch.mps
-        return
-    if recorder.event is None or recorder.event[0] != device:
-        recorder.event = device, module.Event()
-    recorder.event[1].record(module.current_stream(device))
+    number = recorder.record_of(recorder.called - 1) if number is None else number
+    recorder.mark = recorder.monitor.stream_events.mark(number, device)
 
 
 class TorchWork(Work):
@@ -34,17 +34,18 @@ class TorchWork(Work):
         recorder: of collectives on an accelerator, for which `wait` lets the current stream wait.
     """
 
-    __slots__ = ("_buffers", "_recorder", "_works")
+    __slots__ = ("_buffers", "_number", "_recorder", "_works")
 
     def __init__(self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder | None = None) -> None:
         self._works, self._recorder = works, recorder
+        self._number = None if recorder is None else recorder.record_of(recorder.called - 1)
         self._buffers: tuple[Tensor, ...] = buffers
 
     def wait(self) -> None:
         for work in self._works:
             self._wait(work)
         if self._works:
-            mark_stream(self._recorder, self._buffers[0].device)
+            mark_stream(self._recorder, self._buffers[0].device, self._number)
         self._works, self._buffers = [], ()
 
     def _wait(self, work: Any) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..recording.job_directory import is_dead
-from ..recording.trace_buffer import Header, RankState
+from ..recording.trace_buffer import ON_DEVICE, Header, RankState
 from ..settings import monotonic_ns, settings
 from ..verdict import Verdict
 from . import verdict_text
@@ -43,8 +43,12 @@ _TO_COME_NS = 10_000_000_000  # how long to wait for ranks whose votes may still
 _TO_END_NS = 500_000_000  # how long to wait, after one has ended its program, for others to end or arrive
 
 
-def diagnose(monitor: Monitor, recorder: Recorder, sequence: int, since: int) -> Verdict | None:
-    """Return the verdict on a collective that this rank has called at the time `since`; None if nothing is known to be wrong."""
+def diagnose(monitor: Monitor, recorder: Recorder, sequence: int, since: int, is_waiting: bool = True) -> Verdict | None:
+    """Return the verdict on a collective that this rank has called at the time `since`; None if nothing is known to be wrong.
+
+    Args:
+        is_waiting: whether this rank waits for it; False if it may call other collectives meanwhile.
+    """
     found = members(monitor, recorder, sequence)
     waited = monotonic_ns() - since
     if not agree(found):
@@ -56,7 +60,7 @@ def diagnose(monitor: Monitor, recorder: Recorder, sequence: int, since: int) ->
         return None
     return (
         _gone(monitor, recorder, sequence, found, missing, waited)
-        or _wait_cycle(monitor, recorder, found, waited)
+        or (_wait_cycle(monitor, found, waited) if is_waiting else None)
         or _stall(monitor, recorder, sequence, missing, since)
     )
 
@@ -148,20 +152,33 @@ def _fits(found: Sequence[Member], src: int, dst: int) -> bool:
     return sent is None or expected is None or sent.sent == expected.received
 
 
-def _wait_cycle(monitor: Monitor, recorder: Recorder, found: Sequence[Member], waited: int) -> Verdict | None:
+def _wait_cycle(monitor: Monitor, found: Sequence[Member], waited: int) -> Verdict | None:
     """Return the verdict on a deadlock: all missing ranks are blocked themselves, in the end on this rank."""
     if waited < STABLE_NS:
         return None
-    reached, ahead = {recorder.world.rank}, [m.rank for m in found if m.came is False]
+    return _cycle(monitor, [m.rank for m in found if m.came is False])
+
+
+def device_cycle(monitor: Monitor) -> Verdict | None:
+    """Return the verdict on devices that wait for each other, in collectives that the hosts have called in different orders."""
+    if not monitor.buffer.words[Header.BLOCKED] & ON_DEVICE:
+        return None
+    awaited = awaited_ranks(monitor.directory, monitor.directory.rank)
+    return _cycle(monitor, awaited) if awaited else None
+
+
+def _cycle(monitor: Monitor, awaited: Sequence[int]) -> Verdict | None:
+    """Return the verdict on a deadlock if these ranks, which this one waits for, all wait themselves, and so do those they wait for."""
+    reached, ahead = {monitor.directory.rank}, list(awaited)
     while ahead:
         rank = ahead.pop()
         if rank in reached:
             continue
         reached.add(rank)
-        awaited = awaited_ranks(monitor.directory, rank)
-        if not awaited:
+        found = awaited_ranks(monitor.directory, rank)
+        if not found:
             return None  # it still runs, or nothing is known of it
-        ahead += awaited
+        ahead += found
     stuck = [(rank, buffer.blocked) for rank in sorted(reached) if (buffer := monitor.directory.buffer_of(rank)) is not None]
     return verdict_text.deadlock(monitor.directory, [(rank, record) for rank, record in stuck if record is not None])
 

@@ -31,17 +31,17 @@ def left_the_order(buffers: Mapping[int, TraceBuffer], stuck: Mapping[int, int])
     Args:
         buffers: trace buffer of each rank.
         stuck: number of the record in which a rank waits. A difference further back did not cause this deadlock:
-            ranks that do not run the same program have always differed.
+            ranks that do not run the same program have always differed. Later calls, of hosts that run ahead of a device, do not count.
     """
-    calls = {rank: _calls(buffer, max(p.words[Header.RECORDS] for p in buffers.values())) for rank, buffer in buffers.items()}
+    most = max(p.words[Header.RECORDS] for p in buffers.values())
+    calls = {rank: _calls(buffer, max(0, most - _HISTORY), stuck.get(rank, most)) for rank, buffer in buffers.items()}
     calls = _since_all_met(calls, len(buffers))
     blamed = _outliers(buffers, {rank: [call for call in its if _is_for_all(buffers[rank], call)] for rank, its in calls.items()}, stuck)
     return _outliers(buffers, calls, stuck, only_messages=True) or () if blamed is None else blamed
 
 
-def _calls(buffer: TraceBuffer, most: int) -> list[_CachedCall]:
-    first = max(0, most - _HISTORY)
-    found = [buffer.record(number) for number in range(first, buffer.words[Header.RECORDS])]
+def _calls(buffer: TraceBuffer, first: int, last: int) -> list[_CachedCall]:
+    found = [buffer.record(number) for number in range(min(first, last), min(last + 1, buffer.words[Header.RECORDS]))]
     return [(record, _step_of(buffer, record), buffer.group_key(record.group)) for record in found if record is not None]
 
 

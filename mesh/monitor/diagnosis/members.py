@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..recording.call_text import fields_of
 from ..recording.job_directory import JobDirectory, is_dead
 from ..recording.recorder import Recorder, differ, unlike
-from ..recording.trace_buffer import SLOT_WORDS, Header, RankState, Record, TraceBuffer, row_of, slots_of
+from ..recording.trace_buffer import ON_DEVICE, SLOT_WORDS, Header, RankState, Record, TraceBuffer, row_of, slots_of
 from ..settings import monotonic_ns
 from .votes import connected, is_divided, minority
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
 
+# A device completes one of these only together with those of all ranks of the group.
+_OF_ALL = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
 STABLE_NS = 500_000_000  # ranks that have waited on each other for so long are taken to wait for good
 
 
@@ -108,14 +111,27 @@ def is_lost(m: Member) -> bool:
 
 
 def awaited_ranks(directory: JobDirectory, rank: int) -> list[int]:
-    """Return the ranks that this one has been waiting for, for some time."""
+    """Return the ranks that this one has been waiting for, for some time: on the host, or for its device."""
     buffer = directory.buffer_of(rank)
     record = None if buffer is None else blocked_for_long(buffer)
     if buffer is None or record is None:
         return []
     ranks = [int(r) for r in buffer.group_text(record.group).partition("\t")[2].split(",") if r.isdecimal()]
     key = buffer.group_key(record.group)
-    return [r for r in ranks if r != rank and member(directory, key, r, record.sequence).came is False]
+    others = [member(directory, key, r, record.sequence) for r in ranks if r != rank]
+    on_device = buffer.words[Header.BLOCKED] & ON_DEVICE and fields_of(record.call)[0] in _OF_ALL
+    return [m.rank for m in others if m.came is False or (on_device and _is_held_up(m))]
+
+
+def _is_held_up(m: Member) -> bool:
+    """Return whether the rank's stream waits in an earlier collective, so that it cannot start this one, which its host has called.
+
+    That the one waits for the other is certain only if the host called this one after the stream was made to wait for the earlier one.
+    """
+    if m.buffer is None or not m.buffer.words[Header.BLOCKED] & ON_DEVICE:
+        return False
+    first, here = blocked_for_long(m.buffer), m.record
+    return first is not None and here is not None and 0 < first.end <= here.start and here.end > 0
 
 
 def blocked_for_long(buffer: TraceBuffer) -> Record | None:

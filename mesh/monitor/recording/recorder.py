@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ...comm.call_site import user_frame
 from ..settings import monotonic_ns
 from .call_text import call_text
+from .stream_events import Mark
 from .trace_buffer import (
     MOST_SPLITS,
     RECORD_WORDS,
@@ -103,14 +104,15 @@ class Recorder:
             has how many collectives were called).
         needs_rendezvous: whether ranks wait for each other before the first collective, for which torch connects them.
         is_channel: whether it is for messages between two ranks.
-        event: (device, its event) where a stream waits for the last collective on an accelerator; None before the first one.
+        shows_waits: whether a main thread that waits in one of its collectives always publishes that.
+        mark: where a stream waits for the last collective on an accelerator; None before the first one.
     """
 
     __slots__ = (
-        "_called_at", "_calls", "_comm_context", "_data", "_last", "_number_bits", "_numbers", "buffer", "called", "caller", "event",
-        "group", "key", "monitor", "number", "others", "row", "settled", "tag", "words", "world",
+        "_called_at", "_calls", "_comm_context", "_data", "_last", "_number_bits", "_numbers", "buffer", "called", "caller",
+        "group", "key", "mark", "monitor", "number", "others", "row", "settled", "tag", "words", "world",
     )  # fmt: skip
-    needs_rendezvous, is_channel = True, False
+    needs_rendezvous, is_channel, shows_waits = True, False, True
 
     def __init__(self, group: Group, buffer: TraceBuffer, monitor: Monitor | None) -> None:
         self.group, self.buffer, self.monitor, self.world = group, buffer, monitor, group.world
@@ -123,7 +125,7 @@ class Recorder:
         self.row: int | None = None
         self.called = self.settled = self.caller = 0
         self.others: list[tuple[Any, int, int, int]] = []
-        self.event: tuple[Any, Any] | None = None
+        self.mark: Mark | None = None
 
     def enter(
         self, op: str, how: str, dtype: Any, size: int, sent: int, received: int, tag: CommTag | None = None, route: int = 0
@@ -223,14 +225,11 @@ class Recorder:
     @property
     def on_device(self) -> bool:
         """Whether collectives run on streams of an accelerator, behind the host."""
-        return self.event is not None
+        return self.mark is not None
 
     def is_on_stream(self) -> bool:
         """Return whether a stream of an accelerator still waits for the last collective."""
-        try:
-            return self.event is not None and not self.event[1].query()
-        except RuntimeError:  # recorded in a CUDA graph, or the device has failed
-            return False
+        return self.mark is not None and self.mark.is_pending()
 
     def leave(self, number: int) -> None:
         """Record that the collective of this record has ended."""

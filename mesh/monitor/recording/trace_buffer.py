@@ -34,6 +34,7 @@ SPLITS = RING + RECORDS * RECORD_WORDS  # splits of the last few all_to_alls tha
 SPLIT_ENTRIES, MOST_SPLITS = 16, 64
 _SPLIT_WORDS = 2 * MOST_SPLITS
 LINE_BITS = 192
+ON_DEVICE = 1 << 63  # in Header.BLOCKED: the main thread waits for an accelerator, whose stream waits in the collective
 _TEXT = (SPLITS + SPLIT_ENTRIES * _SPLIT_WORDS) * 8  # in bytes
 BUFFER_BYTES = _TEXT + TEXT_BYTES
 MAGIC = 0x7368617264_000000 + BUFFER_BYTES  # "shard"; another version of the layout has another size
@@ -52,7 +53,7 @@ class Header:
 
     MAGIC, RANK, SIZE, PID, BORN, CLOCK = range(6)
     HEARTBEAT, STATE, DOING = 6, 7, 8  # DOING: a text
-    BLOCKED, BLOCKED_SINCE = 9, 10  # number of the record that the main thread is blocked in, plus 1
+    BLOCKED, BLOCKED_SINCE = 9, 10  # number of the record that the main thread is blocked in, plus 1; may have the bit ON_DEVICE
     RECORDS, TEXT_END, GROUPS = 11, 12, 13
     STACK_WANTED, STACK_GIVEN, STACK_BYTES = 14, 15, 16
     PAUSED, STEP = 17, 18
@@ -247,7 +248,8 @@ class TraceBuffer:
     @property
     def blocked(self) -> Record | None:
         """The collective that the rank's main thread is blocked in."""
-        return self.record(self.words[Header.BLOCKED] - 1) if self.words[Header.BLOCKED] else None
+        blocked = self.words[Header.BLOCKED] & ~ON_DEVICE
+        return self.record(blocked - 1) if blocked else None
 
 
 def row_of(number: int) -> int:

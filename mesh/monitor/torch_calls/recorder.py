@@ -47,7 +47,7 @@ class TorchRecorder(Recorder):
     """
 
     __slots__ = ("label", "on_cpu", "size", "timeout_ns", "under_way")
-    needs_rendezvous = False
+    needs_rendezvous = shows_waits = False  # C++ waits without it
 
     def __init__(self, handle: Any, ranks: tuple[int, ...], monitor: Monitor) -> None:
         super().__init__(_stand_in(ranks, monitor), monitor.buffer, monitor)

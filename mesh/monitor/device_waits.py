@@ -1,0 +1,92 @@
+"""Publish in which collective a rank is blocked while its main thread waits for an accelerator.
+
+The host of an accelerator does not wait in a collective. It runs ahead, and stops where it needs a result:
+
+    rank 0   G.all_reduce #5   x.item() ......      BLOCKED: G#5, the first collective that its stream has not completed
+    rank 1   H.all_reduce #7   x.item() ......      BLOCKED: H#7      each waits for what the other has not called: a deadlock
+
+The device is asked only while the main thread stays in such a call, in which no CUDA graph can be captured: an event that another thread
+queries may disturb a capture.
+"""
+
+from __future__ import annotations
+
+import dis
+import threading
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING
+
+from ..comm.call_site import frame_of_thread, is_inner
+from .recording.trace_buffer import ON_DEVICE, Header
+from .settings import monotonic_ns
+
+if TYPE_CHECKING:
+    from .monitor import Monitor
+
+_Place = tuple[int, int]
+# Functions and methods that return when the device has computed their result, besides those called `...synchronize`
+_WAITING = {"item", "tolist", "cpu", "numpy", "to", "copy_", "nonzero", "equal", "float", "int", "bool", "is_nonzero"}
+
+
+class DeviceWaits:
+    """What one process publishes, see above."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._records = self._since = self._shown = 0
+        self._place: _Place | None = None
+        self._number: int | None = None
+
+    def look(self) -> None:
+        """Look where the main thread is, and publish what it waits for if it has been there since the last look."""
+        monitor = self._monitor
+        records, place = monitor.buffer.words[Header.RECORDS], None
+        if records == self._records and any(recorder.mark is not None for recorder in monitor.recorders):
+            place = waiting_place(frame_of_thread(threading.main_thread().ident))
+        number = monitor.stream_events.first_pending() if place is not None and place == self._place else None
+        if number is None or number != self._number:
+            self._since = monotonic_ns()
+        self._records, self._place, self._number = records, place, number
+        self._publish(0 if number is None else number + 1 | ON_DEVICE)
+
+    def _publish(self, blocked: int) -> None:
+        words = self._monitor.buffer.words
+        found = words[Header.BLOCKED]
+        if found not in (0, self._shown):  # the main thread waits on the host, and publishes that itself
+            self._shown = 0
+        elif found != blocked:
+            words[Header.BLOCKED_SINCE] = self._since
+            words[Header.BLOCKED] = self._shown = blocked
+
+
+def waiting_place(frame: FrameType | None) -> _Place | None:
+    """Return an identifier of where a thread is if it is in a call that waits for a device, as far as its names say so; else None.
+
+    Args:
+        frame: its innermost. Those of shardmesh and torch count as part of the call of the user's program.
+    """
+    innermost = frame
+    while frame is not None and innermost is not None:
+        if _waits(frame.f_code, frame.f_lasti):
+            return id(innermost), innermost.f_lasti
+        if not is_inner(frame.f_code):
+            return None
+        frame = frame.f_back
+    return None
+
+
+@lru_cache(1024)
+def _waits(code: CodeType, at: int) -> bool:
+    """Return whether the instruction there is a call of a function that waits for a device, or the truth of a value (`if x:`)."""
+    if at < 0:  # the frame has not begun
+        return False
+    before = [found for found in dis.get_instructions(code) if found.offset <= at]  # `at` may be in the cache behind the last one
+    here = before[-1]
+    if "CALL" not in here.opname:
+        return "IF_TRUE" in here.opname or "IF_FALSE" in here.opname or here.opname in ("TO_BOOL", "UNARY_NOT")
+    start = here.positions and (here.positions.lineno, here.positions.col_offset)
+    names = [found for found in before if found.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_SUPER"))]
+    called = [found for found in names if found.positions and (found.positions.lineno, found.positions.col_offset) == start]
+    name = str(called[-1].argval) if called else ""
+    return name in _WAITING or name.endswith("synchronize")
