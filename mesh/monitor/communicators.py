@@ -1,25 +1,51 @@
-"""Abort the communicators of accelerators when a job has failed: nothing else ends a kernel that waits for other ranks.
+"""Abort the communicators of accelerators when the job has failed: nothing else ends a kernel that waits for other ranks.
 
-Until then the stream, a host that waits for it, and `destroy_process_group` are stuck.
+    the verdict is raised     first abort: destroy_process_group would wait for the kernels, under a lock that an abort needs as well
+    half a second later       abort: the main thread is stuck in a synchronization, which that ends; then it raises the verdict
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
+from .termination import torch_groups
 from .timeouts import waits_on_device
 
+if TYPE_CHECKING:
+    from .monitor import Monitor
 
-def abort(handles: Iterable[Any]) -> None:
-    """Abort the communicators of these groups of torch, except for those that the host waits for, such as gloo's. Returns at once.
+_LONGEST_S = 5.0  # an abort that takes longer goes on by itself
 
-    Each has a thread, since aborting one may wait for a kernel of another (https://github.com/pytorch/pytorch/issues/119797).
-    """
-    for backend in {id(found): found for handle in handles for found in _backends(handle)}.values():
-        threading.Thread(target=_abort, args=(backend,), name="shardmesh-abort", daemon=True).start()
+
+class Communicators:
+    """Those of this process's groups, for one `Monitor`."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._aborts: list[threading.Thread] = []
+        self._lock = threading.RLock()
+
+    def abort(self, wait: bool) -> None:
+        """Abort them, once. Those for which the host waits, such as gloo's, are left alone.
+
+        Each has a thread, since one abort may wait for a kernel that another ends (https://github.com/pytorch/pytorch/issues/119797).
+
+        Args:
+            wait: whether to return when that is done, or has taken long.
+        """
+        with self._lock:
+            handles = [] if self._aborts else torch_groups()
+            if handles and self._monitor.is_of_this_job():  # asked afterwards: if so, the groups are those of this job
+                backends = {id(found): found for handle in handles for found in _backends(handle)}.values()
+                self._aborts = [threading.Thread(target=_abort, args=(b,), name="shardmesh-abort", daemon=True) for b in backends]
+                for thread in self._aborts:
+                    thread.start()
+        deadline = time.monotonic() + (_LONGEST_S if wait else 0)
+        for thread in self._aborts:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _backends(handle: Any) -> list[Any]:
@@ -31,5 +57,5 @@ def _backends(handle: Any) -> list[Any]:
 
 
 def _abort(backend: Any) -> None:
-    with contextlib.suppress(RuntimeError, AttributeError):  # it was aborted before; a backend that cannot be aborted
+    with contextlib.suppress(RuntimeError):  # it was aborted before, or takes longer than torch's timeout
         backend.abort()

@@ -25,6 +25,7 @@ from torch.distributed.constants import default_pg_timeout
 from ..errors import WatchError
 from . import termination, timeouts
 from .agreement import Agreement, warn
+from .communicators import Communicators
 from .diagnosis import diagnose, verdict_text
 from .diagnosis.members import Member, agree, ended_ranks, have_all_come, lost_ranks, member, members
 from .hosts.relay import is_needed
@@ -74,7 +75,7 @@ class Monitor:
         self.world = weakref.proxy(world)
         self.directory, self.buffer, self.alarm = directory, directory.buffer, directory.alarm
         self.recorders: list[Recorder] = []
-        self.stream_events = StreamEvents()
+        self.stream_events, self.communicators = StreamEvents(), Communicators(self)
         self.abandoned = self.notified = False
         self.failed_at = 0
         self._agreement = agreement
@@ -118,6 +119,7 @@ class Monitor:
     def _error(self, verdict: Verdict) -> WatchError:
         self.notified = self.abandoned = True
         termination.keep_groups()
+        self.communicators.abort(wait=True)
         return verdict.error()
 
     def depart(self) -> None:
@@ -189,6 +191,7 @@ class Monitor:
             text = "".join(traceback.format_exception(error))
             self.fail(verdict_text.raised(self.world.rank, type(error).__name__, str(error), text, self.buffer))
         self.buffer.words[Header.STATE] = RankState.RAISED
+        self.communicators.abort(wait=True)
 
     def _find_lost(self) -> bool:
         """Look for the rank behind a broken connection for a while; return whether there is a verdict."""

@@ -9,7 +9,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from ..comm.call_site import frame_of_thread, is_inner
-from . import communicators, termination
+from . import termination
 from .device_waits import DeviceWaits
 from .diagnosis import diagnose, verdict_text
 from .diagnosis.members import lost_ranks, members
@@ -40,7 +40,6 @@ class Watchdog:
         self._on_stream: dict[Recorder, int] = {}  # what recorders with a lost rank had called, as a stream waited for it
         self._warned: set[tuple[int, int]] = set()
         self._device_waits = DeviceWaits(monitor)
-        self._has_aborted = False
         self._thread = threading.Thread(target=self._run, name="shardmesh-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -124,17 +123,10 @@ class Watchdog:
             return
         if not monitor.notified and termination.alarm_signal is not None and threading.main_thread().is_alive():
             signal.pthread_kill(threading.main_thread().ident or 0, termination.alarm_signal)
-        self._abort()
+        monitor.communicators.abort(wait=False)  # what this sets free first runs the handler of the signal
         if waited > (settings().exit_s if monitor.notified else min(_DEAF_S, settings().exit_s)) and termination.may_end(monitor):
             why = f"{waited:.0f} s after its job failed (SHARDMESH_EXIT_S), here:\n{self.stack()}"
             termination.end(monitor, f"rank {monitor.directory.rank} is ended {why}{verdict.text}")
-
-    def _abort(self) -> None:
-        """Abort the communicators of this job, once. A main thread that this sets free first runs the handler of its signal."""
-        handles = [] if self._has_aborted else termination.torch_groups()
-        if handles and self._monitor.is_of_this_job():  # asked afterwards: if so, the groups are those of this job
-            self._has_aborted = True
-            communicators.abort(handles)
 
     def _has_left(self) -> bool:
         """Return whether the program has destroyed the job's groups and continues. One that is about to exit destroys them, too."""

@@ -4,6 +4,7 @@ aborts the communicator."""
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -32,6 +33,16 @@ class NcclLikeGroup:
         self.devices: list[torch.device] = []
         self.works: list[NcclLikeWork] = []
         self.is_aborted = False
+        self.lock = threading.Lock()
+
+    def _get_backend(self, device: torch.device) -> NcclLikeBackend:
+        return NcclLikeBackend(self, "gloo" if device.type == "cpu" else "nccl")
+
+    def shutdown(self) -> None:
+        """Wait for the kernels under a lock, as `destroy_process_group` does."""
+        with self.lock:
+            while not (self.is_aborted or all(work.is_completed() for work in self.works)):
+                time.sleep(0.001)
 
     def rank(self) -> int:
         return 0
@@ -43,6 +54,21 @@ class NcclLikeGroup:
         self.devices.append(opts.device)
         self.works.append(NcclLikeWork(self))
         return self.works[-1]
+
+
+class NcclLikeBackend:
+    """The part of a group for one device."""
+
+    def __init__(self, group: NcclLikeGroup, name: str) -> None:
+        self._group, self._name = group, name
+
+    def name(self) -> str:
+        return self._name
+
+    def abort(self) -> None:
+        assert self._name == "nccl"
+        with self._group.lock:
+            self._group.is_aborted = True
 
 
 class NcclLikeWork:
