@@ -85,7 +85,9 @@ def _may_come(m: Member) -> bool:
     """Return whether a rank still runs, as far as is known, and is not blocked in another collective."""
     if m.buffer is None:
         return True
-    return m.buffer.words[Header.STATE] == RankState.RUNNING and blocked_for_long(m.buffer) is None and not is_dead(m.buffer)
+    words = m.buffer.words
+    is_blocked = not words[Header.BLOCKED] & ON_DEVICE and blocked_for_long(m.buffer) is not None  # a device may only be slow
+    return words[Header.STATE] == RankState.RUNNING and not is_blocked and not is_dead(m.buffer)
 
 
 def _gone(

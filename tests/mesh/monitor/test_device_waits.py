@@ -203,6 +203,19 @@ def test_a_stall_names_the_rank_that_the_others_wait_for_in_the_end(
     assert (verdict.kind, verdict.ranks) == ("stall", (2,) if place else (1,))
 
 
+def test_a_rank_whose_device_is_slow_still_votes(device: SimpleNamespace, three: list[DrivenRank]) -> None:
+    launch(three[2], (1, 2))
+    assert verdict_of([three[2]]) is None
+    assert three[2].buffer.blocked is not None
+    three[0].call(ranks=ALL)
+    three[1].call("all_gather", ranks=ALL)
+    assert three[0].diagnosed(0, ALL, waited=TO_DECIDE_S) is None
+    three[2].call(ranks=ALL)
+    verdict = three[0].diagnosed(0, ALL, waited=TO_DECIDE_S)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("mismatch", (1,))
+
+
 def test_a_rank_that_goes_on_is_not_blocked(device: SimpleNamespace, three: list[DrivenRank]) -> None:
     launch(three[0], ALL)
     assert verdict_of(three[:1], 0.1) is None
