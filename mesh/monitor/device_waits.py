@@ -42,7 +42,7 @@ class DeviceWaits:
         """Look where the main thread is, and publish what it waits for if it has been there since the last look."""
         monitor = self._monitor
         records, place = monitor.buffer.words[Header.RECORDS], None
-        if records == self._records and any(recorder.mark is not None for recorder in monitor.recorders):
+        if records == self._records and any(recorder.stream_mark is not None for recorder in monitor.recorders):
             place = waiting_place(frame_of_thread(threading.main_thread().ident))
         number = monitor.stream_events.first_pending() if place is not None and place == self._place else None
         if number is None or number != self._number:

@@ -24,7 +24,7 @@ def mark_stream(recorder: Recorder | None, device: torch.device, number: int | N
     if recorder is None or recorder.monitor is None or device.type in _WITHOUT_STREAMS:
         return
     number = recorder.record_of(recorder.called - 1) if number is None else number
-    recorder.mark = recorder.monitor.stream_events.mark(number, device)
+    recorder.stream_mark = recorder.monitor.stream_events.mark(number, device)
 
 
 class TorchWork(Work):

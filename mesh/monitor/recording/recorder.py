@@ -105,12 +105,12 @@ class Recorder:
         needs_rendezvous: whether ranks wait for each other before the first collective, for which torch connects them.
         is_channel: whether it is for messages between two ranks.
         shows_waits: whether a main thread that waits in one of its collectives always publishes that.
-        mark: where a stream waits for the last collective on an accelerator; None before the first one.
+        stream_mark: where a stream waits for the last collective on an accelerator; None before the first one.
     """
 
     __slots__ = (
         "_called_at", "_calls", "_comm_context", "_data", "_last", "_number_bits", "_numbers", "buffer", "called", "caller",
-        "group", "key", "mark", "monitor", "number", "others", "row", "settled", "tag", "words", "world",
+        "group", "key", "monitor", "number", "others", "row", "settled", "stream_mark", "tag", "words", "world",
     )  # fmt: skip
     needs_rendezvous, is_channel, shows_waits = True, False, True
 
@@ -125,7 +125,7 @@ class Recorder:
         self.row: int | None = None
         self.called = self.settled = self.caller = 0
         self.others: list[tuple[Any, int, int, int]] = []
-        self.mark: Mark | None = None
+        self.stream_mark: Mark | None = None
 
     def enter(
         self, op: str, how: str, dtype: Any, size: int, sent: int, received: int, tag: CommTag | None = None, route: int = 0
@@ -225,11 +225,11 @@ class Recorder:
     @property
     def on_device(self) -> bool:
         """Whether collectives run on streams of an accelerator, behind the host."""
-        return self.mark is not None
+        return self.stream_mark is not None
 
     def is_on_stream(self) -> bool:
         """Return whether a stream of an accelerator still waits for the last collective."""
-        return self.mark is not None and self.mark.is_pending()
+        return self.stream_mark is not None and self.stream_mark.is_pending()
 
     def leave(self, number: int) -> None:
         """Record that the collective of this record has ended."""

@@ -65,10 +65,10 @@ def begin(rank: DrivenRank, ranks: tuple[int, ...], op: str = "all_reduce") -> i
 def wait(rank: DrivenRank, ranks: tuple[int, ...], number: int) -> Any:
     """Let the current stream wait for a collective; return the event."""
     recorder = rank.recorder(ranks)
-    recorder.mark = rank.monitor.stream_events.mark(number, GPU)
+    recorder.stream_mark = rank.monitor.stream_events.mark(number, GPU)
     recorder.leave(number)
-    assert recorder.mark is not None
-    return recorder.mark.event
+    assert recorder.stream_mark is not None
+    return recorder.stream_mark.event
 
 
 def launch(rank: DrivenRank, *groups: tuple[int, ...], op: str = "all_reduce") -> None:
@@ -96,8 +96,8 @@ PAIR, ALL = (0, 1), (0, 1, 2)
 def test_collectives_in_different_orders_are_a_deadlock(later: int, device: SimpleNamespace, three: list[DrivenRank]) -> None:
     for rank in three:
         launch(rank, ALL)
-        assert rank.recorder(ALL).mark is not None
-        rank.recorder(ALL).mark.event.is_done = True  # type: ignore[union-attr]
+        assert rank.recorder(ALL).stream_mark is not None
+        rank.recorder(ALL).stream_mark.event.is_done = True  # type: ignore[union-attr]
     launch(three[0], PAIR, ALL)
     launch(three[1], ALL, PAIR)
     launch(three[2], ALL)
