@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,13 +16,16 @@ from typing import Any
 import pytest
 import torch
 
+from shardmesh.mesh import errors
 from shardmesh.mesh.comm.call_site import frame_of_thread
-from shardmesh.mesh.monitor import device_waits
+from shardmesh.mesh.monitor import communicators, device_waits, termination
+from shardmesh.mesh.monitor.device_waits import waiting_place as real_waiting_place
 from shardmesh.mesh.monitor.recording import stream_events
 from shardmesh.mesh.monitor.recording.trace_buffer import Header
 from shardmesh.mesh.monitor.settings import settings
 from shardmesh.mesh.monitor.verdict import Verdict
-from tests.mesh.comm.nccl_like import GPU
+from tests.mesh.comm import nccl_like
+from tests.mesh.comm.nccl_like import GPU, NcclLikeGroup
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 
 SOON_S = 60.0  # tells an answer from a hang
@@ -330,3 +335,40 @@ def test_other_calls(call: Callable[[Stuck], object]) -> None:
         for _ in range(5):
             time.sleep(0.01)
             assert device_waits.waiting_place(frame_of_thread(ident)) is None
+
+
+# -- a whole deadlock --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
+def test_a_host_that_waits_in_a_deadlock_raises_it(
+    device: SimpleNamespace, three: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread waits in C and does not return on a signal, as in a synchronization, until the communicator is aborted."""
+    libc = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(128)
+    libc.pthread_mutex_lock(mutex)
+    handle = NcclLikeGroup(seconds=SOON_S)
+    monkeypatch.setattr(nccl_like.NcclLikeBackend, "abort", lambda _: libc.pthread_mutex_unlock(mutex))
+    monkeypatch.setattr(communicators, "torch_groups", lambda: [handle])
+    monkeypatch.setattr(type(three[0].monitor), "is_of_this_job", lambda _: True)
+    monkeypatch.setattr(device_waits, "waiting_place", real_waiting_place)
+    monkeypatch.setattr(termination, "monitors", [three[0].monitor])
+    number = signal.SIGRTMIN + 12
+    monkeypatch.setattr(termination, "alarm_signal", number)
+    before = signal.signal(number, termination._on_alarm)
+    x, at_the_latest = SimpleNamespace(item=libc.pthread_mutex_lock), threading.Timer(SOON_S, libc.pthread_mutex_unlock, (mutex,))
+    launch(three[0], PAIR, ALL)
+    launch(three[1], ALL, PAIR)
+    launch(three[2], ALL)
+    at_the_latest.start()
+    for rank in three:
+        rank.monitor.watchdog.start()
+    try:
+        with pytest.raises(errors.DeadlockError, match="rank 0 left the order of the others"):
+            x.item(mutex)
+    finally:
+        at_the_latest.cancel()
+        for rank in three:
+            rank.monitor.watchdog.stop()
+        signal.signal(number, before)
