@@ -5,8 +5,11 @@ The host of an accelerator does not wait in a collective. It runs ahead, and sto
     rank 0   G.all_reduce #5   x.item() ......      BLOCKED: G#5, the first collective that its stream has not completed
     rank 1   H.all_reduce #7   x.item() ......      BLOCKED: H#7      each waits for what the other has not called: a deadlock
 
-The device is asked only while the main thread stays in such a call, in which no CUDA graph can be captured: an event that another thread
-queries may disturb a capture.
+A main thread that stays at another place for seconds may be in a launch for which the queue has no room, in the backward pass, or wait for
+something else. Then only the device counts as blocked.
+
+The device is asked only while the main thread stays at one place, and so captures no CUDA graph: an event that another thread queries may
+disturb a capture.
 """
 
 from __future__ import annotations
@@ -18,12 +21,13 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
 from ..comm.call_site import frame_of_thread, is_inner
-from .recording.trace_buffer import ON_DEVICE, Header
+from .recording.trace_buffer import MAY_GO_ON, ON_DEVICE, Header
 from .settings import monotonic_ns
 
 if TYPE_CHECKING:
     from .monitor import Monitor
 
+_STUCK_NS = 5_000_000_000
 _Place = tuple[int, int]
 # Functions and methods that return when the device has computed their result, besides those called `...synchronize`
 _WAITING = {"item", "tolist", "cpu", "numpy", "to", "copy_", "nonzero", "equal", "float", "int", "bool", "is_nonzero"}
@@ -34,21 +38,24 @@ class DeviceWaits:
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
-        self._records = self._since = self._shown = 0
+        self._records = self._since = self._there_since = self._shown = 0
         self._place: _Place | None = None
         self._number: int | None = None
 
     def look(self) -> None:
         """Look where the main thread is, and publish what it waits for if it has been there since the last look."""
-        monitor = self._monitor
-        records, place = monitor.buffer.words[Header.RECORDS], None
+        monitor, now = self._monitor, monotonic_ns()
+        records, place, waits = monitor.buffer.words[Header.RECORDS], None, False
         if records == self._records and any(recorder.stream_mark is not None for recorder in monitor.recorders):
-            place = waiting_place(frame_of_thread(threading.main_thread().ident))
-        number = monitor.stream_events.first_pending() if place is not None and place == self._place else None
+            place, waits = place_of(frame_of_thread(threading.main_thread().ident))
+        if place is None or place != self._place:
+            self._there_since = now
+        is_stuck = now - self._there_since >= (1 if waits else _STUCK_NS)
+        number = monitor.stream_events.first_pending() if is_stuck else None
         if number is None or number != self._number:
-            self._since = monotonic_ns()
+            self._since = now
         self._records, self._place, self._number = records, place, number
-        self._publish(0 if number is None else number + 1 | ON_DEVICE)
+        self._publish(0 if number is None else number + 1 | ON_DEVICE | (0 if waits else MAY_GO_ON))
 
     def _publish(self, blocked: int) -> None:
         words = self._monitor.buffer.words
@@ -60,20 +67,18 @@ class DeviceWaits:
             words[Header.BLOCKED] = self._shown = blocked
 
 
-def waiting_place(frame: FrameType | None) -> _Place | None:
-    """Return an identifier of where a thread is if it is in a call that waits for a device, as far as its names say so; else None.
+def place_of(frame: FrameType | None) -> tuple[_Place | None, bool]:
+    """Return an identifier of where a thread is, and whether that is a call that waits for a device, as far as its names say.
 
     Args:
         frame: its innermost. Those of shardmesh and torch count as part of the call of the user's program.
     """
-    innermost = frame
-    while frame is not None and innermost is not None:
+    place = None if frame is None else (id(frame), frame.f_lasti)
+    while frame is not None:
         if _waits(frame.f_code, frame.f_lasti):
-            return id(innermost), innermost.f_lasti
-        if not is_inner(frame.f_code):
-            return None
-        frame = frame.f_back
-    return None
+            return place, True
+        frame = frame.f_back if is_inner(frame.f_code) else None
+    return place, False
 
 
 @lru_cache(1024)

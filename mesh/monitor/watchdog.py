@@ -151,7 +151,7 @@ class Watchdog:
             first = diagnose.first_missed(recorder, sequence, [m for m in found if m.came is False])
             self._warn(verdict_text.stall(monitor, recorder, first, members(monitor, recorder, first), waited).text)
         monitor.check_visible(recorder, record.start)
-        is_waiting = not recorder.shows_waits or monitor.buffer.words[Header.BLOCKED] != 0
+        is_waiting = not recorder.shows_waits or monitor.buffer.blocked is not None
         verdict = diagnose.diagnose(monitor, recorder, sequence, record.start, is_waiting)
         if verdict is not None:
             monitor.fail(verdict)

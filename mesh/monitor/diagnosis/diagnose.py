@@ -22,12 +22,13 @@ from .members import (
     STABLE_NS,
     Member,
     agree,
-    awaited_ranks,
+    awaited,
     blocked_for_long,
     has_ended,
     have_all_come,
     is_lost,
     lost_ranks,
+    may_go_on,
     members,
     outliers,
     parties,
@@ -156,32 +157,32 @@ def _fits(found: Sequence[Member], src: int, dst: int) -> bool:
 
 def _wait_cycle(monitor: Monitor, found: Sequence[Member], waited: int) -> Verdict | None:
     """Return the verdict on a deadlock: all missing ranks are blocked themselves, in the end on this rank."""
-    if waited < STABLE_NS:
-        return None
-    return _cycle(monitor, [m.rank for m in found if m.came is False])
+    return None if waited < STABLE_NS else _cycle(monitor, [m for m in found if m.came is False])
 
 
 def device_cycle(monitor: Monitor) -> Verdict | None:
     """Return the verdict on devices that wait for each other, in collectives that the hosts have called in different orders."""
     if not monitor.buffer.words[Header.BLOCKED] & ON_DEVICE:
         return None
-    awaited = awaited_ranks(monitor.directory, monitor.directory.rank)
-    return _cycle(monitor, awaited) if awaited else None
+    ahead = awaited(monitor.directory, monitor.directory.rank)
+    return _cycle(monitor, ahead) if ahead else None
 
 
-def _cycle(monitor: Monitor, awaited: Sequence[int]) -> Verdict | None:
+def _cycle(monitor: Monitor, ahead: list[Member]) -> Verdict | None:
     """Return the verdict on a deadlock if these ranks, which this one waits for, all wait themselves, and so do those they wait for."""
-    reached, ahead = {monitor.directory.rank}, list(awaited)
+    reached = {monitor.directory.rank}
     while ahead:
-        rank = ahead.pop()
-        if rank in reached:
+        m = ahead.pop()
+        if m.came is False and may_go_on(m.buffer):
+            return None
+        if m.rank in reached:
             continue
-        reached.add(rank)
-        found = awaited_ranks(monitor.directory, rank)
+        reached.add(m.rank)
+        found = awaited(monitor.directory, m.rank)
         if not found:
             return None  # it still runs, or nothing is known of it
         ahead += found
-    stuck = [(rank, buffer.blocked) for rank in sorted(reached) if (buffer := monitor.directory.buffer_of(rank)) is not None]
+    stuck = [(rank, buffer.stuck) for rank in sorted(reached) if (buffer := monitor.directory.buffer_of(rank)) is not None]
     return verdict_text.deadlock(monitor.directory, [(rank, record) for rank, record in stuck if record is not None])
 
 

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..recording.call_text import fields_of
 from ..recording.job_directory import JobDirectory, is_dead
 from ..recording.recorder import Recorder, differ, unlike
-from ..recording.trace_buffer import ON_DEVICE, SLOT_WORDS, Header, RankState, Record, TraceBuffer, row_of, slots_of
+from ..recording.trace_buffer import (
+    MAY_GO_ON,
+    ON_DEVICE,
+    SLOT_WORDS,
+    Header,
+    RankState,
+    Record,
+    TraceBuffer,
+    row_of,
+    slots_of,
+)
 from ..settings import monotonic_ns
 from .votes import connected, is_divided, minority
 
@@ -110,17 +120,30 @@ def is_lost(m: Member) -> bool:
     return state == RankState.LOST or (state in (RankState.RUNNING, RankState.RAISED) and is_dead(m.buffer))
 
 
-def awaited_ranks(directory: JobDirectory, rank: int) -> list[int]:
-    """Return the ranks that this one has been waiting for, for some time: on the host, or for its device."""
+def awaited(directory: JobDirectory, rank: int) -> list[Member]:
+    """Return the ranks for which this one, or its device, has been waiting for some time, as they are in the collective in which it waits.
+
+    A rank that has not called it is among them, and one that has but whose device waits in an earlier one.
+    """
     buffer = directory.buffer_of(rank)
-    record = None if buffer is None else blocked_for_long(buffer)
+    record = None if buffer is None else _stuck_for_long(buffer)
     if buffer is None or record is None:
         return []
     ranks = [int(r) for r in buffer.group_text(record.group).partition("\t")[2].split(",") if r.isdecimal()]
     key = buffer.group_key(record.group)
     others = [member(directory, key, r, record.sequence) for r in ranks if r != rank]
     on_device = buffer.words[Header.BLOCKED] & ON_DEVICE and fields_of(record.call)[0] in _OF_ALL
-    return [m.rank for m in others if m.came is False or (on_device and _is_held_up(m))]
+    return [m for m in others if m.came is False or (on_device and _is_held_up(m))]
+
+
+def awaited_ranks(directory: JobDirectory, rank: int) -> list[int]:
+    """Return the ranks for which the main thread of this one has been waiting for some time: on the host, or for its device."""
+    return [] if may_go_on(directory.buffer_of(rank)) else [m.rank for m in awaited(directory, rank)]
+
+
+def may_go_on(buffer: TraceBuffer | None) -> bool:
+    """Return whether a rank may call other collectives, as far as is known, while its device waits."""
+    return buffer is None or bool(buffer.words[Header.BLOCKED] & MAY_GO_ON)
 
 
 def _is_held_up(m: Member) -> bool:
@@ -130,10 +153,14 @@ def _is_held_up(m: Member) -> bool:
     """
     if m.buffer is None or not m.buffer.words[Header.BLOCKED] & ON_DEVICE:
         return False
-    first, here = blocked_for_long(m.buffer), m.record
+    first, here = _stuck_for_long(m.buffer), m.record
     return first is not None and here is not None and 0 < first.end <= here.start and here.end > 0
 
 
 def blocked_for_long(buffer: TraceBuffer) -> Record | None:
     """Return the collective that a rank has been blocked in for some time, if any."""
-    return buffer.blocked if monotonic_ns() - buffer.words[Header.BLOCKED_SINCE] >= STABLE_NS // 2 else None
+    return None if may_go_on(buffer) else _stuck_for_long(buffer)
+
+
+def _stuck_for_long(buffer: TraceBuffer) -> Record | None:
+    return buffer.stuck if monotonic_ns() - buffer.words[Header.BLOCKED_SINCE] >= STABLE_NS // 2 else None

@@ -31,7 +31,7 @@ from ..diagnosis import diagnose
 from ..recording.files import folder_prefix
 from ..recording.job_directory import JobDirectory, boot_id
 from ..recording.recorder import Recorder, unlike
-from ..recording.trace_buffer import ON_DEVICE, SLOT_WORDS, Header, RankState, TraceBuffer, slots_of
+from ..recording.trace_buffer import MAY_GO_ON, SLOT_WORDS, Header, RankState, TraceBuffer, slots_of
 from ..settings import _seconds
 from ..verdict import Verdict
 from .mirror import BufferCopy, BufferSource, make_copy
@@ -173,7 +173,7 @@ class Relay:
         self._mine = mine
 
     def _pause(self) -> float:
-        waits = any(0 < buffer.words[Header.BLOCKED] < ON_DEVICE for buffer in self._buffers())
+        waits = any(0 < buffer.words[Header.BLOCKED] < MAY_GO_ON for buffer in self._buffers())
         return (_EAGER_S if waits else _TICK_S) * max(1.0, len(self._others) / _FEW_HOSTS)
 
     def _buffers(self) -> list[TraceBuffer]:

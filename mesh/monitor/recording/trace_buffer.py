@@ -34,7 +34,8 @@ SPLITS = RING + RECORDS * RECORD_WORDS  # splits of the last few all_to_alls tha
 SPLIT_ENTRIES, MOST_SPLITS = 16, 64
 _SPLIT_WORDS = 2 * MOST_SPLITS
 LINE_BITS = 192
-ON_DEVICE = 1 << 63  # in Header.BLOCKED: the main thread waits for an accelerator, whose stream waits in the collective
+# Bits in Header.BLOCKED: a stream of an accelerator waits in the collective, for which the main thread waits; or for which it may not wait.
+ON_DEVICE, MAY_GO_ON = 1 << 63, 1 << 62
 _TEXT = (SPLITS + SPLIT_ENTRIES * _SPLIT_WORDS) * 8  # in bytes
 BUFFER_BYTES = _TEXT + TEXT_BYTES
 MAGIC = 0x7368617264_000000 + BUFFER_BYTES  # "shard"; another version of the layout has another size
@@ -53,7 +54,7 @@ class Header:
 
     MAGIC, RANK, SIZE, PID, BORN, CLOCK = range(6)
     HEARTBEAT, STATE, DOING = 6, 7, 8  # DOING: a text
-    BLOCKED, BLOCKED_SINCE = 9, 10  # number of the record that the main thread is blocked in, plus 1; may have the bit ON_DEVICE
+    BLOCKED, BLOCKED_SINCE = 9, 10  # number of the record that the main thread is blocked in, plus 1, and the bits ON_DEVICE, MAY_GO_ON
     RECORDS, TEXT_END, GROUPS = 11, 12, 13
     STACK_WANTED, STACK_GIVEN, STACK_BYTES = 14, 15, 16
     PAUSED, STEP = 17, 18
@@ -248,8 +249,13 @@ class TraceBuffer:
     @property
     def blocked(self) -> Record | None:
         """The collective that the rank's main thread is blocked in."""
-        blocked = self.words[Header.BLOCKED] & ~ON_DEVICE
-        return self.record(blocked - 1) if blocked else None
+        return None if self.words[Header.BLOCKED] & MAY_GO_ON else self.stuck
+
+    @property
+    def stuck(self) -> Record | None:
+        """The collective that the rank's main thread is blocked in, or else one that its device waits in."""
+        stuck = self.words[Header.BLOCKED] & ~(ON_DEVICE | MAY_GO_ON)
+        return self.record(stuck - 1) if stuck else None
 
 
 def row_of(number: int) -> int:

@@ -19,7 +19,7 @@ import torch
 from shardmesh.mesh import errors
 from shardmesh.mesh.comm.call_site import frame_of_thread
 from shardmesh.mesh.monitor import communicators, device_waits, termination
-from shardmesh.mesh.monitor.device_waits import waiting_place as real_waiting_place
+from shardmesh.mesh.monitor.device_waits import place_of
 from shardmesh.mesh.monitor.recording import stream_events
 from shardmesh.mesh.monitor.recording.trace_buffer import Header
 from shardmesh.mesh.monitor.settings import settings
@@ -48,10 +48,10 @@ class Event:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The device of all ranks: its current stream, and where the main threads of all ranks wait for it, if they do."""
-    made = SimpleNamespace(stream=1, place=(1, 2))
+    made = SimpleNamespace(stream=1, place=(1, 2), waits=True)
     module = SimpleNamespace(Event=Event, current_stream=lambda _: SimpleNamespace(stream_id=made.stream))
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    monkeypatch.setattr(device_waits, "waiting_place", lambda _: made.place)
+    monkeypatch.setattr(device_waits, "place_of", lambda _: (made.place, made.waits))
     return made
 
 
@@ -162,7 +162,7 @@ def computing(device: SimpleNamespace, three: list[DrivenRank]) -> None:
     launch(three[0], PAIR, ALL)
     launch(three[1], ALL, PAIR)
     launch(three[2], ALL)
-    device.place = None
+    device.waits = False
 
 
 def completed(device: SimpleNamespace, three: list[DrivenRank]) -> None:
@@ -180,6 +180,17 @@ def test_what_is_not_certain_is_no_deadlock(program: Callable[..., None], device
     assert verdict_of(three) is None
 
 
+def test_devices_in_a_deadlock_whose_hosts_are_anywhere(
+    device: SimpleNamespace, three: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as in a launch for which the device's queue has no room."""
+    computing(device, three)
+    monkeypatch.setattr(device_waits, "_STUCK_NS", 1e8)
+    verdict = verdict_of(three, SOON_S)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("deadlock", (0,))
+
+
 # -- a host waits before it calls what others wait for -----------------------------------------------------------------
 
 
@@ -192,12 +203,12 @@ def test_hosts_that_wait_before_the_others_collective_are_a_deadlock(device: Sim
     assert (verdict.kind, verdict.ranks) == ("deadlock", (0,))
 
 
-@pytest.mark.parametrize("place", [(1, 2), None])
+@pytest.mark.parametrize("waits", [True, False])
 def test_a_stall_names_the_rank_that_the_others_wait_for_in_the_end(
-    place: Any, device: SimpleNamespace, three: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
+    waits: bool, device: SimpleNamespace, three: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 waits for rank 1 and that for rank 2, which is as seen only if the hosts are known to wait."""
-    device.place = place
+    device.waits = waits
     launch(three[0], PAIR)
     launch(three[1], ALL)
     assert verdict_of(three[:2]) is None
@@ -205,7 +216,26 @@ def test_a_stall_names_the_rank_that_the_others_wait_for_in_the_end(
     three[0].monitor.watchdog._tick()
     verdict = three[0].monitor.standing()
     assert verdict is not None
-    assert (verdict.kind, verdict.ranks) == ("stall", (2,) if place else (1,))
+    assert (verdict.kind, verdict.ranks) == ("stall", (2,) if waits else (1,))
+
+
+def test_a_rank_whose_host_is_elsewhere_may_come(
+    device: SimpleNamespace, three: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device waits, but what the others wait for is not called yet."""
+    device.waits = False
+    monkeypatch.setattr(device_waits, "_STUCK_NS", 1e8)
+    launch(three[0], PAIR)
+    launch(three[1], ALL)
+    launch(three[2], ALL)
+    assert verdict_of(three) is None
+    assert [rank.buffer.stuck is not None for rank in three] == [True] * 3
+    assert [rank.buffer.blocked for rank in three] == [None] * 3
+    monkeypatch.setattr(settings(), "timeout", 0.1)
+    three[1].monitor.watchdog._tick()
+    verdict = three[1].monitor.standing()
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("stall", (0,)), "as others do not make it wait"
 
 
 def test_a_rank_whose_device_is_slow_still_votes(device: SimpleNamespace, three: list[DrivenRank]) -> None:
@@ -322,10 +352,10 @@ def running(call: Callable[[Stuck], object]) -> Iterator[int]:
 def test_calls_that_wait_for_a_device(call: Callable[[Stuck], object]) -> None:
     with running(call) as ident:
         deadline = time.monotonic() + SOON_S
-        while device_waits.waiting_place(frame_of_thread(ident)) is None:
+        while not place_of(frame_of_thread(ident))[1]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        places = {device_waits.waiting_place(frame_of_thread(ident)) for _ in range(3)}
+        places = {place_of(frame_of_thread(ident)) for _ in range(3)}
     assert len(places) == 1
 
 
@@ -334,7 +364,7 @@ def test_other_calls(call: Callable[[Stuck], object]) -> None:
     with running(call) as ident:
         for _ in range(5):
             time.sleep(0.01)
-            assert device_waits.waiting_place(frame_of_thread(ident)) is None
+            assert not place_of(frame_of_thread(ident))[1]
 
 
 # -- a whole deadlock --------------------------------------------------------------------------------------------------
@@ -352,7 +382,7 @@ def test_a_host_that_waits_in_a_deadlock_raises_it(
     monkeypatch.setattr(nccl_like.NcclLikeBackend, "abort", lambda _: libc.pthread_mutex_unlock(mutex))
     monkeypatch.setattr(communicators, "torch_groups", lambda: [handle])
     monkeypatch.setattr(type(three[0].monitor), "is_of_this_job", lambda _: True)
-    monkeypatch.setattr(device_waits, "waiting_place", real_waiting_place)
+    monkeypatch.setattr(device_waits, "place_of", place_of)
     monkeypatch.setattr(termination, "monitors", [three[0].monitor])
     number = signal.SIGRTMIN + 12
     monkeypatch.setattr(termination, "alarm_signal", number)
