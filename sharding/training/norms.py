@@ -112,11 +112,14 @@ def _powers(tensors: Sequence[Tensor], ord: float, device: torch.device) -> Tens
     for i, part in enumerate(parts):
         groups.setdefault((part.device, part.dtype) if part.numel() else None, []).append(i)
     groups.pop(None, None)  # parts without elements, which have no maximum
-    found = torch.zeros(len(parts), dtype=torch.float64, device=device)
+    rows = [torch.zeros((), dtype=torch.float64, device=device)] * len(parts)
     for (_, dtype), places in groups.items():
         some = torch._foreach_norm([parts[i] for i in places], ord, dtype=_accumulator(dtype))
-        found[places] = torch.stack(list(some)).to(device, torch.float64).real
-    return found if ord == math.inf else found**ord
+        found = torch.stack(list(some)).to(device, torch.float64, non_blocking=True).real
+        for i, row in zip(places, found.unbind(), strict=True):  # an index would be copied to the device, for which the host waits
+            rows[i] = row
+    powers = torch.stack(rows) if rows else torch.zeros(0, dtype=torch.float64, device=device)
+    return powers if ord == math.inf else powers**ord
 
 
 def _real_part(x: Tensor) -> Tensor:

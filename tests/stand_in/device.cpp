@@ -7,6 +7,7 @@
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -100,7 +101,15 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   return to;
 }
 
-at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) { return copy_from(from, to, false); }
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  if (to.sizes() != from.sizes()) {
+    auto* impl = to.unsafeGetTensorImpl();
+    impl->set_storage_keep_dtype(at::empty(from.sizes(), to.options()).storage());
+    impl->set_storage_offset(0);
+    impl->set_sizes_contiguous(from.sizes());
+  }
+  return copy_from(from, to, false);
+}
 
 at::Scalar number(const at::Tensor& x) { return at::_local_scalar_dense(on_host(x)); }
 

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 NAME = "standin"
 _SOURCE = Path(__file__).with_name("device.cpp")
@@ -80,7 +81,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        on_wait("Stream.synchronize")
+        _on_wait("Stream.synchronize")
         run_copies(self.seen)
 
     def __enter__(self) -> Stream:
@@ -104,7 +105,7 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        on_wait("Event.synchronize")
+        _on_wait("Event.synchronize")
         run_copies(self.seen)
 
     def query(self) -> bool:
@@ -113,9 +114,13 @@ class Event:
 
 
 DEFAULT = Stream()
-on_wait: Callable[[str], None] = lambda what: None  # noqa: E731
 _local = threading.local()
-_copies: list[tuple[Stream, int, Callable[[], None]]] = []
+_copies: list[tuple[Stream, int, Callable[[], Any]]] = []
+
+
+def _on_wait(what: str) -> None:
+    for mode in _get_current_dispatch_mode_stack():
+        mode.on_wait(what)  # type: ignore[attr-defined]
 
 
 def _streams() -> list[Stream]:
@@ -128,7 +133,7 @@ def current_stream(device: Any = None) -> Stream:
     return _streams()[-1]
 
 
-def delay_copy(copy: Callable[[], None]) -> None:
+def delay_copy(copy: Callable[[], Any]) -> None:
     """Run a copy when the host waits for what the current stream has done so far."""
     stream = current_stream()
     _copies.append((stream, stream.step(), copy))
@@ -146,7 +151,7 @@ def run_copies(seen: dict[Stream, int] | None = None) -> None:
 
 
 def _synchronize(device: Any = None) -> None:
-    on_wait("synchronize")
+    _on_wait("synchronize")
     run_copies()
 
 

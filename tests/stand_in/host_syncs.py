@@ -44,7 +44,7 @@ class HostSyncs(TorchDispatchMode):
         name = func.overloadpacket.__name__
         here = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and _is_device(x.device)]
         if here and self._reads(func, name, args, kwargs):
-            self.record(name)
+            self.on_wait(name)
         self._check_order(here)
         if name == "copy_" and args[0].device != args[1].device:
             return self._copy(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
@@ -56,7 +56,7 @@ class HostSyncs(TorchDispatchMode):
             return args[0]
         out = func(*args, **kwargs)
         if name == "lift_fresh" and _is_device(out.device):
-            self.record("torch.tensor(device=)")
+            self.on_wait("torch.tensor(device=)")
         stream = device.current_stream()
         number = stream.step()
         for x in pytree.tree_leaves(out):
@@ -78,18 +78,18 @@ class HostSyncs(TorchDispatchMode):
         for x in tensors:
             stream, number = self.writers.get(x.untyped_storage().data_ptr(), (device.current_stream(), 0))
             if number > seen.get(stream, 0):
-                self.record("race between streams")
+                self.on_wait("race between streams")
 
     def _copy(self, dst: Tensor, src: Tensor, non_blocking: bool) -> Tensor:
         host = src if _is_device(dst.device) else dst
         if not host.numel():
             return dst
         if not (non_blocking and host.is_pinned()):
-            self.record(f"{'pageable' if non_blocking else 'blocking'} copy to the {'device' if host is src else 'host'}")
+            self.on_wait(f"{'pageable' if non_blocking else 'blocking'} copy to the {'device' if host is src else 'host'}")
         elif host is dst:
             values = src.cpu().to(dst.dtype)  # of now: later writes come after the copy in the stream
             _spoil(dst)
-            device.delay_copy(lambda: dst.copy_(values) and None)
+            device.delay_copy(lambda: dst.copy_(values))
             return dst
         dst.copy_(src.to(dst.device))
         return dst
@@ -102,7 +102,7 @@ class HostSyncs(TorchDispatchMode):
             out = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, pin_memory=True)  # as torch does on CUDA
         return self._copy(out, x, non_blocking)
 
-    def record(self, what: str) -> None:
+    def on_wait(self, what: str) -> None:
         self.found.append(f"{what} at {_line()}")
 
 
@@ -140,9 +140,7 @@ def _line() -> str:
 def host_syncs() -> Iterator[list[str]]:
     """Record where the host waits for the device inside the block."""
     with HostSyncs() as mode:
-        before, device.on_wait = device.on_wait, mode.record
         try:
             yield mode.found
         finally:
-            device.on_wait = before
             device.run_copies()

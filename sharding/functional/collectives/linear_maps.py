@@ -273,7 +273,8 @@ class AllToAllRowsMap(LinearMap):
         self._by_group = self._by_place = None
         if axes.order is not None:
             with outside_of_transforms():
-                self._by_group, self._by_place = torch.tensor([axes.order.index(i) for i in range(axes.size)]), torch.tensor(axes.order)
+                orders: Any = ([axes.order.index(i) for i in range(axes.size)], axes.order)
+                self._by_group, self._by_place = (torch.tensor(order, device=axes.mesh.device) for order in orders)
 
     @property
     def transpose(self) -> LinearMap:

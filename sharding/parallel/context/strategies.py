@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....kernels.host_copies import to_device
 from ...layout.layout import Layout, distinct_mesh_names
 from ...layout.spec import Cut, P
 from ...ops.rules.decomposition_utils import part_sizes, splitting_axes, with_dim
@@ -163,7 +164,7 @@ def _with_heads(ring: Ring, q: Layout, k: Layout) -> Run:
     if stop - start <= 1 or (a % group == 0 and b % group == 0):
         return lambda q, k, v: ring(q, *[x.narrow(HEADS, start - first, stop - start) for x in (k, v)])
     heads = [head // group - first for head in range(a, b)]
-    return lambda q, k, v: ring(q, *[x.index_select(HEADS, torch.tensor(heads, device=x.device)) for x in (k, v)])
+    return lambda q, k, v: ring(q, *[x.index_select(HEADS, to_device(heads, torch.int64, x.device)) for x in (k, v)])
 
 
 # -- all_to_all -------------------------------------------------------------------------------------------------------

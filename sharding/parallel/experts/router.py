@@ -73,7 +73,8 @@ def _counts(logits: Tensor, experts: Any, count: int, dtype: torch.dtype) -> Ten
     """Return how many choices each expert gets."""
 
     def counted(part: Tensor) -> Tensor:
-        return part.flatten().bincount(minlength=count).to(dtype)
+        flat = part.flatten()  # the host waits for a bincount
+        return flat.new_zeros(count).scatter_add_(0, flat, torch.ones_like(flat)).to(dtype)
 
     if not isinstance(logits, ShardedTensor) and not isinstance(experts, ShardedTensor):
         return counted(experts)

@@ -11,14 +11,16 @@ Ranks exchange how many of their tokens chose each expert; all sizes follow from
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....kernels.host_copies import start_to_host, to_device
 from ...layout.layout import Layout
 from ...ops.lineage import backward_comm_context
 from ...ops.rules.decomposition_utils import splitting_axes
@@ -58,28 +60,53 @@ class ExpertGroup:
         return [e for start, stop in self.experts for e in range(start, stop)]
 
 
-@dataclass(frozen=True)
 class TokenDispatch:
     """Which rows this rank sends and receives.
 
-    Attributes:
+    Sizes of messages must be known on the host, to which they are copied once; it waits for them when they are first used.
+
+    Args:
         peers: the ranks that exchange rows.
-        slots: the flat index of (token, choice) for each row that is sent, in sending order.
-        counts: [source, expert]: the number of rows that each rank of the group sends to each expert, on all ranks.
+        order: the flat indices of all (token, choice), those that are sent first, in sending order.
+        counts: waits for [rank, expert+1], on the host: the number of rows that each rank sends to each expert, and that of its
+            choices that are not the index of an expert.
+        ranks: the ranks of `counts`.
+        places: the index in `ranks` of each peer.
     """
 
-    peers: ExpertGroup
-    slots: Tensor
-    counts: list[list[int]]
+    def __init__(
+        self, peers: ExpertGroup, order: Tensor, counts: Callable[[], Tensor], ranks: Sequence[int], places: Sequence[int]
+    ) -> None:
+        self.peers, self._order, self._wait, self._ranks, self._places = peers, order, counts, ranks, places
+
+    @cached_property
+    def counts(self) -> list[list[int]]:
+        """[source, expert]: the number of rows that each rank of the group sends to each expert, on all ranks.
+
+        Raises:
+            ValueError: see `make_dispatch`.
+        """
+        counts = self._wait()
+        wrong = counts[:, -1].tolist()
+        if any(wrong):
+            by_rank = {rank: n for rank, n in zip(self._ranks, wrong, strict=True) if n}
+            last = counts.shape[1] - 2
+            raise ValueError(f"moe: tokens choose experts that do not exist (by rank: {by_rank}); choices are from 0 to {last}")
+        return [counts[i, :-1].tolist() for i in self._places]
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """The flat index of (token, choice) for each row that is sent, in sending order."""
+        return self._order[: sum(self._send_sizes)]
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Send rows, in the order of `slots`; return the rows for this rank's experts, sorted by expert. Communication: one all_to_all."""
         arrived = all_to_all_v(rows, self.peers, self._recv_sizes, self._send_sizes)
-        return arrived.index_select(0, self._by_expert(rows.device))
+        return arrived.index_select(0, self._by_expert)
 
     def combine(self, rows: Tensor) -> Tensor:
         """Send the experts' results back; return them in the order of `slots`. Communication: one all_to_all."""
-        by_source = rows.index_select(0, self._by_expert(rows.device).argsort())
+        by_source = rows.index_select(0, self._by_expert.argsort())
         return all_to_all_v(by_source, self.peers, self._send_sizes, self._recv_sizes)
 
     @property
@@ -98,12 +125,14 @@ class TokenDispatch:
         start, stop = self.peers.experts[self.peers.me]
         return [sum(row[start:stop]) for row in self.counts]
 
-    def _by_expert(self, device: torch.device) -> Tensor:
-        """Return the permutation from received order (by source, then expert) to expert order."""
+    @cached_property
+    def _by_expert(self) -> Tensor:
+        """The permutation from received order (by source, then expert) to expert order."""
         start, stop = self.peers.experts[self.peers.me]
-        lengths = torch.tensor([n for row in self.counts for n in row[start:stop]], dtype=torch.int64, device=device)
+        device, sizes = self._order.device, [n for row in self.counts for n in row[start:stop]]
         experts = torch.arange(stop - start, device=device).repeat(len(self.counts))
-        return experts.repeat_interleave(lengths).argsort(stable=True)
+        lengths = to_device(sizes, torch.int64, device)
+        return experts.repeat_interleave(lengths, output_size=sum(sizes)).argsort(stable=True)
 
 
 def make_dispatch(chosen: Tensor, layout: Layout, peers: ExpertGroup, capacity: int | None) -> TokenDispatch:
@@ -116,60 +145,60 @@ def make_dispatch(chosen: Tensor, layout: Layout, peers: ExpertGroup, capacity: 
             are in the order of the global batch, so the result is the same on every mesh.
 
     Raises:
-        ValueError: on every rank of the all_gather: a choice is not the index of an expert.
+        ValueError: on every rank of the all_gather, when the counts are first used: a choice is not the index of an expert.
 
     Communication: one all_gather of counts over the axes of the experts, one number per expert; with a capacity also over the axes of
         the tokens, one per expert, choice and run of consecutive tokens of the batch.
     """
     if capacity is None:
-        table = _all_counts(_counted(chosen.reshape(1, -1, 1), peers.count), peers.mesh, peers.axes)
-        kept = torch.ones(chosen.numel(), dtype=torch.bool, device=chosen.device)
-        return TokenDispatch(peers, _slots(chosen, kept, peers), table[:, 0, 0].tolist())
+        valid = _valid(chosen.reshape(1, -1, 1), peers.count)
+        table = _all_counts(_counted(valid, peers.count), peers.mesh, peers.axes)
+        counts = start_to_host(table[:, 0, 0])
+        ranks = peers.group.ranks
+        return TokenDispatch(peers, _sorted(valid.flatten(), peers), counts, ranks, range(len(ranks)))
     runs = _Runs(layout, peers)
     count, choices = runs.count_here, chosen.shape[-1]
-    mine = chosen.reshape(count, chosen.numel() // max(1, count * choices), choices)
-    counts = _counted(mine, peers.count)
+    valid = _valid(chosen.reshape(count, chosen.numel() // max(1, count * choices), choices), peers.count)
+    counts = _counted(valid, peers.count)
     padded = counts.new_zeros(runs.most, *counts.shape[1:])
     padded[: len(counts)] = counts
     table = _all_counts(padded, peers.mesh, runs.axes)
+    wrong, table = table[..., -1].sum((1, 2)), table[..., :-1]
     before = _before(table, runs)
-    kept = _position(mine, counts, before[runs.me, : len(counts)].to(chosen.device)) < capacity
     taken = (capacity - before).clamp(min=0).minimum(table).sum((1, 2))
-    return TokenDispatch(peers, _slots(chosen, kept.flatten(), peers), [taken[i].tolist() for i in runs.peers])
+    wait = start_to_host(torch.cat([taken, wrong[:, None]], 1))
+    kept = _position(valid, counts, before[runs.me, : len(counts)]) < capacity
+    sent = torch.where(kept, valid, peers.count).flatten()  # others are sorted to the end
+    return TokenDispatch(peers, _sorted(sent, peers), wait, runs.ranks, runs.peers)
 
 
-def _counted(chosen: Tensor, experts: int) -> Tensor:
+def _valid(chosen: Tensor, experts: int) -> Tensor:
+    """Return the choices, `experts` for invalid ones."""
+    return torch.where((chosen < 0) | (chosen >= experts), experts, chosen)
+
+
+def _counted(valid: Tensor, experts: int) -> Tensor:
     """Count the choices [run token choice] of each expert: [run choice expert+1], the last entry for invalid choices."""
-    runs, _, choices = chosen.shape
-    valid = torch.where((chosen < 0) | (chosen >= experts), experts, chosen)
-    row = torch.arange(runs, device=chosen.device)[:, None, None] * choices + torch.arange(choices, device=chosen.device)
+    runs, _, choices = valid.shape
+    row = torch.arange(runs, device=valid.device)[:, None, None] * choices + torch.arange(choices, device=valid.device)
     flat = (row * (experts + 1) + valid).flatten()
-    return flat.bincount(minlength=runs * choices * (experts + 1)).view(runs, choices, experts + 1)
+    counts = flat.new_zeros(runs * choices * (experts + 1)).scatter_add_(0, flat, torch.ones_like(flat))  # the host waits for a bincount
+    return counts.view(runs, choices, experts + 1)
 
 
 def _all_counts(counts: Tensor, mesh: Any, axes: tuple[str, ...]) -> Tensor:
-    """Return the counts of all ranks in group order, on the CPU, since message sizes depend on them.
-
-    Raises:
-        ValueError: see `make_dispatch`.
-    """
+    """Return the counts of all ranks in group order."""
     group = mesh.group(axes)
     gathered = counts.new_empty(group.size, *counts.shape)
     group.all_gather(gathered, counts)
-    counts_by_rank = gathered.cpu()
-    wrong = counts_by_rank[..., -1].sum(tuple(range(1, counts_by_rank.ndim - 1)))
-    if wrong.any():
-        by_rank = {group.ranks[i]: n for i, n in enumerate(wrong.tolist()) if n}
-        last = counts_by_rank.shape[-1] - 2
-        raise ValueError(f"moe: tokens choose experts that do not exist (by rank: {by_rank}); choices are from 0 to {last}")
-    return counts_by_rank[..., :-1]
+    return gathered
 
 
-def _slots(chosen: Tensor, kept: Tensor, peers: ExpertGroup) -> Tensor:
-    """Return the slots that are kept, sorted by expert, then by token."""
-    order = torch.tensor(peers.order, device=chosen.device).argsort()  # expert -> its position in the sending order
-    slots = kept.nonzero()[:, 0]
-    return slots[order[chosen.flatten()[slots]].argsort(stable=True)]
+def _sorted(valid: Tensor, peers: ExpertGroup) -> Tensor:
+    """Return the slots, sorted by expert, then by token; those of invalid choices last."""
+    position = sorted(range(peers.count), key=peers.order.__getitem__)  # expert -> its position in the sending order
+    position = to_device([*position, peers.count], torch.int64, valid.device)
+    return position[valid].argsort(stable=True)
 
 
 # -- with a capacity --------------------------------------------------------------------------------------------------
@@ -182,7 +211,8 @@ class _Runs:
 
     Attributes:
         axes: the axes that split the tokens or the experts.
-        starts: for each rank of their group, the first token of each run.
+        ranks: the ranks of their group.
+        starts: for each of them, the first token of each run.
         me, peers: indices in that group of this rank and of the ranks that exchange rows with it.
     """
 
@@ -192,6 +222,7 @@ class _Runs:
         self.axes = tuple(dict.fromkeys([*(a for dim in split for a in splitting_axes(layout, dim)), *peers.axes]))
         self._inner, self._shape = max(split, default=0), layout.shape[:-1]
         group = mesh.group(self.axes)
+        self.ranks = group.ranks
         self.starts = [self._starts(layout.box_at(mesh.coordinate_of(rank))) for rank in group.ranks]
         self.me, self.peers = group.rank, [group.ranks.index(rank) for rank in peers.group.ranks]
 
@@ -211,26 +242,25 @@ class _Runs:
 
 def _before(table: Tensor, runs: _Runs) -> Tensor:
     """Return how many rows of each expert precede each run and choice: [rank run choice expert], as `table`."""
-    order = sorted((start, rank, run) for rank, starts in enumerate(runs.starts) for run, start in enumerate(starts))
-    ranks, numbers = torch.tensor([[rank for _, rank, _ in order], [run for *_, run in order]])
-    in_order = table[ranks, numbers]
+    starts = sorted((start, rank, run) for rank, starts in enumerate(runs.starts) for run, start in enumerate(starts))
+    order = to_device([rank * runs.most + run for _, rank, run in starts], torch.int64, table.device)
+    in_order = table.flatten(0, 1).index_select(0, order)
     of_choice = in_order.sum(0)
-    before = torch.zeros_like(table)
-    before[ranks, numbers] = in_order.cumsum(0) - in_order + (of_choice.cumsum(0) - of_choice)
-    return before
+    before = in_order.cumsum(0) - in_order + (of_choice.cumsum(0) - of_choice)
+    return torch.zeros_like(table).flatten(0, 1).index_copy(0, order, before).view_as(table)
 
 
-def _position(chosen: Tensor, counts: Tensor, before: Tensor) -> Tensor:
+def _position(valid: Tensor, counts: Tensor, before: Tensor) -> Tensor:
     """Return each token's position [run token choice] among all that choose its expert, in the order of admission."""
-    runs, _, choices = chosen.shape
-    row = torch.arange(runs, device=chosen.device)[:, None, None] * choices + torch.arange(choices, device=chosen.device)
-    key = (row * before.shape[-1] + chosen).flatten()
+    runs, _, choices = valid.shape
+    row = torch.arange(runs, device=valid.device)[:, None, None] * choices + torch.arange(choices, device=valid.device)
+    key = (row * counts.shape[-1] + valid).flatten()
     order = key.argsort(stable=True)
-    many = counts[..., :-1].flatten()
-    shift = before.flatten() - (many.cumsum(0) - many)
+    many = counts.flatten()
+    shift = torch.nn.functional.pad(before, (0, 1)).flatten() - (many.cumsum(0) - many)
     place = torch.empty_like(key)
     place[order] = torch.arange(len(key), device=key.device) + shift[key[order]]
-    return place.view_as(chosen)
+    return place.view_as(valid)
 
 
 # -- communication ----------------------------------------------------------------------------------------------------

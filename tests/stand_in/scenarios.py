@@ -1,0 +1,205 @@
+"""Training steps on the device "standin", each run twice; what the host waits for in the second run, as JSON.
+
+    python -m tests.stand_in.scenarios
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.parallel import data_parallel, fully_shard
+from tests.stand_in import device
+from tests.stand_in.host_syncs import host_syncs
+
+Step = Callable[[], Any]
+DEVICE = device.NAME
+D, HIDDEN, BATCH, SEQUENCE, EXPERTS = 8, 16, 4, 8, 6
+
+
+def mesh_of(*sizes: int, names: Sequence[str]) -> sm.DeviceMesh:
+    return sm.init_device_mesh(DEVICE, sizes, axis_names=names)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE)
+
+
+def sharded(mesh: sm.DeviceMesh, spec: P, *shape: int, grad: bool = False) -> Any:
+    return sm.distribute_tensor(randn(*shape), mesh, spec, src_data_rank=None).requires_grad_(grad)
+
+
+def mlp() -> nn.Sequential:
+    blocks = [nn.Sequential(nn.LayerNorm(D), nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D)) for _ in range(3)]
+    return nn.Sequential(*blocks).to(DEVICE)
+
+
+def training(model: nn.Module, x: Any, clip: bool = True, fused: bool | None = None) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    average = sm.training.EMA(model, 0.9)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        if clip:
+            sm.training.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+
+    return step
+
+
+# -- data parallelism --------------------------------------------------------------------------------------------------
+
+
+def fsdp(*sizes: int, **options: Any) -> Step:
+    mesh = mesh_of(*sizes, names=("rep", "dp")[-len(sizes) :])
+    return training(fully_shard(mlp(), mesh, units="*", **options), randn(BATCH, D))
+
+
+def zero(**axes: str) -> Step:
+    mesh = mesh_of(4, names=("dp",))
+    return training(data_parallel(mlp(), mesh, units="*", **axes), randn(BATCH, D))
+
+
+def accumulated() -> Step:
+    mesh = mesh_of(4, names=("dp",))
+    model, x = fully_shard(mlp(), mesh, units="*"), randn(BATCH, D)
+
+    def step() -> None:
+        with sm.accumulate_grads():
+            for _ in range(2):
+                model(x).square().mean().backward()
+
+    return step
+
+
+# -- tensor, sequence, context and expert parallelism ------------------------------------------------------------------
+
+
+def tensor_parallel(stream: P) -> Step:
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    plan = {"*.0": sm.parallel.sequence_parallel(1, out=P()), "*.1": sm.parallel.colwise(), "*.3": sm.parallel.rowwise(out=stream)}
+    model = sm.parallel.parallelize(mlp(), mesh, plan, src_data_rank=None)
+    return training(model, sharded(mesh, P("dp"), BATCH, SEQUENCE, D))
+
+
+def attention(spec: P, **options: Any) -> Step:
+    mesh = mesh_of(4, names=("cp",))
+    leaves = [sharded(mesh, spec, 2, 4, SEQUENCE, D, grad=True) for _ in range(3)]
+    given = [sm.parallel.balance_sequence(x, 2, "cp") if options.get("balanced") else x for x in leaves]
+    return lambda: sm.parallel.context_parallel_attention(*given, axis="cp", **options).sum().backward(inputs=given)
+
+
+def experts(capacity: float | None) -> Step:
+    mesh = mesh_of(4, names=("ep",))
+    x, router = sharded(mesh, P("ep"), BATCH, SEQUENCE, D), sharded(mesh, P(), D, EXPERTS, grad=True)
+    up, down = (sharded(mesh, P("ep"), EXPERTS, *shape, grad=True) for shape in ((D, HIDDEN), (HIDDEN, D)))
+
+    def expert(rows: Tensor, params: Any) -> Tensor:
+        return F.silu(rows @ params[0]) @ params[1]
+
+    def step() -> None:
+        routing = sm.parallel.top_k_routing(x @ router, 2)
+        out = sm.parallel.moe(x, routing, expert, [up, down], capacity=capacity)
+        (out.square().sum() + sm.parallel.load_balance_loss(x @ router, routing.experts)).backward()
+
+    return step
+
+
+# -- redistribution and graphs -----------------------------------------------------------------------------------------
+
+
+def redistributed(src: P, dst: P, rows: int = 8) -> Step:
+    mesh = mesh_of(2, 2, names=("a", "b"))
+    x = sharded(mesh, P(), rows, 8, grad=True)
+
+    def step() -> None:
+        y = (x * x).redistribute(src).redistribute(dst)
+        y.sum().backward()
+
+    return step
+
+
+def compiled() -> Step:
+    mesh = mesh_of(4, names=("dp",))
+    model, x = fully_shard(mlp(), mesh, units="*"), randn(BATCH, D)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True, capturable=False)
+
+    @sm.jit
+    def step(x: Tensor) -> Any:
+        loss = model(x).square().mean()
+        loss.backward()
+        sm.training.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return lambda: step(x)
+
+
+SCENARIOS: dict[str, Callable[[], Step]] = {
+    "ZeRO-1": partial(zero, optimizer="dp"),
+    "ZeRO-2": partial(zero, gradient="dp", optimizer="dp"),
+    "ZeRO-3": partial(zero, parameter="dp", gradient="dp", optimizer="dp"),
+    "data parallel": zero,
+    "FSDP": partial(fsdp, 4),
+    "FSDP, bfloat16": partial(fsdp, 4, mp_policy=sm.parallel.MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "FSDP, 8 bits": partial(fsdp, 4, transport="int8"),
+    "hybrid": partial(fsdp, 2, 2),
+    "FSDP, parameters on the host": partial(fsdp, 4, offload_policy=sm.parallel.CPUOffloadPolicy()),
+    "accumulated gradients": accumulated,
+    "tensor parallel": partial(tensor_parallel, P()),
+    "tensor and sequence parallel": partial(tensor_parallel, P(None, "tp")),
+    "ring attention": partial(attention, P(None, None, "cp"), method="ring", is_causal=True),
+    "balanced ring attention": partial(attention, P(None, None, "cp"), method="ring", is_causal=True, balanced=True),
+    "attention by all_to_all": partial(attention, P(None, None, "cp"), method="all_to_all"),
+    "experts": partial(experts, None),
+    "experts with a capacity": partial(experts, 1.0),
+    "gather and slice": partial(redistributed, P("a"), P(None, "b")),
+    "exchange": partial(redistributed, P("a", "b"), P("b", "a")),
+    "sum": partial(redistributed, P(unreduced={"a"}), P("a")),
+    "uneven": partial(redistributed, P("a", sizes={"a": (7, 1)}), P(None, ("a", "b"))),
+    "sm.jit": compiled,
+}
+
+
+def waits(make: Callable[[], Step]) -> dict[str, int] | str:
+    """Return what the host waited for in the second call of a step, or an error."""
+
+
+    def rank() -> dict[str, int]:
+        torch.manual_seed(0)
+        step = make()
+        step()
+        with host_syncs() as found:
+            step()
+        return dict(Counter(found))
+
+    try:
+        if getattr(make, "func", None) is experts:  # sizes of messages depend on values
+            return sm.simulate(4)(rank)()[0]
+        with sm.debug.null_world(4):
+            return rank()
+    except Exception:
+        return traceback.format_exc()
+
+
+def main() -> None:
+    device.register()
+    torch.set_default_dtype(torch.float32)
+    print(json.dumps({name: waits(make) for name, make in SCENARIOS.items()}))
+
+
+if __name__ == "__main__":
+    main()
