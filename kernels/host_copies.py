@@ -52,6 +52,13 @@ def start_to_host(x: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
+def send(x: Tensor, device: torch.device) -> Tensor:
+    """send(x on the host, device) -> x there; `x.to` would wait for all work of the stream, or for the copy of pageable memory."""
+    if x.device.type != "cpu" or not is_asynchronous(device.type):
+        return x.to(device)
+    return (x if x.is_pinned() else x.pin_memory()).to(device, non_blocking=True)
+
+
 def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """to_device([1, 2], torch.int64, device) -> tensor([1, 2]) there; `torch.tensor(..., device=)` would wait for all work of the stream.
 
@@ -61,3 +68,36 @@ def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -
     if not is_asynchronous(device.type):
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
+
+
+class CopyStream:
+    """A stream of a device that copies to pinned memory next to the computation; `event` tells when.
+
+        compute   backward 2      backward 1
+        copies              grads 2         grads 1   event
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device.type)
+        self._device, self._stream = device, self._module.Stream(device)
+        self._sources: list[tuple[Any, Tensor]] = []  # tensors that are being copied, with an event after each: their memory must stay
+
+    def to_host(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Copy x as it will be after the work that the current stream has so far; return the copy, whose values come later."""
+        out = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True) if out is None else out
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            out.copy_(x, non_blocking=True)
+        self._sources = [(event, source) for event, source in self._sources if not event.query()]
+        self._sources.append((self.event(), x))
+        return out
+
+    def event(self) -> Any:
+        """Return an event after all copies so far."""
+        return self._stream.record_event()
+
+    def wait(self) -> None:
+        """Let the host wait for all copies so far."""
+        if self._sources:
+            self._sources.pop()[0].synchronize()
+            self._sources.clear()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels.host_copies import send
 from ..tensor.sharded_tensor import ShardedTensor
 from .tally import tally_of
 
@@ -115,7 +116,7 @@ def _powers(tensors: Sequence[Tensor], ord: float, device: torch.device) -> Tens
     rows = [torch.zeros((), dtype=torch.float64, device=device)] * len(parts)
     for (_, dtype), places in groups.items():
         some = torch._foreach_norm([parts[i] for i in places], ord, dtype=_accumulator(dtype))
-        found = torch.stack(list(some)).to(device, torch.float64, non_blocking=True).real
+        found = send(torch.stack(list(some)), device).to(torch.float64).real
         for i, row in zip(places, found.unbind(), strict=True):  # an index would be copied to the device, for which the host waits
             rows[i] = row
     powers = torch.stack(rows) if rows else torch.zeros(0, dtype=torch.float64, device=device)

@@ -84,7 +84,7 @@ class HostSyncs(TorchDispatchMode):
         host = src if _is_device(dst.device) else dst
         if not host.numel():
             return dst
-        if not (non_blocking and host.is_pinned()):
+        if not (non_blocking and host.is_pinned() and src.dtype is dst.dtype):  # torch casts into pageable memory
             self.on_wait(f"{'pageable' if non_blocking else 'blocking'} copy to the {'device' if host is src else 'host'}")
         elif host is dst:
             values = src.cpu().to(dst.dtype)  # of now: later writes come after the copy in the stream

@@ -6,9 +6,11 @@ from collections.abc import Collection
 
 from torch import nn
 
+from ....kernels.host_copies import is_asynchronous
 from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh, common_mesh
 from ...tensor.sharded_tensor import ShardedTensor
+from .grads.offloaded_grads import OffloadedGrads
 from .precision import CPUOffloadPolicy, MixedPrecisionPolicy, offload_of, precision_of
 from .schedule import units_in
 from .slot import UnitOptions
@@ -83,7 +85,9 @@ def fully_shard(
     stage, offload = make_zero_stage(mesh, names, names, names), offload_of(offload_policy)
     if offload:
         _check_offload(module, mesh, stage)
-    options = UnitOptions(mesh, stage, precision_of(mp_policy), transport, find_unused_parameters, offload)
+    pinned = offload is not None and offload.pin_memory and is_asynchronous(mesh.device_type)
+    offloaded = OffloadedGrads(mesh.device) if pinned else None
+    options = UnitOptions(mesh, stage, precision_of(mp_policy), transport, find_unused_parameters, offload, offloaded)
     keep = _what_to_keep(mesh, stage, reshard_after_forward)
     return wrap(module, options, units, keep, ignored_params, src_data_rank)
 

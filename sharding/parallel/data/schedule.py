@@ -15,6 +15,7 @@ from torch import nn
 from ....mesh.device_mesh import DeviceMesh
 from ...tensor.autograd import engine_hooks, leaf_grads
 from .grads.grad_bucketing import GradBucketer
+from .grads.offloaded_grads import OffloadedGrads
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -183,12 +184,20 @@ class Schedule:
             engine_hooks.at_end_of_backward(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
+        for offloaded in self._offloaded:
+            offloaded.finish()
         self._release()
         for unit in self.units:
             unit.fill_unused()
 
+    @property
+    def _offloaded(self) -> list[OffloadedGrads]:
+        return list(dict.fromkeys(unit.options.offloaded for unit in self.units if unit.options.offloaded is not None))
+
     def _release(self) -> None:
         self._backward, self._delayed = -1, None
+        for offloaded in self._offloaded:
+            offloaded.drop()
         self._reductions.clear()
         for unit in self.units:
             unit.release()

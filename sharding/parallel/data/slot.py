@@ -13,6 +13,7 @@ from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout
 from ...tensor.sharded_tensor import ShardedTensor
 from ..replaced import mark_replaced
+from .grads.offloaded_grads import OffloadedGrads
 from .precision import CPUOffloadPolicy, MixedPrecisionPolicy
 from .zero_stage import ZeroStage
 
@@ -103,6 +104,7 @@ class UnitOptions:
         transport: see `redistribute`.
         find_unused: whether a parameter may have a gradient on some ranks only.
         offload: whether sharded parameters are kept on the host.
+        offloaded: their gradients, if they are copied while backward continues.
     """
 
     mesh: DeviceMesh
@@ -111,6 +113,7 @@ class UnitOptions:
     transport: str | None = None
     find_unused: bool = False
     offload: CPUOffloadPolicy | None = None
+    offloaded: OffloadedGrads | None = None
 
     @property
     def inside(self) -> UnitOptions:

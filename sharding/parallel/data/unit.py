@@ -385,8 +385,10 @@ class Unit:
 
         Communication: where parameters are replicated, one all_reduce per dtype; for units without sharded parameters see `GradBucketer`.
         """
-        parameters, numbers = self._sharded_parameters(), [i for i in self._reduced_per_unit() if parts[i] is not None]
-        nodes = writer.leaves
+        parameters, nodes = self._sharded_parameters(), writer.leaves
+        if self.options.offloaded is not None:
+            parts = self.options.offloaded.defer(parameters, parts, nodes)
+        numbers = [i for i in self._reduced_per_unit() if parts[i] is not None]
         mine = [i for i in numbers if not parts[i].requires_grad and leaf_grads.may_start(parameters[i], nodes[i])]  # type: ignore[union-attr]
         if not mine:
             return parts

@@ -81,9 +81,8 @@ class Bucket:
         return lambda: self._parts(wait(), scale_after, given)
 
     def _parts(self, piece: Tensor, scale: float, given: Sequence[bool]) -> Grads:
-        shard = self.storage.shard
         scaled = piece if scale == 1 else piece.mul_(scale)
-        parts = self.flat.shards_in(scaled.to(shard.device, shard.dtype))
+        parts = self.flat.shards_in(self.storage.as_shard(scaled))
         return [part if there else None for part, there in zip(parts, given, strict=True)]
 
     def defer(self, grads: Grads) -> None:

@@ -34,7 +34,7 @@ class ParamStorage:
     """
 
     def __init__(self, flat: FlatBucket, dtype: torch.dtype, options: UnitOptions, name: str) -> None:
-        self.flat, self._stage, self._policy, self._offload = flat, options.stage, options.policy, options.offload
+        self.flat, self._stage, self._policy, self._offloaded = flat, options.stage, options.policy, options.offloaded
         self._copies: dict[tuple[str, ...], tuple[Any, Tensor]] = {}
         self._pending: tuple[Any, Callable[[], Tensor]] | None = None
         self._moves, self._address = 0, 0
@@ -45,7 +45,7 @@ class ParamStorage:
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         self.shard = self.flat.empty_shard(dtype, device)
-        if self._offload and self._offload.pin_memory and device.type == "cpu" and self.flat.mesh.device.type == "cuda":
+        if self._offloaded is not None and device.type == "cpu":
             self.shard = self.shard.pin_memory()
         self._shard_views = self.flat.shards_in(self.shard)
 
@@ -64,6 +64,12 @@ class ParamStorage:
         for view, x in moved:
             if view.is_contiguous():
                 x.data = view
+
+    def as_shard(self, piece: Tensor) -> Tensor:
+        """Return a piece of gradients on the device and in the dtype of the shard; on the host its values may come later."""
+        if self._offloaded is not None and self.shard.device != piece.device:
+            return self._offloaded.start(piece, self.shard.dtype)
+        return piece.to(self.shard.device, self.shard.dtype)
 
     # -- gathered ------------------------------------------------------------------------------------------------------
 
@@ -97,7 +103,8 @@ class ParamStorage:
 
     def _shard_in_use(self) -> Tensor:
         """Return the shard on the device, in the dtype in which parameters are used."""
-        return self.shard.to(self.flat.mesh.device, self._policy.used_as(self.shard.dtype), non_blocking=True)
+        shard = self.shard.to(self.flat.mesh.device, non_blocking=True)  # a copy that also casts would wait
+        return shard.to(self._policy.used_as(shard.dtype))
 
     def _find(self, versions: Any, axes: tuple[str, ...]) -> Tensor | None:
         copy = self._copies.get(axes)
