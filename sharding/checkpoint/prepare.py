@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import os
 import threading
@@ -24,6 +23,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from .agreement import agree, all_ranks, run_on_all_ranks
 from .placing import WriteItem, make_write_plan, own_name
 from .saving import SaveJob, on_host, serialize
+from .staging import copy_leaves, small_on_host
 from .storage import folder as folders
 from .storage.lease import Lease, take_lease
 from .storage.manifest import import_format
@@ -60,18 +60,23 @@ def prepare_save(tree: Any, dir: str | os.PathLike[str], step: int | None, keep:
     agree(group, "save", {"": f"dir={os.fspath(dir)!r}, step={step}, keep={keep}", **state.lines})
     state = _reduce_pending(state)
     plan = make_write_plan(state.leaves, world)
-    held = _held(state, plan, world.rank, copies)
+    held, ready = _held(state, plan, world.rank), None
+    if copies:
+        held, ready = copy_leaves(held, world)
     paths = dict(torch_paths(state.structure))
     paths |= {piece.name: _own_path(piece.name, paths) for piece in plan if piece.name not in paths}
     unfinished, number, nonce, lease = _begin(group, Path(dir), step, kept=isinstance(world, ProcessWorld))
-    return SaveJob(world.rank, world.size, number, keep, unfinished, nonce, plan, held, state.structure, paths, threading.Event(), lease)
+    return SaveJob(
+        world.rank, world.size, number, keep, unfinished, nonce, plan, held, state.structure, paths,
+        threading.Event(), lease, ready,
+    )  # fmt: skip
 
 
-def _held(state: SaveState, plan: Sequence[WriteItem], rank: int, copies: bool) -> dict[str, Any]:
+def _held(state: SaveState, plan: Sequence[WriteItem], rank: int) -> dict[str, Any]:
     """Return the leaves of which this rank writes a piece."""
     own = {own_name(name, rank): leaf.value for name, leaf in state.leaves.items() if isinstance(leaf, PerRank)}
     mine = {piece.name for piece in plan if piece.rank == rank}
-    return {name: _copy(leaf) if copies else leaf for name, leaf in {**state.leaves, **own}.items() if name in mine}
+    return {name: leaf for name, leaf in {**state.leaves, **own}.items() if name in mine}
 
 
 def _own_path(name: str, paths: dict[str, TreePath]) -> TreePath:
@@ -136,7 +141,7 @@ def state_of(tree: Any, world: World) -> SaveState:
             both = f"{list(paths[name])} and {list(path)}"
             raise ValueError(f"save: two leaves have the name {name!r}, {both}: names are paths joined by dots; rename one")
         found[name], paths[name] = leaf, path
-    lines = {name: _line(name, leaf, world) for name, leaf in found.items()}
+    lines = {name: _line(name, leaf, world) for name, leaf in small_on_host(found, world).items()}
     return SaveState(found, structure_of(tree), lines)
 
 
@@ -187,10 +192,3 @@ def _reduce_pending(state: SaveState) -> SaveState:
 
 def _reduced(leaf: ShardedTensor) -> ShardedTensor:
     return redistribute(leaf.detach(), leaf.spec.with_unreduced({})) if leaf.spec.unreduced else leaf
-
-
-def _copy(leaf: Any) -> Any:
-    """Return a copy on the host."""
-    if isinstance(leaf, ShardedTensor):
-        return ShardedTensor._make_guarded(on_host(leaf._local.detach(), copy=True), leaf._layout, leaf._lineage)
-    return on_host(leaf.detach(), copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)

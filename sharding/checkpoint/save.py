@@ -63,7 +63,8 @@ def save(tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, kee
 def async_save(tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, keep: int | None = None) -> AsyncSave:
     """async_save(tree, dir) -> a handle; a thread writes copies, and the program may change the tree at once.
 
-    The pieces that this rank writes are copied to host memory, written, synced and committed as by `save`, also without `wait()`.
+    The pieces that this rank writes are copied to host memory, written, synced and committed as by `save`, also without `wait()`. On a
+    GPU that memory is pinned and kept for the next save, and the program does not wait for the copies, only later work of the stream.
     A second save, of either kind, waits for the first.
 
     Args: as `save`.

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class SaveJob:
         structure, paths: of the tree.
         stopped: set when rank 0 must stop waiting for others.
         lease: on rank 0, the lease of the folder of checkpoints.
+        ready: waits until the leaves have their values; None if they have.
     """
 
     rank: int
@@ -59,9 +60,12 @@ class SaveJob:
     paths: Mapping[str, TreePath]
     stopped: threading.Event
     lease: Lease | None
+    ready: Callable[[], None] | None = None
 
     def write(self) -> None:
         """Write and sync this rank's pieces, then their list."""
+        if self.ready is not None:
+            self.ready()
         mine = [(number, piece) for number, piece in enumerate(self.plan) if piece.rank == self.rank]
         path = self.unfinished / _file(self.rank)
         try:

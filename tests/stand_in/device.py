@@ -114,7 +114,7 @@ class Event:
 
 
 DEFAULT = Stream()
-_local = threading.local()
+_local, _lock = threading.local(), threading.RLock()
 _copies: list[tuple[Stream, int, Callable[[], Any]]] = []
 
 
@@ -135,19 +135,21 @@ def current_stream(device: Any = None) -> Stream:
 
 def delay_copy(copy: Callable[[], Any]) -> None:
     """Run a copy when the host waits for what the current stream has done so far."""
-    stream = current_stream()
-    _copies.append((stream, stream.step(), copy))
+    with _lock:
+        stream = current_stream()
+        _copies.append((stream, stream.step(), copy))
 
 
 def run_copies(seen: dict[Stream, int] | None = None) -> None:
     """Run the copies up to these places in the streams' queues; by default all."""
-    late = []
-    for stream, number, copy in _copies:
-        if seen is None or number <= seen.get(stream, 0):
-            copy()
-        else:
-            late.append((stream, number, copy))
-    _copies[:] = late
+    with _lock:
+        late = []
+        for stream, number, copy in _copies:
+            if seen is None or number <= seen.get(stream, 0):
+                copy()
+            else:
+                late.append((stream, number, copy))
+        _copies[:] = late
 
 
 def _synchronize(device: Any = None) -> None:
@@ -166,7 +168,7 @@ def _module() -> ModuleType:
     made.__dict__.update(
         is_available=lambda: True, current_device=lambda: 0, device_count=lambda: 1, set_device=lambda device: None,
         is_initialized=lambda: True, _is_in_bad_fork=lambda: False, get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
-        manual_seed_all=lambda seed: None, Stream=Stream, Event=Event, current_stream=current_stream, default_stream=lambda device=None: DEFAULT,
-        stream=_stream, synchronize=_synchronize,
+        manual_seed_all=lambda seed: None, Stream=Stream, Event=Event, current_stream=current_stream, stream=_stream,
+        default_stream=lambda device=None: DEFAULT, synchronize=_synchronize,
     )  # fmt: skip
     return made

@@ -1,11 +1,7 @@
-"""Training steps on the device "standin", each run twice; what the host waits for in the second run, as JSON.
-
-    python -m tests.stand_in.scenarios
-"""
+"""Training steps on the device "standin", each run twice, and what the host waits for in the second run."""
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -131,6 +127,30 @@ def redistributed(src: P, dst: P, rows: int = 8) -> Step:
     return step
 
 
+def started() -> Step:
+    mesh = mesh_of(2, 2, names=("a", "b"))
+    x = sharded(mesh, P("a"), 8, 8)
+
+    def step() -> None:
+        coming = x.redistribute(P(None, "b"), async_op=True)
+        (x * 2).sum()
+        coming.wait()
+
+    return step
+
+
+def mapped() -> Step:
+    mesh = mesh_of(4, names=("a",))
+    x, w = sharded(mesh, P("a"), 8, 8), sharded(mesh, P(), 8, 8, grad=True)
+
+    @sm.shard_map(mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        y = sm.all_gather(x @ w, "a", axis=0, tiled=True)
+        return sm.psum(y.square().sum() * (1 + sm.axis_index("a")), "a")
+
+    return lambda: loss(x, w).backward()
+
+
 def compiled() -> Step:
     mesh = mesh_of(4, names=("dp",))
     model, x = fully_shard(mlp(), mesh, units="*"), randn(BATCH, D)
@@ -170,6 +190,8 @@ SCENARIOS: dict[str, Callable[[], Step]] = {
     "exchange": partial(redistributed, P("a", "b"), P("b", "a")),
     "sum": partial(redistributed, P(unreduced={"a"}), P("a")),
     "uneven": partial(redistributed, P("a", sizes={"a": (7, 1)}), P(None, ("a", "b"))),
+    "asynchronous": started,
+    "shard_map": mapped,
     "sm.jit": compiled,
 }
 
@@ -195,11 +217,5 @@ def waits(make: Callable[[], Step]) -> dict[str, int] | str:
         return traceback.format_exc()
 
 
-def main() -> None:
-    device.register()
-    torch.set_default_dtype(torch.float32)
-    print(json.dumps({name: waits(make) for name, make in SCENARIOS.items()}))
-
-
-if __name__ == "__main__":
-    main()
+def all_waits() -> dict[str, dict[str, int] | str]:
+    return {name: waits(make) for name, make in SCENARIOS.items()}
