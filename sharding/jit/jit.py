@@ -96,20 +96,20 @@ class Entry:
         if not self._same_gradients(leaves):
             slots = self.recording.slots
             return changed_gradient(slots, self._signatures, [signature(slot.get(leaves)) for slot in slots])
-        if not self._same_tensors(*self._kept) or list(map(Tensor.data_ptr, self._kept)) != self._addresses:
-            return self._changed_tensor()
+        same = self._same_tensors(*self._kept) and list(map(Tensor.data_ptr, self._kept)) == self._addresses
+        if not same and (changed := self._changed_tensor()) is not None:  # None if only a dispatch mode is active that was not
+            return changed
         if self.recording.derived and self._guard.was_written():
             return "what the library had made from parameters is outdated"
         if self._overlaps(leaves) != self._overlap:
             return "an argument shares memory with other state of the function than before"
         return None
 
-    def _changed_tensor(self) -> str:
-        """Return which tensor that is taken by reference has changed."""
-        names = self._guard.names
+    def _changed_tensor(self) -> str | None:
+        """Return which tensor that is taken by reference has changed, None if none has."""
         known = zip(self._kept, self._facts, self._addresses, strict=True)
-        x, facts, _ = next(one for one in known if facts_of(one[0]) != one[1] or one[0].data_ptr() != one[2])
-        return changed_tensor(names.get(id(x), "a tensor of the library"), facts, x)
+        found = next((one for one in known if facts_of(one[0]) != one[1] or one[0].data_ptr() != one[2]), None)
+        return found and changed_tensor(self._guard.names.get(id(found[0]), "a tensor of the library"), found[1], found[0])
 
     def _differentiable(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Return the leaves of autograd that results depend on; those that are no arguments behind one tensor, made once."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import shardmesh as sm
 from shardmesh import P
 from tests.device import DEVICE
+from tests.recorded_operators import RecordedOperators
 from tests.sharding.jit.steps import mlp, pair, runs
 from tests.sharding.parallel.compositions import whole
 
@@ -342,3 +343,20 @@ def test_an_instance_attribute() -> None:
         return [*found, f(torch.ones(2))]
 
     both(program)
+
+
+def test_a_dispatch_mode_around_a_call_changes_nothing() -> None:
+    """torch's guards of tensors tell it from none, as under a `FlopCounterMode`."""
+
+    def rank() -> None:
+        x, kept = torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE)
+        f = sm.jit(lambda y: kept * y, backend="eager")
+        for _ in range(3):
+            f(x)
+        ran = runs(f)
+        with RecordedOperators("aten") as called:
+            f(x)
+        assert called.names == ["mul"]
+        assert runs(f) == ran + 1
+
+    sm.simulate(1)(rank)()
