@@ -51,7 +51,7 @@ def attend(state: OnlineSoftmaxState, q: Tensor, k: Tensor, v: Tensor, blocks: S
     """Update the state with these blocks of the local keys."""
     for block in blocks:
         parts = _parts(block, q, k, v)
-        out, lse = (kernel_for(*parts) or _MATMUL).forward(*parts, scale, block.diagonal)
+        out, lse = (kernel_for(*parts, block.diagonal) or _MATMUL).forward(*parts, scale, block.diagonal)
         state.merge(block.q_start, block.q_stop, out, lse)
 
 
@@ -80,7 +80,7 @@ def attend_grads(
     for block in blocks:
         rows, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
         parts = _parts(block, q, k, v)
-        back = (kernel_for(*parts) or _MATMUL).backward
+        back = (kernel_for(*parts, block.diagonal) or _MATMUL).backward
         found = back(grad[..., rows, :], *parts, out[..., rows, :], lse[..., rows], scale, block.diagonal)
         into.q[..., rows, :] += found[0]
         into.k[..., keys, :] += found[1]

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class FlashKernel(NamedTuple):
@@ -25,15 +27,18 @@ class FlashKernel(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def kernel_for(q: Tensor, k: Tensor, v: Tensor) -> FlashKernel | None:
-    """Return a kernel that supports these tensors [b h l e]; there may be fewer key heads."""
+def kernel_for(q: Tensor, k: Tensor, v: Tensor, diagonal: bool = False) -> FlashKernel | None:
+    """Return a kernel that supports these tensors [b h l e]; there may be fewer key heads.
+
+    On CUDA it is that of cuDNN where `F.scaled_dot_product_attention` would use it, else FlashAttention 2.
+    """
     if q.ndim != 4 or v.shape[-1] != q.shape[-1] or not (q.numel() and k.numel()):
         return None
     if q.device.type == "cpu" and _CPU.forward is not None:
         return FlashKernel(_on_cpu, _on_cpu_grads)
     halves = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     if q.is_cuda and _CUDA.forward is not None and halves and torch.cuda.get_device_capability(q.device) >= (8, 0):
-        return FlashKernel(on_cuda, on_cuda_grads)
+        return _CUDNN_KERNEL if _prefers_cudnn(q, k, v, diagonal) else FlashKernel(on_cuda, on_cuda_grads)
     return None
 
 
@@ -49,6 +54,8 @@ def _operators(name: str) -> _Operators:
 
 _CPU = _operators("_scaled_dot_product_flash_attention_for_cpu")
 _CUDA = _operators("_scaled_dot_product_flash_attention")
+_CUDNN = _operators("_scaled_dot_product_cudnn_attention")
+_CUDNN_WIDTH = 128  # wider heads are for inference, and torch's choice does not know that a backward follows
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -87,3 +94,27 @@ def on_cuda_grads(
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # the random state for dropout
     options = (None, None, q.shape[-2], k.shape[-2], 0.0, diagonal, unused, unused)
     return _CUDA.backward(*map(_in_rows, (grad, q, k, v, out)), lse.contiguous(), *options, scale=scale)
+
+
+def _prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, diagonal: bool) -> bool:
+    if _CUDNN.forward is None or q.shape[-1] > _CUDNN_WIDTH:
+        return False
+    with _disable_current_modes():  # it is an operator, and `sm.jit` would record it
+        choice = torch._fused_sdp_choice(q, k, v, None, 0.0, diagonal, enable_gqa=q.shape[1] != k.shape[1])
+    return choice == SDPBackend.CUDNN_ATTENTION.value
+
+
+def on_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _CUDNN.forward(*map(_in_rows, (q, k, v)), None, True, 0.0, diagonal, False, scale=scale)
+    return out, lse.view(q.shape[:-1])  # cuDNN's has one more dim of size 1
+
+
+def on_cudnn_grads(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, diagonal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state for dropout
+    options = (unused, unused, None, None, None, q.shape[-2], k.shape[-2], 0.0, diagonal)
+    return _CUDNN.backward(*map(_in_rows, (grad, q, k, v, out)), lse.contiguous()[..., None], *options, scale=scale)
+
+
+_CUDNN_KERNEL = FlashKernel(on_cudnn, on_cudnn_grads)

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -509,19 +511,35 @@ def test_context_for_another_mesh():
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
-def test_torchs_kernel_accepts_the_arguments():
-    """Its operators are private: their arguments are checked here, on meta tensors."""
+@pytest.mark.parametrize(("forward", "backward"), [(flash.on_cuda, flash.on_cuda_grads), (flash.on_cudnn, flash.on_cudnn_grads)])
+def test_torchs_kernels_accept_the_arguments(forward, backward):
+    """Their operators are private: their arguments are checked here, on meta tensors."""
     q, k, out = (torch.empty(2, n, length, 64, dtype=torch.bfloat16, device="meta") for n, length in ((4, 256), (2, 128), (4, 256)))
-    mix, lse = flash.on_cuda(q, k, k, 0.1, False)
-    grads = flash.on_cuda_grads(out, q, k, k, mix, lse, 0.1, False)
+    mix, lse = forward(q, k, k, 0.1, False)
+    grads = backward(out, q, k, k, mix, lse, 0.1, False)
     assert (mix.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:-1], torch.float32)
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
 
 
+@pytest.mark.parametrize("choice", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_cudnns_kernel_is_used_where_torch_uses_it(choice, width, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, enable_gqa: asked.append((*args[3:], enable_gqa)) or choice.value)
+    with FakeTensorMode():
+        q, k = (torch.empty(2, heads, 16, width, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
+        found = flash.kernel_for(q, k, k, True)
+    is_cudnn = choice is SDPBackend.CUDNN_ATTENTION and width <= 128
+    assert found == ((flash.on_cudnn, flash.on_cudnn_grads) if is_cudnn else (flash.on_cuda, flash.on_cuda_grads))
+    assert asked == ([(None, 0.0, True, True)] if width <= 128 else [])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-def test_torchs_kernel_is_used(causal):
-    """Half precision on CUDA uses the flash kernel for each block, forward and backward, without storing scores."""
+@pytest.mark.parametrize(("backend", "name"), [(SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.CUDNN_ATTENTION, "cudnn")])
+def test_torchs_kernel_is_used(backend, name, causal):
+    """Half precision on CUDA uses a fused kernel for each block, forward and backward, without storing scores."""
     length, heads, width = 256, 4, 64
     q, k, v, pull = (torch.randn(2, h, length, width, device="cuda", dtype=torch.bfloat16) for h in (heads, 2, 2, heads))
     expected = whole(*(x.double() for x in (q, k, v, pull)), is_causal=causal)
@@ -532,11 +550,13 @@ def test_torchs_kernel_is_used(causal):
         with torch.profiler.profile() as profile:
             found = ours(mesh, (q, k, v), [SEQUENCE] * 3, pull, is_causal=causal, balanced=causal)
         names = {event.name for event in profile.events()}
-        assert "aten::_scaled_dot_product_flash_attention" in names
-        assert "aten::_scaled_dot_product_flash_attention_backward" in names
+        assert f"aten::_scaled_dot_product_{name}_attention" in names
+        assert f"aten::_scaled_dot_product_{name}_attention_backward" in names
         return found
 
-    for found in sm.simulate(4)(program)():
+    with sdpa_kernel(backend):
+        all_found = sm.simulate(4)(program)()
+    for found in all_found:
         for got, want in zip(found, expected, strict=True):
             assert (got.double() - want).abs().max() < 0.02 * want.abs().max()
             assert math.isfinite(got.float().sum().item())
