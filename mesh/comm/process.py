@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 
 from .. import errors
 from ..monitor import timeouts
@@ -26,7 +27,7 @@ from ..monitor.torch_calls import hooks
 from . import dtype_encoding
 from .group import Group, Observer
 from .torch_groups import calls
-from .torch_groups.new_group import new_group
+from .torch_groups.new_group import add_host, new_group, without_host
 from .torch_groups.works import PolledWork, TorchWork, WatchedMessages, WatchedWork, mark_stream
 from .work import DONE, Work, and_then
 from .world import World
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from ..device_mesh import DeviceMesh
 
 _settings = settings()
-_EMPTY = torch.empty(0, device="cpu")
+_CPU, _EMPTY = torch.device("cpu"), torch.empty(0, device="cpu")
 _EXIT_DELAY_S = 0.1
 
 
@@ -45,11 +46,11 @@ class ProcessGroup(Group):
     Making a process group waits for all of its ranks, so asking for a `Group` on one rank (to print its ranks, say) must not do it.
     """
 
-    __slots__ = ("_channel", "_connected", "_given")
+    __slots__ = ("_channel", "_connected", "_given", "_lacks_host")
 
     def __init__(self, world: World, ranks: tuple[int, ...], given: dist.ProcessGroup | None = None) -> None:
         super().__init__(world, ranks)
-        self._connected = False
+        self._connected = self._lacks_host = False
         # Weak, because a group that outlives destroy_process_group aborts the process at exit.
         self._given = None if given is None else weakref.ref(given)
         self._channel = None if _is_default(given) else self._given
@@ -64,7 +65,7 @@ class ProcessGroup(Group):
         """
         if self._given is None and dist.is_initialized() and self.size == dist.get_world_size():
             self._given = weakref.ref(_default_group())
-        return self._alive(self._given) if self._given is not None else self.channel
+        return self._alive(self._given) if self._given is not None else self._channel_for(_CPU)
 
     @property
     def channel(self) -> dist.ProcessGroup:
@@ -86,6 +87,27 @@ class ProcessGroup(Group):
             self._channel = weakref.ref(made)
         return made
 
+    def _channel_for(self, device: torch.device) -> dist.ProcessGroup:
+        """Return `channel`, with a backend for the CPU if that is the device.
+
+        Communication: as `channel`; also the first access for the CPU waits for all ranks of the group.
+        """
+        made = self.channel
+        if self._lacks_host and device.type == "cpu":
+            recorder = self.recorder
+            if recorder is not None and recorder.monitor is not None and recorder.called:
+                recorder.monitor.rendezvous(recorder, recorder.called - 1)
+            timeout = timeouts.group_timeout("gloo") if self.world.monitor is not None else None
+            try:
+                add_host(made, timeout or default_pg_timeout)
+            except RuntimeError as error:
+                self._explain(error)
+                raise
+            self._lacks_host = False
+            if timeout is not None:
+                timeouts.manage(made, is_own=True)
+        return made
+
     def _alive(self, reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
         made = reference()
         if made is None:
@@ -105,15 +127,21 @@ class ProcessGroup(Group):
             return _default_group()
         is_monitored = self.world.monitor is not None
         timeout = timeouts.group_timeout(dist.get_backend_config()) if is_monitored else None
+        backends = without_host(dist.get_backend_config())
         try:
-            made = new_group(self.ranks, self.world.job if isinstance(self.world, ProcessWorld) else "", timeout)
+            made = new_group(self.ranks, self.world.job if isinstance(self.world, ProcessWorld) else "", timeout, backends)
         except RuntimeError as error:
-            if self.recorder is not None and self.recorder.monitor is not None:
-                self.recorder.monitor.explain(self.recorder, self.recorder.called - 1, error)
+            self._explain(error)
             raise
         if timeout is not None:
             timeouts.manage(made, is_own=True)
+        self._lacks_host = backends is not None
         return made
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise the monitor's diagnosis of an error while ranks connect, if there is one."""
+        if self.recorder is not None and self.recorder.monitor is not None:
+            self.recorder.monitor.explain(self.recorder, self.recorder.called - 1, error)
 
     def _start(
         self, call: Callable[..., Any], buffers: tuple[Tensor, ...], async_op: bool, *args: Any, kind: type[WatchedWork] = WatchedWork
@@ -125,7 +153,7 @@ class ProcessGroup(Group):
         Args:
             kind: how the host waits for a monitored one.
         """
-        handle, recorder = self.channel, self.recorder
+        handle, recorder = self._channel_for(buffers[0].device), self.recorder
         call = self._as_ours(call)
         watch = self._watch_of(buffers[0])
         if recorder is None or watch is None:
@@ -150,7 +178,7 @@ class ProcessGroup(Group):
         return self._start(calls.all_gather, (out, x), async_op, _flat(out), _flat(x))
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None:
-        if op == "sum" and x.device.type == "cpu" and _is_gloo(self.channel, x.device):
+        if op == "sum" and x.device.type == "cpu" and _is_gloo(self._channel_for(x.device), x.device):
             return self._reduce_scatter_by_all_to_all(out, x, async_op)
         return self._start(calls.reduce_scatter, (out, x), async_op, _flat(out), _flat(x), op)
 
@@ -179,7 +207,7 @@ class ProcessGroup(Group):
         return self._start(calls.broadcast, (x,), async_op, x, src)
 
     def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
-        handle = self.channel
+        handle = self._channel_for(x.device)
         self._connect(handle, x)
         if x.dtype not in dtype_encoding.NATIVE or x.is_neg():
             out, x = dtype_encoding.as_bytes(out), dtype_encoding.as_bytes(x)
@@ -196,7 +224,7 @@ class ProcessGroup(Group):
         """Run one collective of all ranks before the first message: NCCL connects a whole group in its first call if all ranks make it."""
         if not self._connected and x.device.type != "cpu":
             self._as_ours(calls.all_reduce)(x.new_zeros(1, dtype=torch.int32), "sum", group=handle, async_op=False)
-        self._connected = True
+            self._connected = True
 
     def _start_messages(self, handle: dist.ProcessGroup, out: Tensor, x: Tensor, dst: int | None, src: int | None) -> Work:
         ops = []
@@ -237,7 +265,7 @@ class ProcessGroup(Group):
 
     def _host_device(self) -> torch.device:
         """Return the device for data of the host: the CPU if the group has a backend for it, else the bound or current device."""
-        handle = self.channel
+        handle = self._channel_for(_CPU)
         types = {device.type for device in handle._device_types}
         if "cpu" in types:
             return torch.device("cpu")

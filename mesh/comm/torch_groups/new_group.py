@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -17,18 +19,56 @@ _times_made: Counter[tuple[str, tuple[int, ...]]] = Counter()  # by job, so that
 _lock = threading.Lock()
 
 
-def new_group(ranks: Sequence[int], job: str, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Return a new process group with the backends of the default one; called by these ranks only.
+def new_group(ranks: Sequence[int], job: str, timeout: timedelta | None, backends: str | None = None) -> dist.ProcessGroup:
+    """Return a new process group; called by these ranks only. NCCL runs on streams of high priority, so that it overlaps with computation.
 
     Args:
         job: a name of the default group.
         timeout: None for torch's own.
+        backends: such as "cuda:nccl"; None for those of the default group.
 
     Communication: waits for all of these ranks.
     """
+    options = _options(backends or dist.get_backend_config(), timeout)
     with _lock, _names_from_ranks(job), _no_bound_device():
-        made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, timeout=timeout)  # type: ignore[assignment]
+        made: dist.ProcessGroup = dist.new_group(  # type: ignore[assignment]
+            list(ranks), backend=backends, use_local_synchronization=True, timeout=timeout, pg_options=options
+        )
     return made
+
+
+def _options(backends: str, timeout: timedelta | None) -> Any:
+    """Return torch's options of NCCL, None for groups without it; torch warns if their timeout is another than the group's."""
+    if "nccl" not in [part.rpartition(":")[2] for part in backends.split(",")]:
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout or distributed_c10d._get_default_timeout(dist.Backend(backends))
+    return options
+
+
+def without_host(backends: str) -> str | None:
+    """Return the backends without gloo for the CPU, None if they are not gloo there and others elsewhere.
+
+    >>> without_host("cpu:gloo,cuda:nccl"), without_host("gloo"), without_host("cuda:nccl")
+    ('cuda:nccl', None, None)
+    """
+    parts = backends.split(",")
+    others = [part for part in parts if part != "cpu:gloo"]
+    return ",".join(others) if len(others) < len(parts) and others and not any(part.endswith(":gloo") for part in others) else None
+
+
+def add_host(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Add gloo for tensors on the CPU to a process group without it, as torch does for "cpu:gloo" (2.13: _new_process_group_helper).
+
+    Gloo connects each rank with each other at once. Most groups of a job on GPUs never need it.
+
+    Communication: waits for all ranks of the group.
+    """
+    store = distributed_c10d._world.pg_map[group][1]
+    made = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), group.rank(), group.size(), timeout)
+    made.options.global_ranks_in_group = dist.get_process_group_ranks(group)
+    made.options.group_name = group.group_name
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, made)
 
 
 @contextmanager

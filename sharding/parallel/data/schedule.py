@@ -8,12 +8,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ....mesh.device_mesh import DeviceMesh
 from ...tensor.autograd import engine_hooks, leaf_grads
+from ...tensor.sharded_tensor import ShardedTensor
 from .grads.grad_bucketing import GradBucketer
 from .grads.offloaded_grads import OffloadedGrads
 
@@ -145,6 +148,24 @@ class Schedule:
     def _next_unit(self, place: int) -> Unit | None:
         order = self._last_order if self._last_order[:place] == self._order else [] if self._last_order else self.units
         return order[place] if place < len(order) else None
+
+    def before_backward(self, unit: Unit, outputs: Any) -> Any:
+        """Return the outputs of a unit; backward from those of the outermost one begins with the gather of the unit that ran last.
+
+        Without this, that gather would be launched after the backward of what follows the unit, such as the head of a language model, and
+        nothing would be left to overlap with it.
+        """
+        if unit is self.units[0] and len(self.units) > 1 and torch.is_grad_enabled() and engine_hooks.current_backward() == -1:
+            for x in pytree.tree_leaves(outputs):
+                node: Any = getattr(x._local if isinstance(x, ShardedTensor) else x, "grad_fn", None)
+                if node is not None:
+                    node.register_prehook(self._on_first_gradient)
+        return outputs
+
+    def _on_first_gradient(self, _: Any) -> None:
+        last = next((unit for unit in reversed(self._last_order) if unit.saved), None)
+        if last is not None:
+            last.gather()
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Gather the unit that ran before this one; if a reduction is under way, at half of this unit's backward.

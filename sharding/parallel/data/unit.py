@@ -3,7 +3,8 @@
     forward     all_gather -> set the unsharded parameters -> module -> set the sharded ones again -> free
     backward    autograd unpacks a saved parameter -> all_gather -> ... -> reduce the gradients over ranks -> free
 
-No backward hooks on outputs: the first saved parameter that autograd unpacks triggers the gather, whatever reaches the unit and when.
+The first saved parameter that autograd unpacks triggers the gather, whatever reaches the unit and when. Hooks on the outputs of the model
+only launch the first gather earlier.
 """
 
 from __future__ import annotations
@@ -147,10 +148,8 @@ class Unit:
             self._pre_forward(args, kwargs)
             if module is not self.module:
                 return nn.Module.__call__(module, *args, **kwargs)
-            if policy.param_dtype is not None:
-                args, kwargs = policy.inputs((args, kwargs))
-            output = nn.Module.__call__(module, *args, **kwargs)
-            return output if policy.output_dtype is None else policy.outputs(output)
+            args, kwargs = policy.inputs((args, kwargs))
+            return self.schedule.before_backward(self, policy.outputs(nn.Module.__call__(module, *args, **kwargs)))
         finally:
             self._post_forward()
             self.calls.start()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import shardmesh as sm
 from shardmesh.mesh import errors
 from shardmesh.mesh.comm import process
 from shardmesh.mesh.comm.process import ProcessGroup, ProcessWorld, process_world
@@ -121,9 +123,72 @@ def test_groups_have_the_timeout_of_their_backends(
     given: list[Any] = []
     bound_world.monitor = two[1].monitor
     monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    monkeypatch.setattr(process, "new_group", lambda ranks, job, timeout: given.append(timeout) or NcclLikeGroup())
+    monkeypatch.setattr(process, "new_group", lambda ranks, job, timeout, backends: given.append(timeout) or NcclLikeGroup())
     monkeypatch.setattr(timeouts, "manage", lambda handle, is_own: given.append(is_own))
     group: Any = bound_world.group((0, 1))
     _ = group.channel
     bound_world.monitor = None
     assert given == [timedelta(seconds=seconds), True]
+
+
+class Options:
+    """Stands for `ProcessGroupNCCL.Options`."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta(minutes=10)
+
+
+@pytest.mark.parametrize("timeout", [None, timedelta(seconds=360)])
+@pytest.mark.parametrize(
+    ("default", "backends"),
+    [("cpu:gloo,cuda:nccl", "cuda:nccl"), ("nccl", None), ("cpu:gloo,cuda:gloo", None), ("gloo", None), ("cpu:gloo,cuda:fake", "cuda:fake")],
+)
+def test_nccl_has_streams_of_high_priority_and_no_gloo_beside_it(
+    default: str, backends: str | None, timeout: timedelta | None, bound_world: ProcessWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo would connect each rank with each other as soon as the group is made."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "get_backend_config", lambda: default)
+    monkeypatch.setattr(distributed_c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **kwargs: given.update(kwargs) or NcclLikeGroup())
+    monkeypatch.setattr(timeouts, "group_timeout", lambda _: timeout)
+    monkeypatch.setattr(timeouts, "manage", lambda handle, is_own: None)
+    if timeout is not None:
+        monkeypatch.setattr(bound_world, "monitor", object())
+    group: Any = bound_world.group((0, 1))
+    _ = group.channel
+    monkeypatch.setattr(bound_world, "monitor", None)
+    assert (given["backend"], given["timeout"]) == (backends, timeout)
+    options = given["pg_options"]
+    assert (options is not None) == ("nccl" in default)
+    if options is not None:
+        assert options.is_high_priority_stream
+        # torch warns if it differs from the group's
+        assert options._timeout == (timeout or distributed_c10d._get_default_timeout(dist.Backend(backends or default)))
+
+
+def used_on_the_host() -> list[Any]:
+    """Return the devices of a group's backends before and after it is used on the CPU, and the results."""
+    mesh = sm.init_device_mesh("cpu", (2, 1), axis_names=("a", "b"), backend="cpu:gloo,cuda:fake")
+    group: Any = mesh.group("a")
+    found: list[Any] = [sorted(device.type for device in group.channel._device_types)]
+    x = torch.tensor([1.0 + mesh.get_rank()])
+    group.all_reduce(x)
+    y, rest = torch.empty(2), torch.empty(1)
+    group.all_gather(y, x + mesh.get_rank())
+    group.reduce_scatter(rest, y)
+    objects = group.all_gather_object(mesh.get_rank())
+    group.barrier()
+    found += [x.tolist(), y.tolist(), rest.item(), objects]
+    found.append(sorted(device.type for device in group.channel._device_types))
+    sent = torch.empty(1)
+    group.permute(sent, x + mesh.get_rank(), dst=1 - group.rank, src=1 - group.rank)
+    dist.all_reduce(x, group=mesh.get_group("a"))
+    return [*found, sent.item(), x.item()]
+
+
+def test_a_group_has_gloo_once_it_is_used_on_the_host() -> None:
+    first = [["cuda"], [3.0], [3.0, 4.0], 6.0, [0, 1], ["cpu", "cuda"], 4.0, 6.0]
+    second = [["cuda"], [3.0], [3.0, 4.0], 8.0, [0, 1], ["cpu", "cuda"], 3.0, 6.0]
+    assert sm.launch(used_on_the_host, 2) == [first, second]

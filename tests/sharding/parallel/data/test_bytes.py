@@ -16,6 +16,7 @@ from shardmesh.sharding.parallel.data.grads.grad_places import GradWriter
 from shardmesh.sharding.parallel.data.schedule import unit_of
 from shardmesh.sharding.parallel.data.unit import Unit
 from tests.sharding.parallel.data.training import on_ranks
+from tests.sharding.ranks import collectives, launched
 
 D, F, BLOCKS, ITEM = 8, 16, 3, 8
 BLOCK = D * F + F * D  # parameters of a block, and of the outermost unit
@@ -293,6 +294,36 @@ def test_small_units_share_an_all_reduce_without_copies(monkeypatch):
         assert buffers == [2] * 3  # first packed, then put there
         for found, expected in zip(grads, plain.parameters(), strict=True):
             torch.testing.assert_close(found, expected.grad)
+
+
+class _Headed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(*[_Block() for _ in range(BLOCKS)]), nn.Linear(D, D)
+
+    def forward(self, x, hook=None):
+        hidden = self.blocks(x)
+        if hook is not None:
+            hidden.register_hook(hook)
+        return {"logits": self.head(hidden)}
+
+
+def test_the_last_units_gather_overlaps_with_the_head():
+    """It is launched when backward begins, not after the backward of what follows the unit in the model; without backward, never."""
+
+    def program(mesh):
+        made, x, seen = fully_shard(_Headed().double(), mesh, units=_Block), torch.ones(2, D, dtype=torch.float64), []
+        for _ in range(2):
+            made(x)["logits"].sum().backward()
+        with collectives() as records:
+            made(x)
+            loss = made(x, hook=lambda _: seen.append(launched(records)))["logits"].sum()
+            forward = launched(records)
+            loss.backward()
+        return len(forward), [calls[len(forward) :] for calls in seen], launched(records)[len(forward) :].count("all_gather")
+
+    for forward, seen, backward in on_ranks((N,), program):
+        assert (forward, seen, backward) == (BLOCKS + 1 + BLOCKS, [["all_gather"]], BLOCKS)
 
 
 @pytest.mark.parametrize("find", [False, True])
