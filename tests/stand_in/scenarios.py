@@ -68,6 +68,35 @@ def zero(**axes: str) -> Step:
     return training(data_parallel(mlp(), mesh, units="*", **axes), randn(BATCH, D))
 
 
+def scaled() -> Step:
+    mesh = mesh_of(4, names=("dp",))
+    model, x = fully_shard(mlp(), mesh, units="*"), randn(BATCH, D)
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), foreach=True), sm.training.GradScaler(DEVICE)
+
+    def step() -> None:
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        sm.training.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return step
+
+
+def of_matrices() -> Step:
+    mesh = mesh_of(4, names=("dp",))
+    model, x = fully_shard(mlp(), mesh, units="*"), randn(BATCH, D)
+    optimizer = sm.optim.Muon([p for p in model.parameters() if p.ndim == 2])
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def accumulated() -> Step:
     mesh = mesh_of(4, names=("dp",))
     model, x = fully_shard(mlp(), mesh, units="*"), randn(BATCH, D)
@@ -113,7 +142,21 @@ def experts(capacity: float | None) -> Step:
     return step
 
 
-# -- redistribution and graphs -----------------------------------------------------------------------------------------
+# -- operators, redistribution and graphs -----------------------------------------------------------------------------------------
+
+
+def operators() -> Step:
+    mesh = mesh_of(2, 2, names=("a", "b"))
+    w, logits = sharded(mesh, P("b", "a"), 16, 8, grad=True), sharded(mesh, P("a", "b"), 8, 16, grad=True)
+    index = sm.distribute_tensor(torch.zeros(8, dtype=torch.int64, device=DEVICE), mesh, P("a"), src_data_rank=None)
+    picked = sm.distribute_tensor(torch.zeros(2, dtype=torch.int64, device=DEVICE), mesh, P(), src_data_rank=None)
+
+    def step() -> None:
+        found = [w[3:9], w.roll(1, 0), w.softmax(0), w.cumsum(0), w.sort(0).values, torch.cat([w, w]), w.view(4, 4, 8), w[picked]]
+        found += [w.flip(0), w.topk(2, 0).values, w.var(0), w.max(), w.norm(), F.dropout(F.embedding(index, w), 0.1)]
+        (F.cross_entropy(logits, index) + sum(x.sum() for x in found)).backward()
+
+    return step
 
 
 def redistributed(src: P, dst: P, rows: int = 8) -> Step:
@@ -181,6 +224,9 @@ SCENARIOS: dict[str, Callable[[], Step]] = {
     "hybrid": partial(fsdp, 2, 2),
     "FSDP, parameters on the host": partial(fsdp, 4, offload_policy=sm.parallel.CPUOffloadPolicy()),
     "accumulated gradients": accumulated,
+    "GradScaler": scaled,
+    "Muon": of_matrices,
+    "operators": operators,
     "tensor parallel": partial(tensor_parallel, P()),
     "tensor and sequence parallel": partial(tensor_parallel, P(None, "tp")),
     "ring attention": partial(attention, P(None, None, "cp"), method="ring", is_causal=True),

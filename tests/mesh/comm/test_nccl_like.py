@@ -141,7 +141,7 @@ class Options:
 @pytest.mark.parametrize("timeout", [None, timedelta(seconds=360)])
 @pytest.mark.parametrize(
     ("default", "backends"),
-    [("cpu:gloo,cuda:nccl", "cuda:nccl"), ("nccl", None), ("cpu:gloo,cuda:gloo", None), ("gloo", None), ("cpu:gloo,cuda:fake", "cuda:fake")],
+    [("cpu:gloo,cuda:nccl", "cuda:nccl"), ("nccl", None), ("cpu:gloo,cuda:gloo", None), ("gloo", None), ("cpu:gloo,xpu:xccl", "xpu:xccl")],
 )
 def test_nccl_has_streams_of_high_priority_and_no_gloo_beside_it(
     default: str, backends: str | None, timeout: timedelta | None, bound_world: ProcessWorld, monkeypatch: pytest.MonkeyPatch
