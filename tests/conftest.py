@@ -66,11 +66,25 @@ class RootIsNotATestPackage:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device of the tests' meshes and tensors: cpu (the default) or cuda")
+    parser.addoption("--world", choices=["nccl", "nccl-waits"], help="make simulated ranks behave like NCCL's: tests/mesh/simulated/nccl_world.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     device.choose(config.getoption("--device"))
     config.pluginmanager.register(RootIsNotATestPackage())  # a plugin, since hooks in a conftest do not apply to folders above it
+
+
+@pytest.fixture(scope="session", autouse=True)
+def world_of_simulated_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The world that `pytest --world` asks for."""
+    world = request.config.getoption("--world")
+    if world is None:
+        yield
+        return
+    from tests.mesh.simulated.nccl_world import nccl_world  # noqa: PLC0415 - imports shardmesh, which conftest does not otherwise
+
+    with nccl_world(ahead=world == "nccl"):
+        yield
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
