@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from shardmesh.mesh.comm import call_site
 from shardmesh.mesh.comm.transforms import outside_of_transforms
@@ -37,8 +37,8 @@ class StreamHazard(AssertionError):
 
 @contextmanager
 def own_operators() -> Iterator[None]:
-    """Let operators of the tool write any memory, inside transforms and inference mode as well."""
-    with outside_of_transforms(), torch.inference_mode():
+    """Let operators of the tool write any memory, unseen by transforms and by the program's modes."""
+    with outside_of_transforms(), _disable_current_modes(), torch.inference_mode():
         yield
 
 
@@ -111,6 +111,7 @@ class Memory:
 
     Attributes:
         watch: looks at the rank's operators; None to wait at once.
+        has_failed: whether the program has caught an exception, which may have come between a call and its `wait`.
     """
 
     def __init__(self, rank: int) -> None:
@@ -118,6 +119,7 @@ class Memory:
         self.under_way: list[UnderWay] = []
         self.ordered: list[UnderWay] = []
         self.watch: OperatorWatch | None = None
+        self.has_failed = False
 
     @property
     def runs_ahead(self) -> bool:
@@ -147,7 +149,7 @@ class Memory:
 
         Raises: StreamHazard for works that were never waited for.
         """
-        for work in self.under_way:
+        for work in [] if self.has_failed else self.under_way:
             raise StreamHazard(f"rank {self.rank}: nobody waited for {work}.")
         for work in list(self.ordered):
             work.deliver()

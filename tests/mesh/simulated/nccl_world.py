@@ -11,7 +11,7 @@ at a barrier. Unlike NCCL, a wrong program fails and says where:
 
 * An operator uses memory that a collective writes, or writes memory that it reads, before `wait`. So does another collective.
 * Memory is written without an operator, or freed (its storage resized), before `wait`.
-* A work is never waited for.
+* A work is never waited for, unless the program catches an exception by `pytest.raises`.
 * Ranks call different collectives, or wait for each other: the error of the simulated world, where a result is needed.
 
 New memory is filled with poison, as memory that was freed may hold anything.
@@ -27,13 +27,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import torch
+import pytest
 
 from shardmesh.mesh.comm.group import Group
 from shardmesh.mesh.comm.work import Work
@@ -230,6 +231,8 @@ def nccl_world(ahead: bool = True) -> Iterator[None]:
         ahead: whether hosts run on until an operator needs a result; else `wait` and calls without `async_op` wait for it.
     """
     run = simulate._run
+    if not ahead:
+        importlib.import_module("torch._dynamo.trace_rules").add(__name__)  # Dynamo runs this module as Python, as it does the library
 
     def run_late(n: int, prints: str, fn: Callable[[], Any]) -> Any:
         return run(n, prints, functools.partial(_run_rank, fn, ahead))
@@ -238,9 +241,20 @@ def nccl_world(ahead: bool = True) -> Iterator[None]:
         patch.object(simulate, "_run", run_late),
         patch.object(simulate, "Scheduler", LateScheduler),
         patch.object(SimulatedWorld, "_make_group", _make_group),
+        patch.object(pytest.RaisesExc, "__exit__", _noting_exceptions(pytest.RaisesExc.__exit__)),
         host_reads_wait(_memory) if ahead else nullcontext(),
     ):
         yield
+
+
+def _noting_exceptions(method: Callable[..., bool]) -> Callable[..., bool]:
+    def exit_block(raises: Any, kind: Any, *found: Any) -> bool:
+        memory = _memory()
+        if memory is not None and kind is not None:
+            memory.has_failed = True
+        return method(raises, kind, *found)
+
+    return exit_block
 
 
 def _make_group(world: SimulatedWorld, ranks: tuple[int, ...]) -> Group:

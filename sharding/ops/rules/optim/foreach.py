@@ -86,7 +86,8 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
             for row in zip(*lists, strict=True):
                 if type(row[0]) is ShardedTensor:
                     row[0]._lineage = mixed(seed, [x for x in row if type(x) is ShardedTensor])
-            if func.__name__ in _FUSED:  # torch's kernels do not say that they have written
+            # torch's fused kernels do not say that they have written, nor its other ones for the CPU under a dispatch mode.
+            if func.__name__ in _FUSED or (in_place and torch._C._len_torch_dispatch_stack()):
                 torch.autograd.graph.increment_version([_part(x) for x in lists[0] if type(x) is ShardedTensor])
             return result if result is None else lists[0]
         return type(result)(map(_wrapped, result, zip(*lists, strict=True)))

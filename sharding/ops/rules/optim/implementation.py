@@ -73,7 +73,7 @@ def _by_local_device(lists: list[list[Any]], with_indices: bool = False) -> dict
     caller = sys._getframe(2).f_code  # of `Optimizer._group_tensors_by_device_and_dtype`
     if caller in _elementwise and _may_be_parts(lists):
         _note_step(lists)
-        if _elementwise[caller]:  # torch's kernels do not say that they have written
+        if _elementwise[caller] or torch._C._len_torch_dispatch_stack():  # as in `foreach.py`
             torch.autograd.graph.increment_version([x._local for x in lists[0] if type(x) is ShardedTensor])
         return _torchs_grouping(parts, with_indices)
     found = _torchs_grouping(parts, True)

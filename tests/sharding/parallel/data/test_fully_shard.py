@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardmesh as sm
 from shardmesh import P
@@ -212,6 +213,23 @@ def test_values_written_between_forwards_are_used(form):
             made.zero_grad()
 
     on_ranks((2, 2), program)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_steps_under_a_dispatch_mode_are_noticed(optimizer):
+    """torch does not count the writes of the CPU's foreach operators in one."""
+
+    def program(mesh):
+        made, reference = FORMS["zero1"](model(), mesh), model()
+        loss_of(made, *batch(mesh, False)).backward()
+        loss_of(reference).backward()
+        with FlopCounterMode(display=False):
+            for module in (made, reference):
+                optimizer(module.parameters(), lr=0.5, foreach=True).step()
+                module.zero_grad()
+        check_gradients(made, mesh, of=reference)
+
+    on_ranks((2,), program)
 
 
 @pytest.mark.parametrize("write", WRITES)
