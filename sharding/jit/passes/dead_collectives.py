@@ -15,7 +15,8 @@ from .alias import MemoryUse
 def remove_dead_collectives(graph: fx.Graph) -> int:
     """Remove what neither an output nor a write to an input depends on, if it is a collective or has no other effect.
 
-    A write to memory that is not an input is needed if anything needed reads that memory. A `permute` stays: it also sends.
+    A write to memory that is not an input is needed if anything needed reads that memory. A `permute` stays, since it also sends, and so
+    does its wait, until which its buffers are in use.
 
     Returns: how many collectives were removed.
     """
@@ -44,10 +45,11 @@ def _is_root(node: fx.Node, use: MemoryUse) -> bool:
     """Return whether a node has side effects."""
     if node.op != "call_function" or use.writes[node] & use.inputs:
         return True
-    if node.target in OPERATORS:
-        return OPERATORS[node.target] == "permute"  # type: ignore[index]
+    start = node.args[0] if node.target is WAIT else node
+    if isinstance(start, fx.Node) and start.target in OPERATORS:
+        return OPERATORS[start.target] == "permute"  # type: ignore[index]
     # A write that is declared is needed if its memory is; random operators advance a generator.
-    return not (is_pure(node) or node.target is WAIT or (bool(use.writes[node]) and _only_writes(node)))
+    return not (is_pure(node) or (bool(use.writes[node]) and _only_writes(node)))
 
 
 def _only_writes(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from shardmesh.mesh.comm import call_site
@@ -164,12 +165,16 @@ class OperatorWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)
         if any(issubclass(kind, Tensor) and not _is_plain(kind) for kind in types):
             return NotImplemented
         uses = _uses_of(func)
         if uses is not None and (self.memory.under_way or self.memory.ordered):
             self.memory.touch(str(func), _touched(uses, args, kwargs))
         out = func(*args, **kwargs)
+        if out is None and func._schema.name.startswith("aten::_foreach_"):  # torch does not count their writes in a dispatch mode
+            torch.autograd.graph.increment_version([x for x in args[0] if not x.is_inference()])
         if func._schema.name.removeprefix("aten::") in _EMPTY and _is_plain(type(out)) and out.device.type == "cpu":
             with own_operators():
                 filled = out.data

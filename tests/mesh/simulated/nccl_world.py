@@ -47,6 +47,8 @@ from shardmesh.mesh.simulated.simulate import SimulatedGroup, SimulatedWorld
 from shardmesh.mesh.simulated.threads import RankEnded
 from tests.mesh.simulated.late_memory import Buffer, Memory, OperatorWatch, StreamHazard, called_at, host_reads_wait, own_operators
 
+_run = simulate._run
+
 
 class LateRendezvous(Rendezvous):
     """One collective of a group; several may be under way.
@@ -230,12 +232,11 @@ def nccl_world(ahead: bool = True) -> Iterator[None]:
     Args:
         ahead: whether hosts run on until an operator needs a result; else `wait` and calls without `async_op` wait for it.
     """
-    run = simulate._run
     if not ahead:
         importlib.import_module("torch._dynamo.trace_rules").add(__name__)  # Dynamo runs this module as Python, as it does the library
 
     def run_late(n: int, prints: str, fn: Callable[[], Any]) -> Any:
-        return run(n, prints, functools.partial(_run_rank, fn, ahead))
+        return _run(n, prints, functools.partial(_run_rank, fn, ahead))
 
     with (
         patch.object(simulate, "_run", run_late),

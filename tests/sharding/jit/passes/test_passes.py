@@ -35,6 +35,26 @@ def test_a_dead_result_that_is_written_to_an_argument_is_needed() -> None:
     assert before.launches == after.launches == 1
 
 
+def test_a_permute_that_nobody_reads_is_waited_for() -> None:
+    """It stays, since it also sends; until it has been waited for, its buffers are in use."""
+    ended: list[str] = []
+
+    def f(group: Any, x: Tensor) -> list[Tensor]:
+        reduced(group, x)
+        group.permute(torch.empty_like(x), x, dst=1 - group.rank, src=1 - group.rank)
+        return [x * 2]
+
+    def main() -> None:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
+        step = sm.jit(lambda x: f(mesh.group(), x), backend="eager", compiler_options=OFF | {"dead_collectives": True})
+        step(torch.ones(2))
+        mesh.world.observers.append(lambda record: lambda: ended.append(record.op))
+        step(torch.ones(2))
+
+    sm.simulate(2)(main)()
+    assert ended == ["permute", "permute"]
+
+
 def test_equal_collectives_run_once() -> None:
     before, after = on(2, lambda group, x: [reduced(group, x) * 2, reduced(group, x) + 1, reduced(group, x * 2) + 1], "common_collectives")
     assert (before.launches, after.launches) == (3, 2)
