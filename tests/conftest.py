@@ -66,7 +66,7 @@ class RootIsNotATestPackage:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device of the tests' meshes and tensors: cpu (the default) or cuda")
-    parser.addoption("--world", choices=["nccl", "nccl-waits"], help="make simulated ranks behave like NCCL's: tests/mesh/simulated/nccl_world.py")
+    parser.addoption("--world", choices=["nccl", "nccl-waits"], help="let simulated ranks behave like NCCL's: mesh/simulated/nccl_world.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -81,7 +81,7 @@ def world_of_simulated_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     if world is None:
         yield
         return
-    from tests.mesh.simulated.nccl_world import nccl_world  # noqa: PLC0415 - imports shardmesh, which conftest does not otherwise
+    from tests.mesh.simulated.nccl_world import nccl_world
 
     with nccl_world(ahead=world == "nccl"):
         yield

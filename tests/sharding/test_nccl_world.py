@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardmesh.sharding.parallel.context.attention import METHODS
 from tests.device import DEVICE
 from tests.mesh.simulated.nccl_world import nccl_world
 from tests.sharding.parallel.compositions import EVEN, UNEVEN, Composition
@@ -31,7 +32,7 @@ CASES: list[tuple[str, str, tuple[Any, ...]]] = [
     ("parallel.data.test_precision", "test_quantized_transport", ()),
     ("parallel.test_compositions", "test_twenty_steps", (Composition("fsdp", "sp", "plain", EVEN, (2, 1, 2)),)),
     ("parallel.test_compositions", "test_twenty_steps", (Composition("zero2", "tp", "global", UNEVEN, (2, 2)),)),
-    *[("parallel.context.test_attention", "test_equals_full_attention", ("batch", method)) for method in ("ring", "all_gather", "all_to_all")],
+    *[("parallel.context.test_attention", "test_equals_full_attention", ("batch", method)) for method in METHODS],
     ("parallel.context.test_attention", "test_equals_full_attention", ("ragged, one empty", "ring")),
     ("parallel.experts.test_experts", "test_equals_the_dense_mixture", ("batch and sequence", 1.0)),
     ("parallel.test_uneven_inputs", "test_loops_without_end", ()),

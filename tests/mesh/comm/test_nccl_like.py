@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +20,9 @@ import shardmesh as sm
 from shardmesh.mesh import errors
 from shardmesh.mesh.comm import process
 from shardmesh.mesh.comm.process import ProcessGroup, ProcessWorld, process_world
+from shardmesh.mesh.comm.torch_groups.works import TorchWork
 from shardmesh.mesh.monitor import timeouts
-from tests.mesh.comm.nccl_like import CPU, GPU, NcclLikeGroup
+from tests.mesh.comm.nccl_like import CPU, GPU, NcclLikeGroup, NcclLikeWork
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 
 SOON_S = 60.0  # tells an answer from a hang
@@ -76,6 +78,19 @@ def test_a_barrier_uses_the_cpu_backend_also_if_a_device_is_bound(two: list[Driv
     handle = NcclLikeGroup(("cpu", "cuda"), GPU, seconds=0.0)
     group_of(two[0], handle).barrier()
     assert handle.devices == [CPU]
+
+
+# -- works -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_work_keeps_its_buffers_until_it_has_been_waited_for() -> None:
+    """Freed before, their memory could be given to a tensor of another stream. The NCCL-like world (nccl_world.py) relies on it."""
+    x = torch.ones(2)
+    alive, work = weakref.ref(x), TorchWork([NcclLikeWork(NcclLikeGroup(seconds=0.0))], (x,))
+    del x
+    assert alive() is not None
+    work.wait()
+    assert alive() is None
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------

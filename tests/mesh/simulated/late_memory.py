@@ -173,13 +173,11 @@ class OperatorWatch(TorchDispatchMode):
         if uses is not None and (self.memory.under_way or self.memory.ordered):
             self.memory.touch(str(func), _touched(uses, args, kwargs))
         out = func(*args, **kwargs)
-        if out is None and func._schema.name.startswith("aten::_foreach_"):  # torch does not count their writes in a dispatch mode
+        if func._schema.name.startswith("aten::_foreach_") and not func._schema.returns:  # torch does not count their writes here
             torch.autograd.graph.increment_version([x for x in args[0] if not x.is_inference()])
-        if func._schema.name.removeprefix("aten::") in _EMPTY and _is_plain(type(out)) and out.device.type == "cpu":
+        if func._schema.name.removeprefix("aten::") in _EMPTY and _plain(out) and out.is_contiguous() and not out.is_quantized:
             with own_operators():
-                filled = out.data
-                if filled.is_contiguous() and not out.is_quantized:
-                    poison(filled)
+                poison(out.data)
         return out
 
 

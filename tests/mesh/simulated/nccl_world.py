@@ -45,7 +45,15 @@ from shardmesh.mesh.simulated.rendezvous import Arrival, Move, Rendezvous
 from shardmesh.mesh.simulated.scheduler import Scheduler
 from shardmesh.mesh.simulated.simulate import SimulatedGroup, SimulatedWorld
 from shardmesh.mesh.simulated.threads import RankEnded
-from tests.mesh.simulated.late_memory import Buffer, Memory, OperatorWatch, StreamHazard, called_at, host_reads_wait, own_operators
+from tests.mesh.simulated.late_memory import (
+    Buffer,
+    Memory,
+    OperatorWatch,
+    StreamHazard,
+    called_at,
+    host_reads_wait,
+    own_operators,
+)
 
 _run = simulate._run
 
@@ -161,19 +169,18 @@ class LateWork(Work):
         self.group, self.call, self.place = group, call, called_at()
         self.waited, self.error = False, None
         given, written, read = call.buffers, *_roles(call, group.rank)
-        used = {i: i == written for i in (read, written) if i is not None}
+        used = {i: i == written for i in (read, written) if i is not None}  # by number of a buffer: whether it is written
         group.memory.touch(str(call), [(given[i], writes) for i, writes in used.items()])
         with own_operators():
-            by_number = {i: Buffer(given[i], writes) for i, writes in used.items()}
-            self.buffers = list(by_number.values())
-            staged = [by_number[i].before if i in by_number else x for i, x in enumerate(given)]
-            self.out = None if written is None else by_number[written]
-            self.staged = None if written is None else staged[written]
+            found = {i: Buffer(given[i], writes) for i, writes in used.items()}
+            self.out = None if written is None else found[written]
             if self.out is not None:
                 self.out.poison()
-            for buffer in self.buffers:
+            for buffer in found.values():
                 buffer.expect()
-        self.here = group._run(replace(call, buffers=tuple(staged)), move)
+        copies = tuple(found[i].before if i in found else x for i, x in enumerate(given))
+        self.buffers = list(found.values())
+        self.here = group._run(replace(call, buffers=copies), move)
         group.memory.under_way.append(self)
 
     def __str__(self) -> str:
@@ -206,7 +213,7 @@ class LateWork(Work):
             raise
         if self.out is not None and not self.out.is_freed:
             with own_operators():
-                self.out.flat.copy_(self.staged)
+                self.out.flat.copy_(self.out.before)
         self.buffers = []
 
     def is_completed(self) -> bool:
@@ -233,7 +240,9 @@ def nccl_world(ahead: bool = True) -> Iterator[None]:
         ahead: whether hosts run on until an operator needs a result; else `wait` and calls without `async_op` wait for it.
     """
     if not ahead:
-        importlib.import_module("torch._dynamo.trace_rules").add(__name__)  # Dynamo runs this module as Python, as it does the library
+        rules = importlib.import_module("torch._dynamo.trace_rules")
+        for name in (__name__, Memory.__module__):  # Dynamo runs them as Python, as it does the library
+            rules.add(name)
 
     def run_late(n: int, prints: str, fn: Callable[[], Any]) -> Any:
         return _run(n, prints, functools.partial(_run_rank, fn, ahead))
