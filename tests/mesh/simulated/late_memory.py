@@ -28,7 +28,7 @@ _SHAPES_ONLY = {
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 # Methods by which the host reads memory without an operator.
 _HOST_READS = ("numpy", "tolist", "__array__", "__reduce_ex__", "__dlpack__")
-_TOOL = tuple(str(Path(__file__).parent / name) for name in ("late_memory.py", "nccl_world.py"))
+TOOL = tuple(str(Path(__file__).parent / name) for name in ("late_memory.py", "nccl_world.py"))
 _LIBRARY = tuple(path for path in call_site._OURS if not path.endswith("/mesh/"))
 
 
@@ -39,7 +39,7 @@ class StreamHazard(AssertionError):
 @contextmanager
 def own_operators() -> Iterator[None]:
     """Let operators of the tool write any memory, unseen by transforms and by the program's modes."""
-    with outside_of_transforms(), _disable_current_modes(), torch.inference_mode():
+    with outside_of_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode():
         yield
 
 
@@ -172,7 +172,8 @@ class OperatorWatch(TorchDispatchMode):
         uses = _uses_of(func)
         if uses is not None and (self.memory.under_way or self.memory.ordered):
             self.memory.touch(str(func), _touched(uses, args, kwargs))
-        out = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            out = func(*args, **kwargs)
         if func._schema.name.startswith("aten::_foreach_") and not func._schema.returns:  # torch does not count their writes here
             torch.autograd.graph.increment_version([x for x in args[0] if not x.is_inference()])
         if func._schema.name.removeprefix("aten::") in _EMPTY and _plain(out) and out.is_contiguous() and not out.is_quantized:
@@ -236,7 +237,7 @@ def called_at() -> str:
     inner = None
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_TOOL):
+        if not name.startswith(TOOL):
             if not call_site.is_inner(frame.f_code):
                 break
             if inner is None and name.startswith(_LIBRARY):

@@ -36,6 +36,7 @@ from unittest.mock import patch
 
 import pytest
 
+from shardmesh.mesh.comm import call_site
 from shardmesh.mesh.comm.group import Group
 from shardmesh.mesh.comm.work import Work
 from shardmesh.mesh.comm.world import active_world
@@ -46,6 +47,7 @@ from shardmesh.mesh.simulated.scheduler import Scheduler
 from shardmesh.mesh.simulated.simulate import SimulatedGroup, SimulatedWorld
 from shardmesh.mesh.simulated.threads import RankEnded
 from tests.mesh.simulated.late_memory import (
+    TOOL,
     Buffer,
     Memory,
     OperatorWatch,
@@ -252,6 +254,7 @@ def nccl_world(ahead: bool = True) -> Iterator[None]:
         patch.object(simulate, "Scheduler", LateScheduler),
         patch.object(SimulatedWorld, "_make_group", _make_group),
         patch.object(pytest.RaisesExc, "__exit__", _noting_exceptions(pytest.RaisesExc.__exit__)),
+        patch.object(call_site, "_INNER", (*call_site._INNER, *TOOL)),  # in messages the program's line is the one above the tool's
         host_reads_wait(_memory) if ahead else nullcontext(),
     ):
         yield
