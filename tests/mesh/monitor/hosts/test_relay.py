@@ -331,4 +331,5 @@ def test_the_first_collective_that_differs(mine, theirs, wrong, expected):
     neighbour = other.words, other.row, LONG_SLOTS - 1, 0
     assert relay_module._first_difference(one, neighbour, 0, min(mine, theirs)) == expected
     later = (expected or 0) + 1
-    assert relay_module._first_difference(one, neighbour, later, min(mine, theirs)) == next((n for n in wrong if n >= later and expected), None)
+    following = next((n for n in wrong if n >= later and expected), None)
+    assert relay_module._first_difference(one, neighbour, later, min(mine, theirs)) == following
