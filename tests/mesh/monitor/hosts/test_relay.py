@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
@@ -299,7 +300,7 @@ def lineage_of(*hashes: int) -> int:
     return sum(h << at for h, at in zip(hashes, (48, 32, 16), strict=True))
 
 
-def seat_after(count: int, wrong: dict[int, tuple[int, int]]) -> SimpleNamespace:
+def seat_after(count: int, wrong: dict[int, tuple[int, int]]) -> Any:
     """Return a recorder whose row holds the last fingerprints of `count` collectives, some of which (fingerprint, lineage) differ."""
     buffer = TraceBuffer.private(0, 2)
     row = row_of(0)
