@@ -113,7 +113,7 @@ def races() -> list[int]:
             if waits:
                 side.wait_stream(module.current_stream())
             with module.stream(side):
-                x + 1
+                x.add(1)
         found.append(len(seen))
     return found
 

@@ -63,7 +63,7 @@ def fsdp(*sizes: int, **options: Any) -> Step:
     return training(fully_shard(mlp(), mesh, units="*", **options), randn(BATCH, D))
 
 
-def zero(**axes: str) -> Step:
+def zero(**axes: Any) -> Step:
     mesh = mesh_of(4, names=("dp",))
     return training(data_parallel(mlp(), mesh, units="*", **axes), randn(BATCH, D))
 

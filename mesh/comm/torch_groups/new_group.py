@@ -42,7 +42,8 @@ def _options(backends: str, timeout: timedelta | None) -> Any:
     if "nccl" not in [part.rpartition(":")[2] for part in backends.split(",")]:
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout or distributed_c10d._get_default_timeout(dist.Backend(backends))
+    name: Any = dist.Backend(backends)
+    options._timeout = timeout or distributed_c10d._get_default_timeout(name)
     return options
 
 
