@@ -3,7 +3,7 @@
     first launch    Triton binds and specializes the arguments, hashes constants and options, compiles, and launches
     later ones      the compiled kernel is found by what Triton specialized on, and its launcher called with plain addresses
 
-A `Launcher` has what does not change between launches: kernel, grid, constants and options; those that differ only in the grid share
+A `KernelLauncher` has what does not change between launches: kernel, grid, constants and options; those that differ only in the grid share
 compiled kernels. What remains of Triton's key are the dtypes of tensors, whether their addresses, and integers, are multiples of 16, and
 whether integers are 1 or need 64 bits.
 """
@@ -25,7 +25,7 @@ _IS_HIP = torch.version.hip is not None
 _kept: dict[tuple, dict[tuple, tuple[Any, Any, Any]]] = {}  # launcher, function and metadata by kernel, dtypes and constants; by arguments
 
 
-class Launcher:
+class KernelLauncher:
     """A kernel with its grid, constants and options.
 
     Args:

@@ -35,13 +35,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .box import Box, box_origin, box_shape, merge_dims, row_major_strides
-from .device_copies import DeviceCopies
-from .launcher import NO_FUSION, Launcher
+from .launcher import NO_FUSION, KernelLauncher
 from .number_triton import cast, converts_natively, from_e4m3, to_e4m3, widened
 from .quantize_format import LARGEST, RECORD_ALIGNMENT
 from .strided import MAX_ROWS, NEVER, alignment, divisor
 from .strided_triton import addresses, base, quotient
 from .strided_views import next_power_of_two
+from .transfer.device_copies import DeviceCopies
 
 if TYPE_CHECKING:
     from .quantize import Dequantize, Quantize
@@ -217,7 +217,7 @@ class BoxTable:
     rows: DeviceCopies
     grid: int
     constants: dict[str, int]
-    launchers: dict[tuple, Launcher] = field(default_factory=dict)
+    launchers: dict[tuple, KernelLauncher] = field(default_factory=dict)
 
 
 def make_row(tensor: int, strides: Sequence[int], box: Box, starts: Sequence[int], most: int) -> BoxRow:
@@ -318,5 +318,5 @@ def _launch(
     if launcher is None:
         more = {"LARGEST": LARGEST[transport], "MANY": many, "ALIGNED": aligned, "num_warps": 4, **NO_FUSION}
         dtypes = [torch.int8 if x.dtype == torch.uint8 else None for x in given]
-        launcher = table.launchers[key] = Launcher(kernel, (table.grid,), {**table.constants, **more}, dtypes)
+        launcher = table.launchers[key] = KernelLauncher(kernel, (table.grid,), {**table.constants, **more}, dtypes)
     launcher(*given, pointers, rows)

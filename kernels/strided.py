@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .device_copies import DeviceCopies
 from .strided_views import BATCH, UNIT, KernelKind, PlacedView, Row, next_power_of_two, rows_of
 from .strided_views import View as View
 from .strided_views import merge_views as merge_views
+from .transfer.device_copies import DeviceCopies
 
 PROGRAM_BYTES = 1 << 14  # bytes per program: 8 units per thread of 128
 MAX_ACCESSES = 1 << 12  # of one program to one side: 32 per thread, which its registers hold

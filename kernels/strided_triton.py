@@ -23,10 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from . import strided
-from .device_copies import DeviceCopies
-from .launcher import NO_FUSION, Launcher
+from .launcher import NO_FUSION, KernelLauncher
 from .number_triton import cast, widened
 from .strided import SPAN, Table
+from .transfer.device_copies import DeviceCopies
 
 COLUMNS = tl.constexpr(strided.COLUMNS)
 BATCH_AT = tl.constexpr(11)
@@ -313,7 +313,7 @@ def run(
 
 def _launcher(
     table: Table, src: torch.dtype, dst: torch.dtype, reduction: str, is_unscaled: bool, many: tuple[bool, bool]
-) -> Launcher:
+) -> KernelLauncher:
     kind = table.kind
     raw = src == dst and is_unscaled and kind.parts == 1
     dtypes = (_WORDS[dst.itemsize * kind.word],) * 2 if raw else (src, dst)
@@ -325,9 +325,9 @@ def _launcher(
         along_i, along_j = table.lanes
         tiles = {"ALONG_I": along_i, "ALONG_J": along_j, "RUN": kind.run, "PADDED": kind.padded}
         units = {"UNIT_I": kind.unit // kind.word, "UNIT_J": kind.dst_unit // kind.word}
-        return Launcher(move_tiles, (table.programs,), {**tiles, **units, **common}, dtypes)
+        return KernelLauncher(move_tiles, (table.programs,), {**tiles, **units, **common}, dtypes)
     own = {"LANES": table.lanes[0], "UNIT": kind.unit, "GROUP": kind.group, "PARTS": kind.parts, "KIND": reduction}
-    return Launcher(move_rows, (table.programs,), {**own, **common}, dtypes)
+    return KernelLauncher(move_rows, (table.programs,), {**own, **common}, dtypes)
 
 
 def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

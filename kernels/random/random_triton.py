@@ -25,11 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device_copies import DeviceCopies
-from ..launcher import NO_FUSION, Launcher
+from ..launcher import NO_FUSION, KernelLauncher
 from ..number_triton import cast
 from ..strided import divisor
 from ..strided_triton import quotient
+from ..transfer.device_copies import DeviceCopies
 from . import elementary
 from .philox import MULTIPLIERS, WEYL, Distribution, Rows, halves
 
@@ -329,7 +329,7 @@ def launch(out: Tensor, rows: Rows, seed: int, stream: int, distribution: Distri
 
 
 @lru_cache(maxsize=1024)
-def _prepared(rows: Rows, name: str, per_block: int) -> tuple[Launcher, DeviceCopies | None, int]:
+def _prepared(rows: Rows, name: str, per_block: int) -> tuple[KernelLauncher, DeviceCopies | None, int]:
     """Return the launcher, the table of `_table`, and the number of elements before `out`."""
     blocks, flat, skipped = _blocks(rows, per_block)
     programs = -(-rows.count * blocks // LANES)
@@ -337,7 +337,7 @@ def _prepared(rows: Rows, name: str, per_block: int) -> tuple[Launcher, DeviceCo
         "DISTRIBUTION": _DISTRIBUTIONS[name], "PER_BLOCK": per_block, "DIMS": len(rows.sizes), "FLAT": flat,
         "WIDE": programs * LANES >= MAX_LANES, "LANES": LANES, "num_warps": 4, **NO_FUSION,
     }  # fmt: skip
-    return Launcher(draw, (programs,), constants), _table(rows, blocks) if rows.sizes else None, skipped
+    return KernelLauncher(draw, (programs,), constants), _table(rows, blocks) if rows.sizes else None, skipped
 
 
 def _blocks(rows: Rows, per_block: int) -> tuple[int, bool, int]:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launcher import NO_FUSION, Launcher
+from ..launcher import NO_FUSION, KernelLauncher
 from ..number_triton import cast, widened
 from ..quantize_format import LARGEST
 from ..quantize_triton import encoded, units_of
@@ -208,8 +208,8 @@ def launch_barrier(peers: Peers) -> None:
 
 
 @cache
-def _barrier_launcher(size: int) -> Launcher:
-    return Launcher(barrier, (1,), {**_group(size), "num_warps": 1})
+def _barrier_launcher(size: int) -> KernelLauncher:
+    return KernelLauncher(barrier, (1,), {**_group(size), "num_warps": 1})
 
 
 def launch_all_reduce(
@@ -245,13 +245,13 @@ def launch_all_reduce(
 @lru_cache(maxsize=1024)
 def _all_reduce_launcher(
     grid: tuple[int, int], size: int, piece: int, stride: int, itemsize: int, two_shot: bool, has_norm: bool, record: AsRecord | None
-) -> Launcher:
+) -> KernelLauncher:
     lanes = next_power_of_two(stride)
     constants: dict[str, Any] = {
         "LANES": lanes, "PIECE": piece, "STRIDE": stride, "AT_ONCE": _at_once(lanes, itemsize),
         "TWO_SHOT": two_shot, "NORM": has_norm, **_format(record, itemsize), **_group(size), **OPTIONS, **NO_FUSION,
     }  # fmt: skip
-    return Launcher(all_reduce, grid, constants)
+    return KernelLauncher(all_reduce, grid, constants)
 
 
 def _format(record: AsRecord | None, itemsize: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.host_copies import is_asynchronous, record_event
+from ...kernels.transfer.host_copies import is_asynchronous, record_event
 from ...mesh.comm.world import World
 from ..tensor.sharded_tensor import ShardedTensor
 from .saving import on_host

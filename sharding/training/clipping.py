@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ...kernels.host_copies import start_to_host
+from ...kernels.transfer.host_copies import start_to_host
 from .norms import check_reduced, checked_ord, total_norm
 from .tally import tally_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.host_copies import send
+from ...kernels.transfer.host_copies import send
 from ..tensor.sharded_tensor import ShardedTensor
 from .tally import tally_of
 

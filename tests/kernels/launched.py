@@ -5,7 +5,7 @@ arguments go.
         call()
     launches                        [Launch(grid, function, arguments), ...]
 
-`python -m tests.kernels.launched` prints as JSON what differs between the launches of `Launcher` and those of Triton.
+`python -m tests.kernels.launched` prints as JSON what differs between the launches of `KernelLauncher` and those of Triton.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def differing_arguments() -> list[str]:
     """Return the arguments for which a launcher takes another kernel than Triton would."""
     import triton
 
-    from shardmesh.kernels.launcher import Launcher
+    from shardmesh.kernels.launcher import KernelLauncher
     from tests.kernels import toy_kernel
 
     toy: Any = toy_kernel.toy
@@ -146,7 +146,7 @@ def differing_arguments() -> list[str]:
     tensors = [memory, memory[1:], memory[4:], memory.view(torch.int32), memory.view(torch.float64)]
     numbers = [0, 1, 2, 16, 17, -16, (1 << 31) - 1, 1 << 31, 1 << 40, (1 << 40) + 1]
     constants, dtypes, found = {"BLOCK": 8, "num_warps": 1}, [None, torch.int32, torch.int64], []
-    launchers = {dtype: Launcher(toy, (3,), constants, (dtype,)) for dtype in dtypes}  # which read elements as these
+    launchers = {dtype: KernelLauncher(toy, (3,), constants, (dtype,)) for dtype in dtypes}  # which read elements as these
     cases = list(itertools.product(tensors, numbers, [1, 2, 16], dtypes))
     for x, n, k, dtype in cases + cases[::-1]:
         with device() as launches:

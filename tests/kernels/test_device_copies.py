@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardmesh.kernels import device_copies
-from shardmesh.kernels.device_copies import DeviceCopies
+from shardmesh.kernels.transfer import device_copies
+from shardmesh.kernels.transfer.device_copies import DeviceCopies
 
 CUDA = torch.device("cuda", 0)
 

@@ -15,7 +15,7 @@ from tests.stand_in.host_syncs import host_syncs
 from tests.stand_in.scenarios import SCENARIOS, all_waits
 
 # What, how often and why: see docs/communication.md.
-EVENT = "Event.synchronize at kernels/host_copies.py"
+EVENT = "Event.synchronize at kernels/transfer/host_copies.py"
 KNOWN = {
     "FSDP, parameters on the host": {EVENT: 2},  # for gradients, for the norm
     "experts": {EVENT: 1},

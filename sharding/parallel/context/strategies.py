@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....kernels.host_copies import to_device
+from ....kernels.transfer.host_copies import to_device
 from ...layout.layout import Layout, distinct_mesh_names
 from ...layout.spec import Cut, P
 from ...ops.rules.decomposition_utils import part_sizes, splitting_axes, with_dim

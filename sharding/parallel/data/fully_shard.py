@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from ....kernels.host_copies import is_asynchronous
+from ....kernels.transfer.host_copies import is_asynchronous
 from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh, common_mesh
 from ...tensor.sharded_tensor import ShardedTensor

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....kernels.host_copies import start_to_host, to_device
+from ....kernels.transfer.host_copies import start_to_host, to_device
 from ...layout.layout import Layout
 from ...ops.lineage import backward_comm_context
 from ...ops.rules.decomposition_utils import splitting_axes

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .....kernels.host_copies import CopyStream
+from .....kernels.transfer.host_copies import CopyStream
 from ....tensor.autograd import engine_hooks, leaf_grads
 from ....tensor.sharded_tensor import ShardedTensor
 

@@ -1,0 +1,1 @@
+"""Copies between the host and devices that the host does not wait for."""
