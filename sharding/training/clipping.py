@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ...kernels.transfer.host_copies import start_to_host
 from .norms import check_reduced, checked_ord, total_norm
 from .tally import tally_of
 
@@ -134,8 +133,7 @@ def _grads(name: str, parameters: list[Tensor]) -> Mapping[str, Tensor]:
 
 def _scale(grads: list[Tensor], factor: Tensor) -> None:
     for device in {g.device for g in grads}:
-        there = start_to_host(factor)() if device.type == "cpu" else factor.to(device)
-        torch._foreach_mul_([g for g in grads if g.device == device], there)
+        torch._foreach_mul_([g for g in grads if g.device == device], factor.to(device))
 
 
 def _total(name: str, tensors: list[Tensor], ord: float, error_if_nonfinite: bool) -> Tensor:

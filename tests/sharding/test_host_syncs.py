@@ -17,7 +17,7 @@ from tests.stand_in.scenarios import SCENARIOS, all_waits
 # What, how often and why: see docs/communication.md.
 EVENT = "Event.synchronize at kernels/transfer/host_copies.py"
 KNOWN = {
-    "FSDP, parameters on the host": {EVENT: 2},  # for gradients, for the norm
+    "FSDP, parameters on the host": {EVENT: 1, "blocking copy to the host at sharding/training/clipping.py": 1},
     "experts": {EVENT: 1},
     "experts with a capacity": {EVENT: 1},
     "GradScaler": {"_local_scalar_dense at sharding/training/scaler.py": 1},

@@ -70,6 +70,8 @@ def add_host(group: dist.ProcessGroup, timeout: timedelta) -> None:
     made.options.global_ranks_in_group = dist.get_process_group_ranks(group)
     made.options.group_name = group.group_name
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, made)
+    configs = distributed_c10d._world.pg_backend_config
+    configs[group] = f"cpu:gloo,{configs[group]}"
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.transfer.host_copies import start_to_host, to_device
+from ....mesh.comm.tracing import tracing
 from ...layout.layout import Layout
 from ...ops.lineage import backward_comm_context
 from ...ops.rules.decomposition_utils import splitting_axes
@@ -72,12 +73,13 @@ class TokenDispatch:
             choices that are not the index of an expert.
         ranks: the ranks of `counts`.
         places: the index in `ranks` of each peer.
+        drops: whether some (token, choice) may not be sent.
     """
 
     def __init__(
-        self, peers: ExpertGroup, order: Tensor, counts: Callable[[], Tensor], ranks: Sequence[int], places: Sequence[int]
+        self, peers: ExpertGroup, order: Tensor, counts: Callable[[], Tensor], ranks: Sequence[int], places: Sequence[int], drops: bool
     ) -> None:
-        self.peers, self._order, self._wait, self._ranks, self._places = peers, order, counts, ranks, places
+        self.peers, self._order, self._wait, self._ranks, self._places, self._drops = peers, order, counts, ranks, places, drops
 
     @cached_property
     def counts(self) -> list[list[int]]:
@@ -97,7 +99,7 @@ class TokenDispatch:
     @cached_property
     def slots(self) -> Tensor:
         """The flat index of (token, choice) for each row that is sent, in sending order."""
-        return self._order[: sum(self._send_sizes)]
+        return self._order[: sum(self._send_sizes)] if self._drops else self._order
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Send rows, in the order of `slots`; return the rows for this rank's experts, sorted by expert. Communication: one all_to_all."""
@@ -153,9 +155,9 @@ def make_dispatch(chosen: Tensor, layout: Layout, peers: ExpertGroup, capacity: 
     if capacity is None:
         valid = _valid(chosen.reshape(1, -1, 1), peers.count)
         table = _all_counts(_counted(valid, peers.count), peers.mesh, peers.axes)
-        counts = start_to_host(table[:, 0, 0])
+        counts = _start_to_host(table[:, 0, 0])
         ranks = peers.group.ranks
-        return TokenDispatch(peers, _sorted(valid.flatten(), peers), counts, ranks, range(len(ranks)))
+        return TokenDispatch(peers, _sorted(valid.flatten(), peers), counts, ranks, range(len(ranks)), drops=False)
     runs = _Runs(layout, peers)
     count, choices = runs.count_here, chosen.shape[-1]
     valid = _valid(chosen.reshape(count, chosen.numel() // max(1, count * choices), choices), peers.count)
@@ -166,10 +168,15 @@ def make_dispatch(chosen: Tensor, layout: Layout, peers: ExpertGroup, capacity: 
     wrong, table = table[..., -1].sum((1, 2)), table[..., :-1]
     before = _before(table, runs)
     taken = (capacity - before).clamp(min=0).minimum(table).sum((1, 2))
-    wait = start_to_host(torch.cat([taken, wrong[:, None]], 1))
+    wait = _start_to_host(torch.cat([taken, wrong[:, None]], 1))
     kept = _position(valid, counts, before[runs.me, : len(counts)]) < capacity
     sent = torch.where(kept, valid, peers.count).flatten()  # others are sorted to the end
-    return TokenDispatch(peers, _sorted(sent, peers), wait, runs.ranks, runs.peers)
+    return TokenDispatch(peers, _sorted(sent, peers), wait, runs.ranks, runs.peers, drops=True)
+
+
+def _start_to_host(x: Tensor) -> Callable[[], Tensor]:
+    """Start copying to the host; a graph records no events, so it has an ordinary copy."""
+    return x.cpu if tracing.recorder is not None else start_to_host(x)
 
 
 def _valid(chosen: Tensor, experts: int) -> Tensor:

@@ -67,7 +67,7 @@ class ParamStorage:
 
     def as_shard(self, piece: Tensor) -> Tensor:
         """Return a piece of gradients on the device and in the dtype of the shard; on the host its values may come later."""
-        if self._offloaded is not None and self.shard.device != piece.device:
+        if self._offloaded is not None and self.shard.device != piece.device and tracing.recorder is None:  # a graph has no events
             return self._offloaded.start(piece, self.shard.dtype)
         return piece.to(self.shard.device, self.shard.dtype)
 

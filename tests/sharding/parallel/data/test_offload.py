@@ -15,7 +15,7 @@ from tests.stand_in.child import call
 from tests.stand_in.host_syncs import HostSyncs
 
 STEPS = 3
-WAYS = ["default", "accumulated", "hooks", "autograd.grad", "pageable", "bfloat16"]
+WAYS = ["default", "accumulated", "hooks", "autograd.grad", "pageable", "bfloat16", "sm.jit"]
 
 
 def steps(way: str, offload: bool) -> list[list[float]]:
@@ -33,11 +33,15 @@ def steps(way: str, offload: bool) -> list[list[float]]:
             for p in params:
                 p.register_hook(lambda grad: seen.append(bool(grad._local.isfinite().all())))
         optimizer = torch.optim.AdamW(params, lr=0.1)
+        jitted = sm.jit(lambda x: made(x).square().mean().backward(), backend="eager")
         tokens = torch.arange(8).view(2, 4).to(device.NAME) + mesh.get_local_rank("dp")
         waits: list[str] = []
         for _ in range(STEPS):
             with HostSyncs() as mode:
                 for _ in range(2 if way == "accumulated" else 1):
+                    if way == "sm.jit":
+                        jitted(tokens)
+                        continue
                     loss = made(tokens).square().mean()
                     if way == "autograd.grad":
                         for p, grad in zip(params, torch.autograd.grad(loss, params), strict=True):

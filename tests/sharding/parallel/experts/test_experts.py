@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.parallel.data.fully_shard import fully_shard
+from shardmesh.sharding.parallel.experts import token_dispatch
 from shardmesh.sharding.parallel.experts.experts import Experts
 from shardmesh.sharding.parallel.experts.moe import moe
 from shardmesh.sharding.parallel.experts.router import Routing, load_balance_loss, top_k_routing
 from tests.device import DEVICE
+from tests.recorded_operators import RecordedOperators
 from tests.sharding.ranks import AXES, collectives, launched, on_mesh, place, same_error
 
 
@@ -424,3 +427,19 @@ def test_invalid_expert_index_raises(capacity):
     experts[1, 4, 0], experts[2, 4, 1] = COUNT, -1
     text = same_error((3,), lambda mesh: _call(mesh, experts=experts, capacity=capacity), ValueError, silent=False)
     assert "(by rank: {2: 2}); choices are from 0 to 4" in text
+
+
+def test_rows_are_sorted_before_the_host_waits_for_counts(monkeypatch):
+    """So that the device has work meanwhile; without a capacity also selected."""
+
+    def program(mesh, capacity):
+        x = sm.distribute_tensor(X, mesh, P("a"))
+        routing = top_k_routing(x @ sm.distribute_tensor(ROUTER, mesh, P()), K)
+        params = {"up": sm.distribute_tensor(UP, mesh, P("a")), "down": sm.distribute_tensor(DOWN, mesh, P("a"))}
+        with RecordedOperators("aten") as called:
+            monkeypatch.setattr(token_dispatch, "start_to_host", lambda counts: lambda: called.names.append("wait") or counts)
+            moe(x, routing, expert, params, axis="a", capacity=capacity)
+        return called.names[: called.names.index("wait")]
+
+    assert {"argsort", "sort"} & set(on_mesh((1,), partial(program, capacity=1.0))[0])
+    assert "index_select" in on_mesh((1,), partial(program, capacity=None))[0]
