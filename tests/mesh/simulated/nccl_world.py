@@ -18,8 +18,8 @@ New memory is filled with poison, as memory that was freed may hold anything.
 
 `nccl_world()` makes `simulate` run in this world, and so does `pytest --world nccl` for all tests. With `ahead=False`
 (`--world nccl-waits`) `wait` blocks until the result is there, as gloo's does, and operators are not looked at. This is for programs that
-compile, whose kernels are no operators, for `torch.tensor([x])`, which reads x without one, and for tests that expect an error from the call
-itself. Early reads then find poison.
+compile, whose kernels are no operators, for `torch.tensor([x])`, which reads x without one, and for tests that expect an error from the
+call itself. Early reads then find poison.
 
 `tests/mesh/comm/nccl_like.py` stands for a process group of torch; this for the `Group` of shardmesh.
 """
