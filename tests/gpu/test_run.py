@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.gpu import run as command
 from tests.gpu.probes import NOT_RUN, PROBES, Probe, answer, main
@@ -113,7 +114,11 @@ def test_a_process_answers_until_a_probe_fails(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("name", PROBES)
 def test_each_probe_answers_on_the_cpu(name: str) -> None:
-    status, found = answer(PROBES[name], "cpu")
+    try:
+        status, found = answer(PROBES[name], "cpu")
+    finally:
+        if dist.is_initialized():  # by the probe
+            dist.destroy_process_group()
     assert (status, found) == ("not run", NOT_RUN) if PROBES[name].needs_cuda else status == "ok", found
 
 
