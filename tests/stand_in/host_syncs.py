@@ -21,7 +21,7 @@ _READS = frozenset(
     "_local_scalar_dense equal nonzero masked_select _unique2 unique_dim unique_consecutive bincount histc _linalg_check_errors".split()
 )
 _HOME = str(Path(shardmesh.__file__).parent)
-_TESTS = f"{_HOME}/tests"
+_PARTS = tuple(f"{_HOME}/{part}/" for part in ("mesh", "sharding", "kernels"))
 
 
 class HostSyncs(TorchDispatchMode):
@@ -128,7 +128,7 @@ def _line() -> str:
     fallback = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_HOME) and not file.startswith(_TESTS):
+        if file.startswith(_PARTS):
             return f"{file[len(_HOME) + 1 :]}:{frame.f_lineno}"
         if not fallback and "_python_dispatch" not in file and "stand_in/host_syncs" not in file:
             fallback = f"{'/'.join(Path(file).parts[-2:])}:{frame.f_lineno}"
