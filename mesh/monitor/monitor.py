@@ -26,6 +26,7 @@ from ..errors import WatchError
 from . import termination, timeouts
 from .agreement import Agreement, warn
 from .communicators import Communicators
+from .completion import is_pending
 from .diagnosis import diagnose, verdict_text
 from .diagnosis.members import Member, agree, ended_ranks, have_all_come, lost_ranks, member, members
 from .hosts.relay import is_needed
@@ -297,8 +298,8 @@ class Monitor:
         """Wait for a slice of time; return whether the work is done. (When the slice runs out, torch takes 0.2 ms to build its error.)"""
         try:
             work.wait(slice_)
-        except RuntimeError:
-            if not work.is_completed():
+        except RuntimeError as error:
+            if is_pending(error, work):
                 return False
             self.wait_to_the_end(recorder, sequence, work)  # it ended just after the slice, or it failed
         return True

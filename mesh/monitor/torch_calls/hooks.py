@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ..completion import is_done_now
 from ..recording.recorder import _COUNT, _LAST_RECORD
 from ..recording.trace_buffer import RECORD_WORDS, RECORDS, RING, Header
 from ..settings import monotonic_ns, settings
@@ -211,7 +212,7 @@ def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
         if entry is None or entry[1]() is not work:
             return original(work) if timeout is None else original(work, timeout)
         sequence, _, recorder, number = entry
-        if not timeout and work.is_completed():
+        if not timeout and is_done_now(work):
             try:
                 original(work)
             except RuntimeError as error:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ..completion import is_done
 from ..diagnosis import verdict_text
 from ..diagnosis.history import TORCHS_DEFAULT
 from ..diagnosis.members import agree, have_all_come, members
@@ -77,7 +78,7 @@ class TorchRecorder(Recorder):
         if work is None:
             return True
         found = work()
-        if found is not None and not found.is_completed():
+        if found is not None and not (is_done(found) if self.on_cpu and not self.is_channel else found.is_completed()):
             return True
         self.end(sequence, number)
         return False
@@ -101,7 +102,7 @@ class TorchRecorder(Recorder):
         if monitor is None or not self.on_cpu:
             return plainly(work) if timeout is None else plainly(work, timeout)
         if timeout is not None:
-            monitor.wait_until(self, sequence, work.is_completed, timeout.total_seconds() * 1e9)
+            monitor.wait_until(self, sequence, lambda: is_done(work), timeout.total_seconds() * 1e9)
             return plainly(work, _SOON)
         monitor.wait(self, sequence, work)
         return True
