@@ -299,7 +299,7 @@ def _assembled(target: tuple[Any, ...]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-class _Driver:
+class Driver:
     """A device that kernels are compiled for, but not run on."""
 
     def __init__(self, target: tuple[Any, ...]):
@@ -330,7 +330,7 @@ def _compiling(target: tuple[Any, ...]) -> Iterator[list[Any]]:
         launched.append(run(kernel, *args, grid=grid, warmup=True, **kwargs))
 
     JITFunction.run = compile_only
-    driver.set_active(_Driver(target))
+    driver.set_active(Driver(target))
     try:
         yield launched
     finally:

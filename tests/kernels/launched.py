@@ -34,13 +34,12 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-class Device:
+class Device(compiled.Driver):
     """A driver of Triton whose launches are recorded."""
 
     def __init__(self, record: Any) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.target, self.record = GPUTarget(*TARGETS["sm_90"]), record
+        super().__init__(TARGETS["sm_90"])
+        self.record = record
         properties = {"max_shared_mem": 1 << 18}
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: properties, load_binary=lambda name, kernel, *rest: (name, hash(kernel), 64, 0, 1024)
@@ -48,12 +47,6 @@ class Device:
 
     def launcher_cls(self, src: Any, metadata: Any) -> Any:
         return lambda *args: _active().record(*args)  # a compiled kernel is loaded once, by the first of these
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> str:
-        return self.target.backend  # what Triton's own cache of compiled kernels goes by
 
     def get_current_stream(self, device: str) -> int:
         return 7

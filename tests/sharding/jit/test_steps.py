@@ -15,7 +15,7 @@ import shardmesh as sm
 from shardmesh import P
 from tests.device import DEVICE
 from tests.pool import Pool
-from tests.sharding.jit.steps import composed, mean_square, mlp, pair, runs, trained
+from tests.sharding.jit.steps import composed, mean_square, mlp, pair, runs, trained, training_step
 from tests.sharding.parallel.compositions import EVEN, UNEVEN, Composition, whole
 from tests.sharding.parallel.test_compositions import CASES as COMPOSITIONS
 
@@ -128,18 +128,14 @@ def test_graphs_and_eager_code_in_turns(jitted: tuple[str, ...]) -> None:
         sm.parallel.data_parallel(model, mesh, optimizer="fsdp", gradient="fsdp", src_data_rank=None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
-        def train(x: Any, y: Any) -> Any:
-            loss = mean_square(model, x, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
+        train = training_step(model, optimizer)
 
         def evaluate(x: Any, y: Any) -> Any:
             with torch.no_grad():
                 return mean_square(model, x, y)
 
-        steps = {f.__name__: sm.jit(f, backend="eager") if f.__name__ in jitted else f for f in (train, evaluate)}
+        named = {"train": train, "evaluate": evaluate}
+        steps = {name: sm.jit(f, backend="eager") if name in jitted else f for name, f in named.items()}
         found = []
         for i in range(6):
             found.append(steps["train"](*pair(None, i)))
