@@ -130,13 +130,7 @@ def measure(root: Path, layers: Sequence[str], name: str) -> Figures:
 
 def exceptions(figures: Figures) -> dict[str, int | dict[str, int] | list[tuple[str, ...]]]:
     """Return what `limits.py` has to record: each measured value outside its goal, by the name it has there."""
-    median, most = quantile(figures.functions, 0.5), quantile(figures.functions, 0.9)
-    low, high = limits.FUNCTION_MEDIAN
-    off = {"median": max(low - median, median - high), "90th percentile": most - limits.FUNCTION_90TH}
     return {
-        "FOLDERS": {path: n for path, n in figures.folders.items() if n > limits.FILES_PER_FOLDER},
-        "FILES": {path: n for path, n in figures.files.items() if n > limits.LINES_PER_FILE},
-        "FUNCTIONS_OFF_GOAL": {name: n for name, n in off.items() if n > 0},
         "CIRCLES": figures.circles,
         "UPWARD": dict(Counter(f"{i.source} -> {i.target}" for i in figures.upward)),
         "CLASSES_TWICE": {name: len(places) for name, places in figures.classes_twice.items()},
@@ -147,23 +141,16 @@ def exceptions(figures: Figures) -> dict[str, int | dict[str, int] | list[tuple[
 
 def table(figures: Figures) -> list[tuple[str, int, str]]:
     """Return what CONTRIBUTING.md shows: rows of a figure's name, its value and the goal."""
-    low, high = limits.FUNCTION_MEDIAN
     return [
-        ("lines of a function's body, median", quantile(figures.functions, 0.5), f"{low} to {high}"),
-        ("the same, nine in ten at most", quantile(figures.functions, 0.9), f"{limits.FUNCTION_90TH}"),
+        ("lines of a function's body, median", quantile(figures.functions, 0.5), ""),
+        ("the same, nine in ten at most", quantile(figures.functions, 0.9), ""),
         ("lines of a file, median", quantile([*figures.files.values()], 0.5), ""),
-        (f"files of more than {limits.LINES_PER_FILE} lines", _over(figures.files, limits.LINES_PER_FILE), "0"),
-        (f"folders of more than {limits.FILES_PER_FOLDER} files", _over(figures.folders, limits.FILES_PER_FOLDER), "0"),
         ("modules that import each other in a circle", sum(map(len, figures.circles)), "0"),
         ("imports of a higher layer by a lower one", len(figures.upward), "0"),
         ("class names defined more than once", len(figures.classes_twice), "0"),
         ("imports of our own modules inside functions", len(figures.function_imports), "fewer"),
         ("names in `shardmesh` itself", len(figures.public), "about 60"),
     ]
-
-
-def _over(counts: Mapping[str, int], limit: int) -> int:
-    return sum(n > limit for n in counts.values())
 
 
 def write_table(page: Path, rows: Sequence[tuple[str, int, str]]) -> None:
@@ -208,12 +195,7 @@ def report(figures: Figures) -> Iterator[str]:
     for circle in figures.circles:
         imports = import_graph.inside(circle, figures.edges)
         yield from _section(f"circle of {len(circle)} modules, {len(imports)} imports between them", map(str, imports))
-    long = sorted(((n, path) for path, n in figures.files.items() if n > limits.LINES_PER_FILE), reverse=True)
-    yield from _section(f"files of more than {limits.LINES_PER_FILE} lines", (f"{path}: {n}" for n, path in long))
-    long_functions = figures.functions_over(limits.FUNCTION_90TH)
-    yield from _section(
-        f"{len(long_functions)} functions of more than {limits.FUNCTION_90TH} lines", long_functions[:20]
-    )
+    yield from _section("the longest functions", figures.functions_over(0)[:20])
     yield from _section("imports of a higher layer by a lower one", map(str, figures.upward))
     yield from _section("imports inside functions", map(figures.describe, figures.function_imports))
     twice = (f"{name}: {', '.join(places)}" for name, places in figures.classes_twice.items())

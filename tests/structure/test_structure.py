@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from tests.structure import limits
-from tests.structure.measure import PAGE, ROOT, Figures, exceptions, measure, quantile, read_table, table
+from tests.structure.measure import PAGE, ROOT, Figures, measure, read_table, table
 from tests.structure.ratchet import RENEW, check_counts, check_groups
 from tests.structure.source_tree import package_dirs
 
@@ -16,44 +16,6 @@ from tests.structure.source_tree import package_dirs
 @pytest.fixture(scope="module")
 def figures() -> Figures:
     return measure(ROOT, limits.LAYERS, limits.PACKAGE)
-
-
-def test_files_per_folder(figures):
-    measured = {folder: n for folder, n in figures.folders.items() if n > limits.FILES_PER_FOLDER}
-
-    def where(folder: str) -> str:
-        allowed = limits.FOLDERS.get(folder, limits.FILES_PER_FOLDER)
-        return (
-            f"{folder}: {figures.folders[folder]} files, at most {allowed}: put some of them into a folder of their own"
-        )
-
-    check_counts(measured, limits.FOLDERS, where)
-
-
-def test_lines_per_file(figures):
-    measured = {path: n for path, n in figures.files.items() if n > limits.LINES_PER_FILE}
-
-    def where(path: str) -> str:
-        allowed = limits.FILES.get(path, limits.LINES_PER_FILE)
-        return f"{path}: {figures.files[path]} lines, at most {allowed}: split it into files with one subject each"
-
-    check_counts(measured, limits.FILES, where, slack=limits.LINES_TO_SPARE)
-
-
-def test_lines_per_function(figures):
-    median, most = (quantile(figures.functions, share) for share in (0.5, 0.9))
-
-    def where(name: str) -> str:
-        longest = "\n    ".join(figures.functions_over(limits.FUNCTION_90TH)[:10])
-        low, high = limits.FUNCTION_MEDIAN
-        return (
-            f"{name}: functions have {median} lines in the median (goal {low} to {high}, off by {limits.FUNCTIONS_OFF_GOAL} when "
-            f"last recorded), nine in ten at most {most} (goal {limits.FUNCTION_90TH}); the longest:\n    {longest}"
-        )
-
-    off = exceptions(figures)["FUNCTIONS_OFF_GOAL"]
-    assert isinstance(off, dict)
-    check_counts(off, limits.FUNCTIONS_OFF_GOAL, where)
 
 
 def test_modules_import_each_other_in_no_circle(figures):
