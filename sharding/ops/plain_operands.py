@@ -9,6 +9,9 @@ shapes, dtypes and layouts, is trusted to make equal operands on every rank.
 A module is prepared by `parallelize`, `parallelize_module`, `fully_shard`, `data_parallel` or `distribute_module`. The stack tells whether
 one is running, and is read only when an operator gets a plain tensor: other operators cost nothing, and recomputation in backward,
 exceptions and threads need no special handling.
+
+The same holds outside of a model that `parallelize` has prepared and that was called with plain tensors: its outputs may stay split (logits
+by vocabulary), and labels next to them are equal on the ranks of their mesh, as the inputs were.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ _MAX_SIGNATURES = 1 << 16  # per mesh
 
 # World -> hash of the mesh (a reference to the mesh would keep the world alive) -> signatures that were compared.
 _compared: WeakKeyDictionary[World, dict[int, dict[Hashable, bool]]] = WeakKeyDictionary()
+# World -> hashes of the meshes of outputs that models returned for plain inputs.
+_meshes_of_plain_calls: WeakKeyDictionary[World, set[int]] = WeakKeyDictionary()
 
 
 class _ReplicationMode(threading.local):
@@ -55,11 +60,28 @@ thread_state = _ReplicationMode()
 
 
 def may_replicate() -> bool:
-    """Return whether a plain operand may count as replicated here: in a method of a prepared module, or in backward.
+    """Return whether a plain operand may count as replicated here: in a method of a prepared module, in backward, or with outputs of
+    a model that was called with plain tensors.
 
     In backward, recomputation runs the lines of forward again.
     """
-    return engine_hooks.current_backward() != -1 or _in_prepared_module()
+    return (
+        engine_hooks.current_backward() != -1
+        or _in_prepared_module()
+        or (len(_meshes_of_plain_calls) > 0 and current_axis_env() is None)
+    )
+
+
+def accept_plain_operands(mesh: DeviceMesh) -> None:
+    """Let plain operands count as replicated next to `ShardedTensor`s on this mesh: a model returned them for plain inputs.
+
+    It decides only whether an operator raises; the ranks of the mesh compare the operands as inside of the model.
+    """
+    _meshes_of_plain_calls.setdefault(mesh.world, set()).add(hash(mesh))
+
+
+def _is_mesh_of_plain_calls(mesh: DeviceMesh) -> bool:
+    return hash(mesh) in _meshes_of_plain_calls.get(mesh.world, ()) and current_axis_env() is None
 
 
 def _in_prepared_module() -> bool:
@@ -102,7 +124,9 @@ def _check_replicated(func: Callable[..., Any], plain: Sequence[Tensor], sharded
     compared = _compared.setdefault(mesh.world, {}).setdefault(hash(mesh), {})
     if signature in compared:
         return True
-    if not _in_prepared_module():
+    if not _in_prepared_module() and (
+        engine_hooks.current_backward() != -1 or not _is_mesh_of_plain_calls(mesh)
+    ):
         return False
     if mesh.size() > 1:
         _compare(f"{file}:{line}: {name_of(func)}", plain, mesh)
@@ -115,7 +139,12 @@ def _compare(place: str, plain: Iterable[Tensor], mesh: DeviceMesh) -> None:
     copies = [ReplicaLeaf(f"plain operand {dtype_name(x.dtype)}{list(x.shape)}", "tensor", x.detach(), group.ranks) for x in plain]
     try:
         with implicit_comm("allow"):
-            compare(f"{place}: a plain operand with a ShardedTensor counts as replicated inside a prepared module, and ", copies, group)
+            compare(
+                f"{place}: a plain operand with a ShardedTensor counts as replicated inside a prepared module and "
+                "next to its outputs, and ",
+                copies,
+                group,
+            )
     except ReplicaError as error:
         advice = (
             "If it is this rank's part of a tensor, wrap it with ShardedTensor.from_local(t, mesh, placements); sm.rand and the other "
@@ -160,15 +189,20 @@ def replicated(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     if not thread_state.implicit_replication:
         written = writes_first_operand(func) and args[0] is plain[0]
         numbers = not written and all(is_one_element(x) for x in plain)
-        if not numbers and not may_replicate():
-            if written:
-                refuse(plain[0], func)
-            return args, kwargs
+        if not numbers and not _may_replicate_next_to(sharded[0], written):
+            refuse(plain[0], func)
         if any(x.is_meta for x in plain):
             refuse_without_value(func, sharded)
         if not numbers and not _check_replicated(func, plain, sharded):
             refuse(plain[0], func)
     return replicated_arguments(args, kwargs)
+
+
+def _may_replicate_next_to(sharded: ShardedTensor, written: bool) -> bool:
+    """Return `may_replicate()`, for a known sharded operand; `written` says that a plain operand is written in place."""
+    if engine_hooks.current_backward() != -1 or _in_prepared_module():
+        return True
+    return not written and _is_mesh_of_plain_calls(sharded.mesh)
 
 
 def is_plain_operand(x: Any) -> bool:

@@ -29,6 +29,7 @@ from ...tensor.sharded_tensor import ShardedTensor
 from ..replaced import mark_replaced
 from .activations import HookSite, InputHook, OutputHook, along
 from .hf_plan import with_styles
+from .plain_calls import return_whole_outputs_plain
 from .styles import Style, axis_of, shard_params
 from .torch_styles import own_style
 
@@ -48,6 +49,10 @@ def parallelize(
     Parameters on the meta device stay there. `repr(module)` shows all layouts from then on. Plain tensors that a forward makes itself
     (positions, masks) count as replicated; ranks compare them the first time.
 
+    Called with plain tensors, each rank's rows and equal along the axes of the plan, the module returns plain tensors where they are
+    whole on every rank. Others, such as logits split by vocabulary, stay `ShardedTensor`s, and plain targets next to them count as
+    replicated. Called with a `ShardedTensor`, it returns `ShardedTensor`s.
+
     Args:
         module: any module.
         device_mesh: the mesh, with all its axes; by default that of `set_mesh`.
@@ -66,7 +71,8 @@ def parallelize(
     Example:
         >>> mesh = sm.init_device_mesh("cuda", (2, 4), axis_names=("fsdp", "tp"))
         >>> sm.parallel.parallelize(model, mesh, {"*.up": sm.parallel.colwise(), "*.down": sm.parallel.rowwise()})
-        >>> y = model(sm.device_put(x, mesh, P("fsdp")))
+        >>> sm.parallel.fully_shard(model, mesh, axes="fsdp")
+        >>> F.mse_loss(model(x), y).backward()          # plain tensors: this rank's rows
     """
     if not isinstance(plan, (Mapping, str)):
         raise TypeError(f"parallelize: plan must be a dict such as {{'*.up': colwise(), '*.down': rowwise()}}, got {plan!r}")
@@ -127,6 +133,8 @@ def apply_plan(
     _replace_tensors(module, {key: placed.layout for key, placed in layouts.items()}, src_data_rank)
     for submodule, hook in hooks:
         _register(submodule, hook)
+    if rest:
+        return_whole_outputs_plain(module)
     for submodule in named.values():
         show_layouts_in_repr(submodule)
     prepare(module)
