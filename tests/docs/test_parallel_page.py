@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import shardmesh as sm
@@ -44,7 +45,7 @@ def test_names():
 
 
 class TanhResidual(nn.Module):
-    """The model of the first program: two matrices with the names in its plan."""
+    """A small model for the programs that name none: two matrices."""
 
     def __init__(self, d: int = 8) -> None:
         super().__init__()
@@ -73,18 +74,29 @@ def _ranks(count: int, program: Any) -> list[Any]:
 
 
 def test_first_program():
-    """Also runs the program about micro-batches, with its results."""
+    """Also runs the programs with sharded inputs and with micro-batches, with its results."""
 
     def program():
-        model = nn.Sequential(*[TanhResidual() for _ in range(2)]).double()
-        batch = torch.ones(4, 8, dtype=torch.float64, device=DEVICE)
-        names = _run("rowwise()}", {"torch": torch, "model": model, "Block": TanhResidual, "batch": batch})
-        assert names["loss"].full_tensor().item() > 0
-        assert model[0].wq.weight.spec.dims[0] == ("tp", "fsdp")
-        x = sm.device_put(torch.ones(4, 8, dtype=torch.float64), names["mesh"], P("fsdp"), src_data_rank=None)
-        before = model[0].wq.weight.full_tensor().detach().clone()
-        _run("accumulate_grads", NAMES | names | {"micro_batches": [x, 2 * x], "loss": lambda model, batch: model(batch).square().mean()})
-        return (model[0].wq.weight.full_tensor() - before).abs().max().item()
+        names: dict[str, Any] = {}
+        plain = _run("class Block", names)["loss"]
+        assert names["logits"].spec == P(None, None, "tp")
+        assert torch.isfinite(plain)
+        assert names["model"][1].up.weight.spec.dims[0] == ("tp", "fsdp")
+        total = _run("make_array_from_process_local_data(mesh, sm.P", names)["loss"]
+        assert names["logits"].spec == P("fsdp", None, "tp")
+        mesh, batch = names["mesh"], names["batch"]
+        with torch.no_grad():
+            ids = names["ids"]
+            own = F.cross_entropy(names["model"](ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        mean = sm.from_local(own.to_local().reshape(1), mesh, P("fsdp")).mean()
+        torch.testing.assert_close(total.full_tensor(), mean.full_tensor())
+
+        def loss(model, batch):
+            return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+        before = names["model"][1].up.weight.full_tensor().detach().clone()
+        _run("accumulate_grads", NAMES | names | {"micro_batches": [batch, batch + 0], "loss": loss})
+        return (names["model"][1].up.weight.full_tensor() - before).abs().max().item()
 
     assert min(_ranks(8, program)) > 0
 
@@ -199,7 +211,7 @@ def test_programs_with_hugging_face_models(tmp_path):
 
 
 def test_every_program_of_the_page_is_run():
-    assert len(blocks(PAGE, "python")) == 12
+    assert len(blocks(PAGE, "python")) == 13
 
 
 # -- the table of forms ------------------------------------------------------------------------------------------------
