@@ -139,6 +139,7 @@ def requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> ShardedTenso
     x._sync_requires_grad()
     if requires_grad and x._local.is_leaf:
         leaf_grads.register_leaf(x)
+        backward_passes.register_wrapper(x)
     return x
 
 

@@ -1,9 +1,13 @@
 """`ShardedTensor`: a global tensor of which each rank holds one box. State, properties and construction.
 
-The wrapper is a `torch.Tensor` whose own storage is a meta tensor of the global shape, with the local tensor and the
-layout next to it. Autograd runs on the local tensors: the graph holds no wrapper, and backward runs at torch's own speed.
-Code that bypasses the dispatch (a raw pointer, a C++ extension, a transform) gets a meta tensor and
-`__torch_dispatch__`, and raises.
+The wrapper is a `torch.Tensor` of the global shape without memory, with the local tensor and the layout next to it. Autograd runs on
+the local tensors: the graph holds no wrapper, and backward runs at torch's own speed.
+
+    made by                                   device in C++          an operation that bypasses the dispatch
+    `_make_guarded`: what enters a program,   that of the part       raises, in `__torch_dispatch__`
+        parameters, gradients
+    `_make`: results of operators             "meta", a third of     gets a meta tensor, which has no values
+                                              the time
 
 `methods.py` binds the methods that communicate, dispatch or take part in autograd.
 """
@@ -72,10 +76,20 @@ class ShardedTensor(Tensor):
 
     @staticmethod
     def _make_guarded(local: Tensor, layout: Layout, lineage: int | None = None) -> ShardedTensor:
-        """Wrap a tensor that enters the program, so that an operation on the wrapper itself reaches `__torch_dispatch__`."""
-        out = Tensor._make_subclass(ShardedTensor, layout.meta, local.requires_grad)
+        """Wrap a tensor that enters the program: its wrapper has the part's device in C++, and operations on it reach `__torch_dispatch__`."""
+        out = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            ShardedTensor, layout.shape, dtype=layout.dtype, device=local.device, requires_grad=local.requires_grad
+        )
         out._local, out._layout, out._lineage = local, layout, root(layout) if lineage is None else lineage
         return out
+
+    def _expose_device(self) -> None:
+        """Give the wrapper of an operator's result the device of its part in C++, where torch groups gradients and parameters by it."""
+        with _no_torch_function():
+            if Tensor.device.__get__(self) == self._local.device or Tensor.grad_fn.__get__(self) is not None:  # type: ignore[attr-defined]
+                return
+            guarded = ShardedTensor._make_guarded(self._local, self._layout, 0)
+            torch._C._swap_tensor_impl(self, guarded)  # type: ignore[attr-defined]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -213,18 +227,17 @@ class ShardedTensor(Tensor):
     @property
     def data(self) -> ShardedTensor:  # type: ignore[override]
         self._data_accesses += 1
-        out = ShardedTensor._make(self._local.data, self._layout)
-        out._lineage = self._lineage
-        return out
+        return ShardedTensor._make_guarded(self._local.data, self._layout, self._lineage)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, ShardedTensor):
             raise TypeError("assign a ShardedTensor to .data; place a plain tensor with distribute_tensor first")
+        self._local.data = value._local.data  # raises if one of them is on "meta"
         with _no_torch_function():
             shells = (value._layout.meta, ShardedTensor._make_guarded(value._local, value._layout, value._lineage))
             Tensor.data.__set__(self, next(shell for shell in shells if _same_kind(self, shell)))  # type: ignore[attr-defined]
-        self._local.data, self._layout, self._lineage = value._local.data, value._layout, value._lineage
+        self._layout, self._lineage = value._layout, value._lineage
         self._data_accesses += 1
 
     def data_ptr(self) -> int:

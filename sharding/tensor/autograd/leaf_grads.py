@@ -211,7 +211,7 @@ def _without_copies(leaf: ShardedTensor) -> bool:
 
 
 def _register_hooks(leaf: ShardedTensor) -> None:
-    if getattr(leaf, "_hooked_local", None) is leaf._local:
+    if getattr(leaf, "_hooked_local", None) is leaf._local or leaf._local.is_inference():  # which has no gradient
         return
     leaf._hooked_local = leaf._local  # type: ignore[attr-defined]
     reducer = _reducer(leaf._layout.mesh.world)  # type: ignore[attr-defined]
@@ -234,7 +234,8 @@ def _register_hooks(leaf: ShardedTensor) -> None:
                 note_origin(local.grad, alive._layout.dual, origins.pop())
             reducer.add(number, alive)
 
-    leaf._accumulator = torch.autograd.graph.get_gradient_edge(leaf._local).node  # type: ignore[attr-defined]
+    with torch.inference_mode(False):
+        leaf._accumulator = torch.autograd.graph.get_gradient_edge(leaf._local).node  # type: ignore[attr-defined]
     leaf._accumulator.register_prehook(before_accumulation)  # type: ignore[attr-defined]
     leaf._local.register_post_accumulate_grad_hook(after_accumulation)
 
@@ -331,9 +332,7 @@ def _reduce_alone(leaf: ShardedTensor, grad: Tensor) -> Tensor:
 
 
 def _gradient_of(leaf: ShardedTensor, grad: Tensor, layout: Layout) -> ShardedTensor:
-    out = ShardedTensor._make(grad, layout)
-    out._lineage = mixed(GRADIENT, [leaf])
-    return out
+    return ShardedTensor._make_guarded(grad, layout, mixed(GRADIENT, [leaf]))
 
 
 def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
@@ -389,6 +388,8 @@ def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
         )
     placed = None if value is None else value.redistribute(x._layout.grad.spec)
     whole = placed is not None and placed.dtype is x.dtype and _needs_no_reduction(x)
+    if placed is not None:
+        placed._expose_device()
     x._local.grad = placed._local if whole else None  # type: ignore[union-attr]
     x._accumulated_grad, x._reduced_grad = (placed, None) if whole else (None, placed)
 
