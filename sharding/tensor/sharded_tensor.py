@@ -244,12 +244,13 @@ class ShardedTensor(Tensor):
         """Raise: a ShardedTensor is not one block of memory.
 
         `nn.LSTM` and the other RNN modules get 0: on a GPU they compare the addresses of their weights before they copy them into one
-        block for cuDNN, and equal addresses make them leave the weights in place.
+        block for cuDNN, and equal addresses make them leave the weights in place. So does `dcp.async_save`, which then copies the
+        attributes, among them the part, as for a DTensor.
 
         Raises:
-            RuntimeError: always, except inside `RNNBase.flatten_parameters`.
+            RuntimeError: always, except inside `RNNBase.flatten_parameters` and torch's stager of state dicts.
         """
-        if _called_by(torch.nn.RNNBase.flatten_parameters):
+        if _called_by(torch.nn.RNNBase.flatten_parameters) or _called_by(_offload_of_stager()):
             return 0
         raise RuntimeError(
             "a ShardedTensor is not one block of memory; this rank's part is: x.to_local(). To write a model for other "
@@ -260,6 +261,15 @@ class ShardedTensor(Tensor):
         )
 
     untyped_storage = storage = data_ptr  # type: ignore[assignment]
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        """This rank's part, under DTensor's name, by which torch's utilities for state dicts know it."""
+        return self._local
+
+    @_local_tensor.setter
+    def _local_tensor(self, part: Tensor) -> None:
+        self._local = part
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) in memo:
@@ -375,7 +385,15 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool)
 # For `torch.load` with weights_only=True.
 torch.serialization.add_safe_globals([_rebuild, make_layout, make_spec, unpickle_mesh])
 
+def _offload_of_stager() -> Any:
+    """Return the method of torch that copies tensors for `dcp.async_save`; None if it is not imported."""
+    module = sys.modules.get("torch.distributed.checkpoint._state_dict_stager")
+    return module and module.StateDictStager._offload_tensor
+
+
 def _called_by(func: Any) -> bool:
     """Return True if the method that calls this was called by `func`, or by a comprehension in it."""
+    if func is None:
+        return False
     frame = sys._getframe(2)
     return any(f is not None and f.f_code is func.__code__ for f in (frame, frame.f_back))

@@ -210,6 +210,13 @@ def _without_copies(leaf: ShardedTensor) -> bool:
     return leaf._layout.dual is leaf._layout.grad
 
 
+class _NotCopied(OrderedDict[Any, Any]):
+    """What a leaf keeps for autograd; torch's stager of state dicts, which copies attributes of tensors, leaves it as it is."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NotCopied:
+        return self
+
+
 def _register_hooks(leaf: ShardedTensor) -> None:
     if getattr(leaf, "_hooked_local", None) is leaf._local or leaf._local.is_inference():  # which has no gradient
         return
@@ -235,8 +242,9 @@ def _register_hooks(leaf: ShardedTensor) -> None:
             reducer.add(number, alive)
 
     with torch.inference_mode(False):
-        leaf._accumulator = torch.autograd.graph.get_gradient_edge(leaf._local).node  # type: ignore[attr-defined]
-    leaf._accumulator.register_prehook(before_accumulation)  # type: ignore[attr-defined]
+        node = torch.autograd.graph.get_gradient_edge(leaf._local).node
+    node.register_prehook(before_accumulation)
+    leaf._accumulator = _NotCopied(node=node)  # type: ignore[attr-defined]
     leaf._local.register_post_accumulate_grad_hook(after_accumulation)
 
 
@@ -417,7 +425,7 @@ def register_post_accumulate_grad_hook(x: ShardedTensor, hook: Callable[[Sharded
     if not x.requires_grad or not x.is_leaf:
         raise RuntimeError("post accumulate grad hooks can only be registered on leaf tensors that require grad")
     _register_hooks(x)
-    hooks = vars(x).setdefault("_after_grad_hooks", OrderedDict())
+    hooks = vars(x).setdefault("_after_grad_hooks", _NotCopied())
     handle = torch.utils.hooks.RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
