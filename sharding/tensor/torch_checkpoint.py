@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,6 +23,7 @@ from ...kernels.box import box_origin, box_shape, box_size, slices
 from ..layout.layout import Layout
 from .sharded_tensor import ShardedTensor
 
+_lock = threading.Lock()
 _UTILS = "torch.distributed._state_dict_utils"
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
@@ -94,10 +96,11 @@ def register() -> None:
 
     Replaces `_iterate_state_dict`, `_broadcast_tensors`, `_broadcast_state_dict` and `_distribute_state_dict` of torch.
     """
-    if "__hash__" not in vars(ShardedTensor):
-        return
-    del ShardedTensor.__hash__  # from now on that of torch
     utils: Any = sys.modules[_UTILS]
+    with _lock:
+        if "__hash__" not in vars(ShardedTensor) or not hasattr(utils, _distribute_state_dict.__name__):  # still being imported
+            return
+        del ShardedTensor.__hash__  # from now on that of torch
     for adapted in (_iterate_state_dict, _broadcast_tensors, _broadcast_state_dict, _distribute_state_dict):
         function = getattr(utils, adapted.__name__)
         replacement = functools.wraps(function)(functools.partial(adapted, function))

@@ -161,7 +161,7 @@ def add(leaf: ShardedTensor, part: Tensor) -> None:
     """Add to the gradient of a leaf in place of autograd; `part` has the layout dual to the leaf's."""
     local = leaf._local
     local.grad = part if local.grad is None else local.grad + part
-    if not _needs_no_reduction(leaf):
+    if not _needs_no_reduction(leaf) or getattr(leaf, "_after_grad_hooks", None):
         _reducer(leaf.mesh.world).add(leaf._number, leaf)  # type: ignore[attr-defined]
 
 
