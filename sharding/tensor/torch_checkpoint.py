@@ -34,7 +34,7 @@ def create_write_items(x: ShardedTensor, fqn: str, object: Any) -> list[Any]:
     """Return what this rank writes of a tensor: its box. torch keeps one of the ranks that hold the same box.
 
     Raises:
-        ValueError: a reduction is pending.
+        RuntimeError: a reduction is pending.
 
     Communication: none.
     """
@@ -52,7 +52,7 @@ def create_chunk_list(x: ShardedTensor) -> list[Any]:
     """Return the box of this rank, to read from a checkpoint; none where it is empty.
 
     Raises:
-        ValueError: a reduction is pending.
+        RuntimeError: a reduction is pending.
 
     Communication: none.
     """
@@ -70,7 +70,7 @@ def _chunks(layout: Layout, what: str) -> list[Any]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     if layout.pending:
-        raise ValueError(
+        raise RuntimeError(  # torch takes a ValueError for a value that is no tensor
             f"{what}: {layout} is pending, so that no rank holds its values; redistribute it to its spec without unreduced axes first"
         )
     if layout.mesh.coordinate is None:  # type: ignore[attr-defined]
