@@ -190,7 +190,7 @@ def replicated_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[S
 
 
 def replicated_gradients(gradients: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
-    """Return the gradients that a custom function's backward returned, with plain ones converted as `implicit_replication` says."""
+    """Return gradients of a custom function's backward, with plain ones as replicated tensors."""
     return tuple(_replicate_plain(gradients, mesh))
 
 

@@ -1,13 +1,14 @@
 """`ShardedTensor`: a global tensor of which each rank holds one box. State, properties and construction.
 
-The wrapper is a `torch.Tensor` of the global shape without memory, with the local tensor and the layout next to it. Autograd runs on
-the local tensors: the graph holds no wrapper, and backward runs at torch's own speed.
+The wrapper is a `torch.Tensor` of the global shape without memory, with the local tensor and the
+layout next to it. Autograd runs on the local tensors: the graph holds no wrapper, and backward runs
+at torch's own speed.
 
-    made by                                   device in C++          an operation that bypasses the dispatch
-    `_make_guarded`: what enters a program,   that of the part       raises, in `__torch_dispatch__`
-        parameters, gradients
-    `_make`: results of operators             "meta", a third of     gets a meta tensor, which has no values
-                                              the time
+    made by                                 device in C++   what bypasses the dispatch
+    `_make_guarded`: what enters a          of the part     raises in `__torch_dispatch__`
+        program, parameters, gradients
+    `_make`: results of operators           "meta"          gets a meta tensor without values
+        (a quarter of the time)
 
 `methods.py` binds the methods that communicate, dispatch or take part in autograd.
 """
@@ -76,17 +77,30 @@ class ShardedTensor(Tensor):
 
     @staticmethod
     def _make_guarded(local: Tensor, layout: Layout, lineage: int | None = None) -> ShardedTensor:
-        """Wrap a tensor that enters the program: its wrapper has the part's device in C++, and operations on it reach `__torch_dispatch__`."""
+        """Wrap a tensor that enters the program.
+
+        The wrapper has the device of the part in C++, and an operation on it reaches
+        `__torch_dispatch__`.
+        """
         out = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            ShardedTensor, layout.shape, dtype=layout.dtype, device=local.device, requires_grad=local.requires_grad
+            ShardedTensor,
+            layout.shape,
+            dtype=layout.dtype,
+            device=local.device,
+            requires_grad=local.requires_grad,
         )
         out._local, out._layout, out._lineage = local, layout, root(layout) if lineage is None else lineage
         return out
 
     def _expose_device(self) -> None:
-        """Give the wrapper of an operator's result the device of its part in C++, where torch groups gradients and parameters by it."""
+        """Give the wrapper of an operator's result the device of its part in C++.
+
+        torch groups gradients by it.
+        """
         with _no_torch_function():
-            if Tensor.device.__get__(self) == self._local.device or Tensor.grad_fn.__get__(self) is not None:  # type: ignore[attr-defined]
+            device: Any = Tensor.device.__get__(self)  # type: ignore[attr-defined]
+            history = Tensor.grad_fn.__get__(self)  # type: ignore[attr-defined]
+            if device == self._local.device or history is not None:
                 return
             guarded = ShardedTensor._make_guarded(self._local, self._layout, 0)
             torch._C._swap_tensor_impl(self, guarded)  # type: ignore[attr-defined]
@@ -244,11 +258,11 @@ class ShardedTensor(Tensor):
         """Raise: a ShardedTensor is not one block of memory.
 
         `nn.LSTM` and the other RNN modules get 0: on a GPU they compare the addresses of their weights before they copy them into one
-        block for cuDNN, and equal addresses make them leave the weights in place. So does `dcp.async_save`, which then copies the
-        attributes, among them the part, as for a DTensor.
+        block for cuDNN, and equal addresses make them leave the weights in place. `dcp.async_save`
+        gets 0 too, and copies the attributes, among them the part, as for a DTensor.
 
         Raises:
-            RuntimeError: always, except inside `RNNBase.flatten_parameters` and torch's stager of state dicts.
+            RuntimeError: always, except inside these two.
         """
         if _called_by(torch.nn.RNNBase.flatten_parameters) or _called_by(_offload_of_stager()):
             return 0
@@ -264,7 +278,7 @@ class ShardedTensor(Tensor):
 
     @property
     def _local_tensor(self) -> Tensor:
-        """This rank's part, under DTensor's name, by which torch's utilities for state dicts know it."""
+        """This rank's part, under the name by which torch's utilities set that of a DTensor."""
         return self._local
 
     @_local_tensor.setter
@@ -386,7 +400,7 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool)
 torch.serialization.add_safe_globals([_rebuild, make_layout, make_spec, unpickle_mesh])
 
 def _offload_of_stager() -> Any:
-    """Return the method of torch that copies tensors for `dcp.async_save`; None if it is not imported."""
+    """Return torch's method that copies tensors for `dcp.async_save`; None if not imported."""
     module = sys.modules.get("torch.distributed.checkpoint._state_dict_stager")
     return module and module.StateDictStager._offload_tensor
 

@@ -1,9 +1,11 @@
-"""How `ShardedTensor`s take part in torch.distributed.checkpoint (DCP): files, and the functions for state dicts.
+"""How `ShardedTensor`s take part in torch.distributed.checkpoint (DCP).
 
-    dcp.save, dcp.load, dcp.async_save      torch asks each tensor for its chunk: `create_write_items`, `create_chunk_list`,
-                                            `get_tensor_shard`
-    get_model_state_dict, set_state_dict    torch asks for `isinstance(x, DTensor)`: four of its functions are replaced when one of
-                                            them is about to run (`tensor_hash`)
+    dcp.save, dcp.load, dcp.async_save     torch asks each tensor for its chunk:
+                                           `create_write_items`, `create_chunk_list`,
+                                           `get_tensor_shard`
+    get_model_state_dict, set_state_dict   torch asks for `isinstance(x, DTensor)`: four of its
+                                           functions are replaced when one of them is about to
+                                           run (`tensor_hash`)
 
 `import shardmesh` imports nothing of DCP, which takes seconds.
 """
@@ -27,11 +29,13 @@ _lock = threading.Lock()
 _UTILS = "torch.distributed._state_dict_utils"
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def create_write_items(x: ShardedTensor, fqn: str, object: Any) -> list[Any]:
-    """Return what this rank writes of a tensor: its box. torch keeps one of the ranks that hold the same box.
+    """Return what this rank writes of a tensor: its box.
+
+    Of ranks with the same box torch lets one write it.
 
     Raises:
         RuntimeError: a reduction is pending.
@@ -43,7 +47,11 @@ def create_write_items(x: ShardedTensor, fqn: str, object: Any) -> list[Any]:
 
     properties = TensorProperties.create_from_tensor(x._local)
     return [
-        WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, x.shape))
+        WriteItem(
+            MetadataIndex(fqn, chunk.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, properties, x.shape),
+        )
         for chunk in _chunks(x._layout, f"dcp.save: {fqn}")
     ]
 
@@ -66,12 +74,16 @@ def get_tensor_shard(x: ShardedTensor, index: Any) -> Tensor:
 
 
 def _chunks(layout: Layout, what: str) -> list[Any]:
-    """Return this rank's box as a chunk of DCP; an empty box is none, except of a tensor without elements, which the index must have."""
+    """Return this rank's box as a chunk of DCP, none for an empty box.
+
+    A tensor without elements is one chunk, since the index must have it.
+    """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     if layout.pending:
         raise RuntimeError(  # torch takes a ValueError for a value that is no tensor
-            f"{what}: {layout} is pending, so that no rank holds its values; redistribute it to its spec without unreduced axes first"
+            f"{what}: {layout} is pending, so that no rank holds its values; redistribute it to "
+            "its spec without unreduced axes first"
         )
     if layout.mesh.coordinate is None:  # type: ignore[attr-defined]
         return []
@@ -81,27 +93,38 @@ def _chunks(layout: Layout, what: str) -> list[Any]:
     return [ChunkStorageMetadata(torch.Size(box_origin(box)), torch.Size(box_shape(box)))]
 
 
-# -- state dicts -------------------------------------------------------------------------------------------------------
+# -- state dicts -----------------------------------------------------------------------------------
 
 
 def tensor_hash(x: ShardedTensor) -> int:
-    """Return `id(x)`, as torch does; make torch's functions for state dicts, which look up all parameters first, know these tensors."""
+    """Return `id(x)`, as torch does; call `register` once it has an effect.
+
+    torch's functions for state dicts look up all parameters in a dict before anything else.
+    """
     if _UTILS in sys.modules:
         register()
     return id(x)
 
 
 def register() -> None:
-    """Make torch's functions for state dicts treat these tensors as they treat DTensors. A second call does nothing.
+    """Make torch's functions for state dicts treat these tensors as they treat DTensors.
 
-    Replaces `_iterate_state_dict`, `_broadcast_tensors`, `_broadcast_state_dict` and `_distribute_state_dict` of torch.
+    Replaces `_iterate_state_dict`, `_broadcast_tensors`, `_broadcast_state_dict` and
+    `_distribute_state_dict` of torch; a second call does nothing.
     """
     utils: Any = sys.modules[_UTILS]
     with _lock:
-        if "__hash__" not in vars(ShardedTensor) or not hasattr(utils, _distribute_state_dict.__name__):  # still being imported
+        if "__hash__" not in vars(ShardedTensor) or not hasattr(
+            utils, _distribute_state_dict.__name__
+        ):  # still being imported
             return
         del ShardedTensor.__hash__  # from now on that of torch
-    for adapted in (_iterate_state_dict, _broadcast_tensors, _broadcast_state_dict, _distribute_state_dict):
+    for adapted in (
+        _iterate_state_dict,
+        _broadcast_tensors,
+        _broadcast_state_dict,
+        _distribute_state_dict,
+    ):
         function = getattr(utils, adapted.__name__)
         replacement = functools.wraps(function)(functools.partial(adapted, function))
         for module in (utils, sys.modules.get(_STATE_DICT)):
@@ -110,28 +133,58 @@ def register() -> None:
 
 
 def _iterate_state_dict(
-    function: Callable[..., Any], x: Any, of_sharded: Any, of_dtensor: Any, of_tensor: Any, **options: Any
+    function: Callable[..., Any],
+    x: Any,
+    of_sharded: Any,
+    of_dtensor: Any,
+    of_tensor: Any,
+    **options: Any,
 ) -> Any:
-    return function(x, of_sharded, of_dtensor, of_dtensor if isinstance(x, ShardedTensor) else of_tensor, **options)
+    return function(
+        x,
+        of_sharded,
+        of_dtensor,
+        of_dtensor if isinstance(x, ShardedTensor) else of_tensor,
+        **options,
+    )
 
 
 def _broadcast_tensors(
-    function: Callable[..., Any], full: dict[str, Any], local: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any
+    function: Callable[..., Any],
+    full: dict[str, Any],
+    local: dict[str, Any],
+    keys: list[str],
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     sharded = _sharded(local, keys)
     function(full, local, keys, *args, **kwargs)
     _lay_out(local, sharded)
 
 
-def _broadcast_state_dict(function: Callable[..., Any], full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+def _broadcast_state_dict(
+    function: Callable[..., Any],
+    full: dict[str, Any],
+    local: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     sharded = _sharded(local, local)
     function(full, local, *args, **kwargs)
     _lay_out(local, sharded)  # those of 0 dims, which are broadcast otherwise
 
 
-def _distribute_state_dict(function: Callable[..., Any], full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+def _distribute_state_dict(
+    function: Callable[..., Any],
+    full: dict[str, Any],
+    local: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     sharded = _sharded(local, full)
-    function({name: value for name, value in full.items() if name not in sharded}, local, *args, **kwargs)
+    function(
+        {name: value for name, value in full.items() if name not in sharded}, local, *args, **kwargs
+    )
     local.update({name: full[name] for name in sharded})
     _lay_out(local, sharded)
 
@@ -141,7 +194,7 @@ def _sharded(local: dict[str, Any], names: Iterable[str]) -> dict[str, ShardedTe
 
 
 def _lay_out(local: dict[str, Any], sharded: dict[str, ShardedTensor]) -> None:
-    """Replace whole plain tensors by the tensors that are in `sharded` under their names, with these values.
+    """Lay out whole plain tensors as the sharded ones of the same names.
 
     Raises:
         ValueError: another shape.
@@ -152,12 +205,20 @@ def _lay_out(local: dict[str, Any], sharded: dict[str, ShardedTensor]) -> None:
             continue
         layout = x._layout
         if whole.shape != layout.shape:
-            raise ValueError(f"{name}: the state dict has shape {list(whole.shape)}, and the tensor is {layout}")
+            raise ValueError(
+                f"{name}: the state dict has shape {list(whole.shape)}, and the tensor is {layout}"
+            )
         inside = layout.mesh.coordinate is not None  # type: ignore[attr-defined]
         part = whole.detach()[slices(layout.box)] if inside else whole.new_empty(0)
         if x._local.is_meta or layout.pending:
-            part = part.to(x._local.device if layout.pending else part.device, copy=True).contiguous()
-            local[name] = ShardedTensor._make_guarded(part, Layout.of(layout.mesh, layout.spec.with_unreduced({}), x.shape, whole.dtype), 0)
+            part = part.to(
+                x._local.device if layout.pending else part.device, copy=True
+            ).contiguous()
+            local[name] = ShardedTensor._make_guarded(
+                part,
+                Layout.of(layout.mesh, layout.spec.with_unreduced({}), x.shape, whole.dtype),
+                0,
+            )
         else:
             x._local.detach().copy_(part)
             x._data_accesses += 1

@@ -211,14 +211,16 @@ def _without_copies(leaf: ShardedTensor) -> bool:
 
 
 class _NotCopied(OrderedDict[Any, Any]):
-    """What a leaf keeps for autograd; torch's stager of state dicts, which copies attributes of tensors, leaves it as it is."""
+    """What a leaf keeps for autograd, which torch's stager of state dicts does not copy."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _NotCopied:
         return self
 
 
 def _register_hooks(leaf: ShardedTensor) -> None:
-    if getattr(leaf, "_hooked_local", None) is leaf._local or leaf._local.is_inference():  # which has no gradient
+    if getattr(leaf, "_hooked_local", None) is leaf._local:
+        return
+    if leaf._local.is_inference():  # which has no gradient
         return
     leaf._hooked_local = leaf._local  # type: ignore[attr-defined]
     reducer = _reducer(leaf._layout.mesh.world)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint with `ShardedTensor`s: files, and torch's functions for state dicts."""
+"""torch.distributed.checkpoint with `ShardedTensor`s: files and functions for state dicts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict, _offload_state_dict_to_cpu
+from torch.distributed._state_dict_utils import (
+    _copy_state_dict,
+    _create_cpu_state_dict,
+    _offload_state_dict_to_cpu,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,7 +37,16 @@ from tests.device import DEVICE
 from tests.sharding.ranks import every_rank, on_mesh
 
 X = torch.arange(35.0, dtype=torch.float64).reshape(7, 5)
-SPECS = [P("a", "b"), P("b"), P(None, ("b", "a")), P("a", sizes={"a": (0, 7)}), P(), P(("a", "b")), P("b", "a"), P(("b", "a"))]
+SPECS = [
+    P("a", "b"),
+    P("b"),
+    P(None, ("b", "a")),
+    P("a", sizes={"a": (0, 7)}),
+    P(),
+    P(("a", "b")),
+    P("b", "a"),
+    P(("b", "a")),
+]
 FULL = StateDictOptions(full_state_dict=True)
 
 
@@ -46,7 +59,9 @@ def _place(x: torch.Tensor, mesh: sm.DeviceMesh, spec: P) -> sm.ShardedTensor:
 
 
 def _tensors(mesh: sm.DeviceMesh, specs: list[P], scale: int = 1) -> dict[str, Any]:
-    named: dict[str, Any] = {str(i): _place(scale * (X + i), mesh, spec) for i, spec in enumerate(specs)}
+    named: dict[str, Any] = {
+        str(i): _place(scale * (X + i), mesh, spec) for i, spec in enumerate(specs)
+    }
     named["half"] = _place(scale * X.bfloat16(), mesh, specs[0])
     named["number"] = _place(scale * torch.tensor(3.5), mesh, P())
     named["nothing"] = _place(torch.ones(0, 4), mesh, P("a"))
@@ -101,10 +116,9 @@ def _with_torchs_and_sm(folder: Path) -> None:
     mesh = _mesh()
     dcp.save(_tensors(mesh, SPECS), checkpoint_id=folder / "ours")
     zeros = 0 * X
-    theirs = {
-        "0": zeros.clone(), "1": distribute_tensor(zeros, mesh.to_torch(), [Shard(0), Shard(1)]),
-        "2": distribute_tensor(zeros, mesh.to_torch(), [Replicate(), Shard(0)]), "3": distribute_tensor(zeros, mesh.to_torch(), [Shard(0)] * 2),
-    }  # fmt: skip
+    placements = ([Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(0), Shard(0)])
+    dtensors = [distribute_tensor(zeros, mesh.to_torch(), each) for each in placements]
+    theirs = {str(i): x for i, x in enumerate([zeros.clone(), *dtensors])}
     dcp.load({"tensors": theirs}, checkpoint_id=folder / "ours")
     for i, x in enumerate(theirs.values()):
         assert torch.equal(x.full_tensor() if i else x, X + i)
@@ -129,7 +143,9 @@ def test_files_are_those_of_torch_and_of_sm_checkpoint(world4, tmp_path):
 def _save_later(folder: Path) -> None:
     mesh = _mesh()
     state = _tensors(mesh, SPECS)
-    parameter = nn.Parameter(_place(X, mesh, P("a")))  # with hooks, a gradient and one of the user's hooks
+    parameter = nn.Parameter(
+        _place(X, mesh, P("a"))
+    )  # with hooks, a gradient and one of the user's hooks
     parameter.register_post_accumulate_grad_hook(lambda x: None)
     (parameter * parameter).sum().backward()
     saving = dcp.async_save({**state, "parameter": parameter}, checkpoint_id=folder)
@@ -151,7 +167,9 @@ def _refused(folder: Path) -> list[str]:
     pending = _place(X, _mesh(), P()).redistribute(P(unreduced={"a"}))
     texts = []
     for call in (dcp.save, dcp.load):
-        with pytest.raises(dcp.CheckpointException, match="is pending, so that no rank holds its values") as caught:
+        with pytest.raises(
+            dcp.CheckpointException, match="is pending, so that no rank holds its values"
+        ) as caught:
             call({"w": pending}, checkpoint_id=folder)
         texts.append(str(caught.value.failures.keys()))
     return texts
@@ -162,7 +180,7 @@ def test_pending_tensors_are_refused_on_every_rank(world4, tmp_path):
     assert len({tuple(texts) for texts in world4(_refused, tmp_path)}) == 1
 
 
-# -- state dicts -------------------------------------------------------------------------------------------------------
+# -- state dicts -----------------------------------------------------------------------------------
 
 
 def _models(mesh: sm.DeviceMesh) -> tuple[nn.Module, nn.Module]:
@@ -171,10 +189,19 @@ def _models(mesh: sm.DeviceMesh) -> tuple[nn.Module, nn.Module]:
     plain = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).double()
     plain[0].register_parameter("scale", nn.Parameter(torch.tensor(1.5, dtype=torch.float64)))
     sharded = copy.deepcopy(plain)
-    specs = {"0.weight": P("a", "b"), "0.bias": P("a"), "0.scale": P(), "1.weight": P("b"), "2.weight": P(), "2.bias": P(("b", "a"))}
+    specs = {
+        "0.weight": P("a", "b"),
+        "0.bias": P("a"),
+        "0.scale": P(),
+        "1.weight": P("b"),
+        "2.weight": P(),
+        "2.bias": P(("b", "a")),
+    }
     for name, spec in specs.items():  # 1.bias stays plain, as the buffers
         module = sharded.get_submodule(name[0])
-        setattr(module, name[2:], nn.Parameter(_place(getattr(module, name[2:]).detach(), mesh, spec)))
+        setattr(
+            module, name[2:], nn.Parameter(_place(getattr(module, name[2:]).detach(), mesh, spec))
+        )
     return sharded, plain
 
 
@@ -209,17 +236,24 @@ def test_get_state_dict_returns_whole_plain_tensors(flat):
         for cpu_offload in (False, True):
             options.cpu_offload = cpu_offload
             for state, expected in zip(
-                get_state_dict(sharded, steps[0], options=options), get_state_dict(plain, steps[1], options=options), strict=True
+                get_state_dict(sharded, steps[0], options=options),
+                get_state_dict(plain, steps[1], options=options),
+                strict=True,
             ):
                 _assert_same(state, expected)
-                assert str(torch.utils._pytree.tree_structure(state)) == str(torch.utils._pytree.tree_structure(expected))
+                assert str(torch.utils._pytree.tree_structure(state)) == str(
+                    torch.utils._pytree.tree_structure(expected)
+                )
         _assert_same(
-            get_optimizer_state_dict(sharded, steps[0], options=options), get_optimizer_state_dict(plain, steps[1], options=options)
+            get_optimizer_state_dict(sharded, steps[0], options=options),
+            get_optimizer_state_dict(plain, steps[1], options=options),
         )
         parts = get_model_state_dict(sharded, options=StateDictOptions(cpu_offload=True))
         assert parts["0.weight"].spec == P("a", "b")
         sharded[0].weight.requires_grad_(False)
-        trained = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, ignore_frozen_params=True))
+        trained = get_model_state_dict(
+            sharded, options=StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+        )
         assert sorted(set(plain.state_dict()) - set(trained)) == ["0.weight"]
         assert not any(isinstance(x, sm.ShardedTensor) for x in trained.values())
 
@@ -239,11 +273,19 @@ def test_every_rank_loads_its_parts_of_a_full_state_dict(mesh):
     optimizer, expected = _stepped(sharded), _stepped(plain)
     _whole(sharded, plain)
     again = torch.optim.AdamW(sharded.parameters(), lr=0.5)
-    set_optimizer_state_dict(sharded, again, get_optimizer_state_dict(sharded, optimizer, options=FULL), options=FULL)
+    set_optimizer_state_dict(
+        sharded, again, get_optimizer_state_dict(sharded, optimizer, options=FULL), options=FULL
+    )
     assert again.param_groups[0]["lr"] == 0.1
     assert again.state[weight]["exp_avg"].spec == P("a", "b")
-    _assert_same(get_optimizer_state_dict(sharded, again, options=FULL), get_optimizer_state_dict(plain, expected, options=FULL))
-    with pytest.raises(ValueError, match=r"0.weight: the state dict has shape \[3, 5\], and the tensor is f64\[7, 5\]"):
+    _assert_same(
+        get_optimizer_state_dict(sharded, again, options=FULL),
+        get_optimizer_state_dict(plain, expected, options=FULL),
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"0.weight: the state dict has shape \[3, 5\], and the tensor is f64\[7, 5\]",
+    ):
         set_model_state_dict(sharded, {**state, "0.weight": torch.ones(3, 5)}, options=FULL)
 
 
@@ -255,7 +297,9 @@ def _from_rank_0() -> None:
         sharded, plain = _models(mesh)
         state = {name: x.clone() for name, x in plain.state_dict().items()}
         sharded.to("meta") if on_meta else _stepped(sharded)
-        set_model_state_dict(sharded, dict(state) if rank == 0 or options is FULL else {}, options=options)
+        set_model_state_dict(
+            sharded, dict(state) if rank == 0 or options is FULL else {}, options=options
+        )
         for name, spec in {"weight": P("a", "b"), "bias": P("a"), "scale": P()}.items():
             x = getattr(sharded[0], name)
             assert isinstance(x, sm.ShardedTensor)
@@ -276,9 +320,18 @@ def _from_rank_0() -> None:
     set_optimizer_state_dict(sharded, again, states[1], options=broadcast)
     _whole(sharded, plain)
     assert again.state[sharded[0].weight]["exp_avg"].spec == P("a", "b")
-    _assert_same(get_optimizer_state_dict(sharded, again, options=FULL), get_optimizer_state_dict(plain, expected))
-    one = {"weight": 2 * state["0.weight"]} if rank == 0 else {}  # as Lightning Fabric loads: parameter by parameter
-    set_model_state_dict(sharded[0], one, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False))
+    _assert_same(
+        get_optimizer_state_dict(sharded, again, options=FULL),
+        get_optimizer_state_dict(plain, expected),
+    )
+    one = (
+        {"weight": 2 * state["0.weight"]} if rank == 0 else {}
+    )  # as Lightning Fabric loads: parameter by parameter
+    set_model_state_dict(
+        sharded[0],
+        one,
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False),
+    )
     assert torch.equal(sharded[0].weight.detach().full_tensor(), 2 * state["0.weight"])
     assert torch.equal(sharded[0].bias.detach().full_tensor(), plain[0].bias)
 
@@ -301,7 +354,7 @@ def _fsdp(mesh: sm.DeviceMesh, seed: int) -> nn.Module:
 
 
 def _checkpointed_training(folder: Path) -> None:
-    """Save in the form of trainers, `dcp` with `get_state_dict`, after a step, and continue in another model."""
+    """Save as trainers do, `dcp` with `get_state_dict`, and continue in another model."""
     warnings.simplefilter("ignore")
     mesh = _mesh((4,))
     x = torch.linspace(-1, 1, 40, dtype=torch.float64).reshape(8, 5)[2 * mesh.get_rank() :][:2]
@@ -317,11 +370,22 @@ def _checkpointed_training(folder: Path) -> None:
         to_model, to_optimizer = get_state_dict(other, resumed, options=options)
         state = {"model": to_model, "optimizer": to_optimizer}
         dcp.load(state, checkpoint_id=folder / str(flat))
-        set_state_dict(other, resumed, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options)
-        _assert_same(get_state_dict(other, resumed, options=FULL), get_state_dict(model, optimizer, options=FULL))
+        set_state_dict(
+            other,
+            resumed,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=options,
+        )
+        _assert_same(
+            get_state_dict(other, resumed, options=FULL),
+            get_state_dict(model, optimizer, options=FULL),
+        )
     _train(model, optimizer, x)
     _train(other, resumed, x)
-    _assert_same(get_state_dict(other, resumed, options=FULL), get_state_dict(model, optimizer, options=FULL))
+    _assert_same(
+        get_state_dict(other, resumed, options=FULL), get_state_dict(model, optimizer, options=FULL)
+    )
 
 
 def test_training_resumes_from_dcp(world4, tmp_path):
@@ -330,7 +394,11 @@ def test_training_resumes_from_dcp(world4, tmp_path):
 
 @every_rank(2)
 def test_copies_of_state_dicts_on_the_host(mesh):
-    state = {"w": _place(X, mesh, P("a")), "n": _place(torch.tensor(2.0), mesh, P()), "e": _place(torch.ones(0, 3), mesh, P("a"))}
+    state = {
+        "w": _place(X, mesh, P("a")),
+        "n": _place(torch.tensor(2.0), mesh, P()),
+        "e": _place(torch.ones(0, 3), mesh, P("a")),
+    }
     copied = _create_cpu_state_dict(state)
     _copy_state_dict(state, copied)
     assert copied["w"]._local.data_ptr() != state["w"]._local.data_ptr()
@@ -346,7 +414,6 @@ def main():
     mesh = sm.init_device_mesh("cpu", (2,), axis_names=("a",))
     model = torch.nn.Linear(4, 4)
     model.weight = torch.nn.Parameter(sm.ones(4, 4, device_mesh=mesh, placements=sm.P("a")))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     assert "torch.distributed._state_dict_utils" not in sys.modules
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))["weight"]

@@ -1,4 +1,4 @@
-"""The device of wrappers in C++: clipping, optimizers, grouping, and what else of torch looks past Python."""
+"""The device of wrappers in C++: clipping, optimizers, grouping, and what else reads it there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def _values(shape, k=0.0):
 
 def _parameters(mesh):
     """Return sharded parameters with gradients, and the same as plain ones."""
-    sharded = [nn.Parameter(sm.distribute_tensor(_values(shape), mesh, spec, src_data_rank=None)) for shape, spec in SPECS.items()]
+    sharded = [
+        nn.Parameter(sm.distribute_tensor(_values(shape), mesh, spec, src_data_rank=None))
+        for shape, spec in SPECS.items()
+    ]
     plain = [nn.Parameter(_values(shape)) for shape in SPECS]
     for parameters in (sharded, plain):
         sum((p**3).sum() for p in parameters).backward()
@@ -65,7 +68,17 @@ def test_what_enters_a_program_has_the_device_of_its_part(mesh):
         assert pending.grad.spec.unreduced
         assert _device_in_cpp(pending.grad) == DEVICE
     (g,) = torch.autograd.grad((p * p).sum(), [p])
-    for y in (x, p, p.grad, g, p.data, p.detach(), copy.deepcopy(p), pending.grad, sm.ones(3, device_mesh=mesh)):
+    for y in (
+        x,
+        p,
+        p.grad,
+        g,
+        p.data,
+        p.detach(),
+        copy.deepcopy(p),
+        pending.grad,
+        sm.ones(3, device_mesh=mesh),
+    ):
         assert _device_in_cpp(y) == y.device.type == DEVICE
         assert y.is_cuda == (DEVICE == "cuda")
         assert not y.is_meta
@@ -82,7 +95,10 @@ def test_operations_past_the_dispatch_still_raise(mesh):
     p, g = (f(sm.ones(4, device_mesh=mesh, placements=P("a"))) for f in (nn.Parameter, lambda x: x))
     p.sum().backward()
     for x in (p, p.grad, g):
-        with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match="called on the wrapper of a ShardedTensor"):
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            pytest.raises(RuntimeError, match="called on the wrapper of a ShardedTensor"),
+        ):
             torch.ops.aten.mul.Tensor(x, 2)
 
 
@@ -91,7 +107,10 @@ def test_norms_and_clipping_of_torch(foreach):
     def program(mesh):
         for ord in (2, 1, 0, 3, math.inf):
             sharded, plain = _parameters(mesh)
-            total, expected = get_total_norm(_grads(sharded), ord, foreach=foreach), get_total_norm(_grads(plain), ord, foreach=foreach)
+            total, expected = (
+                get_total_norm(_grads(sharded), ord, foreach=foreach),
+                get_total_norm(_grads(plain), ord, foreach=foreach),
+            )
             _assert_equal([total], [expected])
             clip_grads_with_norm_(sharded, 0.5, total, foreach)
             clip_grads_with_norm_(plain, 0.5, expected, foreach)
@@ -100,7 +119,12 @@ def test_norms_and_clipping_of_torch(foreach):
             lambda parameters: clip_grad_norm_(parameters, 0.5, foreach=foreach),
             lambda parameters: clip_grad_norm_(iter(parameters), 0.5, math.inf, foreach=foreach),
             lambda parameters: clip_grad_value_(parameters, 0.25, foreach),
-            lambda parameters: clip_grads_with_norm_(parameters, 0.5, _whole(get_total_norm(_grads(parameters), foreach=foreach)), foreach),
+            lambda parameters: clip_grads_with_norm_(
+                parameters,
+                0.5,
+                _whole(get_total_norm(_grads(parameters), foreach=foreach)),
+                foreach,
+            ),
         ):
             sharded, plain = _parameters(mesh)
             form(sharded), form(plain)
@@ -118,18 +142,25 @@ def test_norms_and_clipping_of_torch(foreach):
 def test_clipping_of_plain_and_sharded_gradients_on_several_meshes(foreach):
     def program(mesh):
         sharded, plain = _parameters(mesh["a"])
-        others, more = _parameters(sm.DeviceMesh(mesh.device_type, mesh.ranks.reshape(-1), axis_names=("a",)))
+        others, more = _parameters(
+            sm.DeviceMesh(mesh.device_type, mesh.ranks.reshape(-1), axis_names=("a",))
+        )
         extra = [nn.Parameter(_values((3,))) for _ in range(2)]
         for p in extra:
             p.grad = _values((3,), 2.0)
         for order in ([*sharded, extra[0]], [extra[0], *sharded]):
-            total, expected = get_total_norm(_grads(order), foreach=foreach), get_total_norm([*_grads(plain), extra[0].grad])
+            total, expected = (
+                get_total_norm(_grads(order), foreach=foreach),
+                get_total_norm([*_grads(plain), extra[0].grad]),
+            )
             _assert_equal([total], [expected])
         clip_grad_norm_([*sharded, extra[0]], 0.5, foreach=foreach)
         clip_grad_norm_([*plain, extra[1]], 0.5, foreach=foreach)
         _assert_equal(_grads([*sharded, extra[0]]), _grads([*plain, extra[1]]))
         total = sm.training.clip_grad_norm_([*sharded, *others], 0.25)
-        torch.testing.assert_close(total, clip_grad_norm_([*plain, *more], 0.25), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            total, clip_grad_norm_([*plain, *more], 0.25), rtol=1e-12, atol=0
+        )
         _assert_equal(_grads([*sharded, *others]), _grads([*plain, *more]))
 
     on_mesh((2, 2), program)
@@ -143,24 +174,35 @@ def test_norm_of_pending_gradients(mesh):
     with sm.accumulate_grads():
         sum((p**3).sum() for p in sharded).backward()
         for foreach in (None, True, False):
-            _assert_equal([get_total_norm(_grads(sharded), foreach=foreach)], [get_total_norm(_grads(plain))])
+            _assert_equal(
+                [get_total_norm(_grads(sharded), foreach=foreach)], [get_total_norm(_grads(plain))]
+            )
 
 
 OPTIMIZERS = {
-    "SGD": {"momentum": 0.5}, "Adam": {"amsgrad": True}, "AdamW": {}, "NAdam": {}, "RAdam": {}, "Adamax": {}, "Adagrad": {}, "Adadelta": {},
-    "RMSprop": {"momentum": 0.5}, "Rprop": {}, "ASGD": {}, "Adafactor": {},
+    "SGD": {"momentum": 0.5}, "Adam": {"amsgrad": True}, "AdamW": {}, "NAdam": {}, "RAdam": {},
+    "Adamax": {}, "Adagrad": {}, "Adadelta": {}, "RMSprop": {"momentum": 0.5}, "Rprop": {},
+    "ASGD": {}, "Adafactor": {},
 }  # fmt: skip
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
-@pytest.mark.parametrize(("name", "implementation"), [*itertools.product(OPTIMIZERS, ["foreach"]), *itertools.product(_FUSED, ["fused"])])
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [*itertools.product(OPTIMIZERS, ["foreach"]), *itertools.product(_FUSED, ["fused"])],
+)
 def test_optimizers_whose_implementation_the_user_has_chosen(name, implementation):
     def program(mesh):
         sharded, plain = _parameters(mesh)
-        if name == "Adafactor":  # raises for one row that is split by rows: writes into a pending mean
+        if (
+            name == "Adafactor"
+        ):  # raises for one row that is split by rows: writes into a pending mean
             sharded, plain = sharded[:3], plain[:3]
         steps = [
-            getattr(torch.optim, name)(parameters, lr=0.1, **{implementation: True}, **OPTIMIZERS[name]) for parameters in (sharded, plain)
+            getattr(torch.optim, name)(
+                parameters, lr=0.1, **{implementation: True}, **OPTIMIZERS[name]
+            )
+            for parameters in (sharded, plain)
         ]
         for _ in range(3):
             for optimizer, parameters in zip(steps, (sharded, plain), strict=True):
@@ -176,13 +218,17 @@ def test_optimizers_whose_implementation_the_user_has_chosen(name, implementatio
 @every_rank(2)
 def test_modules_move_and_change_dtype(mesh):
     module = nn.Linear(3, 4, bias=False, dtype=torch.float64)
-    module.weight = nn.Parameter(sm.distribute_tensor(_values((4, 3)), mesh, P("a"), src_data_rank=None))
+    module.weight = nn.Parameter(
+        sm.distribute_tensor(_values((4, 3)), mesh, P("a"), src_data_rank=None)
+    )
     weight = module.weight
     (weight * weight).sum().backward()
     module.float()
     assert module.weight is weight
     assert weight._local.dtype is weight.grad._local.dtype is torch.float32
-    assert {dtype for _, dtype in _group_tensors_by_device_and_dtype([[weight, weight.grad]])} == {torch.float32}
+    assert {dtype for _, dtype in _group_tensors_by_device_and_dtype([[weight, weight.grad]])} == {
+        torch.float32
+    }
     module.zero_grad()
     (module.weight * module.weight).sum().backward()
     assert torch.equal(weight.grad.full_tensor(), 2 * weight.detach().full_tensor())
@@ -198,7 +244,9 @@ def test_modules_move_and_change_dtype(mesh):
 def test_data_is_assigned_between_kinds_of_wrappers(mesh):
     p = nn.Parameter(sm.distribute_tensor(_values((4, 3)), mesh, P("a"), src_data_rank=None))
     result = p.detach() * 2
-    for x, y in itertools.product((p, result), (p.detach() * 3, p.detach().clone().detach(), p.data)):
+    for x, y in itertools.product(
+        (p, result), (p.detach() * 3, p.detach().clone().detach(), p.data)
+    ):
         expected = y.full_tensor()
         x.data = y
         assert torch.equal(x.detach().full_tensor(), expected)
@@ -212,7 +260,10 @@ def test_data_is_assigned_between_kinds_of_wrappers(mesh):
 
 @every_rank(2)
 def test_swapped_tensors_and_references(mesh):
-    x, y = (sm.distribute_tensor(_values(shape), mesh, spec, src_data_rank=None) for shape, spec in [((4, 3), P("a")), ((6,), P(None))])
+    x, y = (
+        sm.distribute_tensor(_values(shape), mesh, spec, src_data_rank=None)
+        for shape, spec in [((4, 3), P("a")), ((6,), P(None))]
+    )
     torch.utils.swap_tensors(x, y)
     assert x.shape == (6,)
     assert torch.equal(y.full_tensor(), _values((4, 3)))
@@ -224,7 +275,7 @@ def test_swapped_tensors_and_references(mesh):
     assert [r() for r in references] == [None] * 3
 
 
-# -- custom functions that leave the sharded world ---------------------------------------------------------------------
+# -- custom functions with plain results -----------------------------------------------------------
 
 
 class _Filled(torch.autograd.Function):
@@ -264,7 +315,10 @@ def test_a_plain_result_of_a_custom_function_passes_its_gradient_to_the_paramete
             ((2 * q) ** 2).sum().mul(scale).backward()
             assert torch.allclose(p.grad.full_tensor(), q.grad, rtol=1e-12)
         assert p.grad.spec == p.spec
-        assert [torch.allclose(p.grad.full_tensor() * share, call) for share, call in zip((1 / 3, 1), calls, strict=True)] == [True] * 2
+        assert [
+            torch.allclose(p.grad.full_tensor() * share, call)
+            for share, call in zip((1 / 3, 1), calls, strict=True)
+        ] == [True] * 2
         ((_Filled.apply(p) ** 2).sum() + (p * p).sum().full_tensor()).backward()
         ((2 * q) ** 2).sum().add((q * q).sum()).backward()
         assert torch.allclose(p.grad.full_tensor(), q.grad, rtol=1e-12)
@@ -279,7 +333,9 @@ def test_plain_gradients_of_a_custom_function_under_implicit_replication(mesh):
         with sm.ops.implicit_replication():
             y = _PlainGradient.apply(p if factor == 1 else p * factor).sum()
         y.backward()
-        assert torch.equal(p.grad.full_tensor(), torch.full((5, 3), 6.0 * factor, dtype=torch.float64))
+        assert torch.equal(
+            p.grad.full_tensor(), torch.full((5, 3), 6.0 * factor, dtype=torch.float64)
+        )
     with pytest.raises(RuntimeError, match="returned a Tensor as the gradient"):
         (_Plain.apply(p)).sum().backward()
 
@@ -294,7 +350,7 @@ class _Plain(torch.autograd.Function):
         return torch.ones(grad.shape)
 
 
-# -- inference mode ----------------------------------------------------------------------------------------------------
+# -- inference mode --------------------------------------------------------------------------------
 
 
 @every_rank(2)
