@@ -64,12 +64,13 @@ def create_chunk_list(x: ShardedTensor) -> list[Any]:
 
     Communication: none.
     """
+    if not x._local.is_inference():  # will be written, where it is not empty: a change on every rank
+        torch.autograd.graph.increment_version(x._local)
     return _chunks(x._layout, "dcp.load")
 
 
 def get_tensor_shard(x: ShardedTensor, index: Any) -> Tensor:
     """Return the part of this rank, which DCP saves, or writes on loading."""
-    x._data_accesses += 1
     return x._local.detach()
 
 
@@ -221,5 +222,4 @@ def _lay_out(local: dict[str, Any], sharded: dict[str, ShardedTensor]) -> None:
             )
         else:
             x._local.detach().copy_(part)
-            x._data_accesses += 1
             local[name] = x
