@@ -157,6 +157,8 @@ def test_clipping_of_plain_and_sharded_gradients_on_several_meshes(foreach):
         clip_grad_norm_([*sharded, extra[0]], 0.5, foreach=foreach)
         clip_grad_norm_([*plain, extra[1]], 0.5, foreach=foreach)
         _assert_equal(_grads([*sharded, extra[0]]), _grads([*plain, extra[1]]))
+        with pytest.raises(ValueError, match="operands are on two meshes"):  # as torch's DTensors
+            clip_grad_norm_([*sharded, *others], 0.25, foreach=foreach)
         total = sm.training.clip_grad_norm_([*sharded, *others], 0.25)
         torch.testing.assert_close(
             total, clip_grad_norm_([*plain, *more], 0.25), rtol=1e-12, atol=0
