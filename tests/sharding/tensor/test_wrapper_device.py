@@ -181,42 +181,6 @@ def test_norm_of_pending_gradients(mesh):
             )
 
 
-OPTIMIZERS = {
-    "SGD": {"momentum": 0.5}, "Adam": {"amsgrad": True}, "AdamW": {}, "NAdam": {}, "RAdam": {},
-    "Adamax": {}, "Adagrad": {}, "Adadelta": {}, "RMSprop": {"momentum": 0.5}, "Rprop": {},
-    "ASGD": {}, "Adafactor": {},
-}  # fmt: skip
-_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
-
-
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [*itertools.product(OPTIMIZERS, ["foreach"]), *itertools.product(_FUSED, ["fused"])],
-)
-def test_optimizers_whose_implementation_the_user_has_chosen(name, implementation):
-    def program(mesh):
-        sharded, plain = _parameters(mesh)
-        if (
-            name == "Adafactor"
-        ):  # raises for one row that is split by rows: writes into a pending mean
-            sharded, plain = sharded[:3], plain[:3]
-        steps = [
-            getattr(torch.optim, name)(
-                parameters, lr=0.1, **{implementation: True}, **OPTIMIZERS[name]
-            )
-            for parameters in (sharded, plain)
-        ]
-        for _ in range(3):
-            for optimizer, parameters in zip(steps, (sharded, plain), strict=True):
-                optimizer.zero_grad()
-                sum((p**3).sum() for p in parameters).backward()
-                optimizer.step()
-        for x, y in zip(sharded, plain, strict=True):
-            torch.testing.assert_close(x.full_tensor(), y.detach(), rtol=1e-12, atol=1e-12)
-
-    on_mesh((3,), program)
-
-
 @every_rank(2)
 def test_modules_move_and_change_dtype(mesh):
     module = nn.Linear(3, 4, bias=False, dtype=torch.float64)
