@@ -12,6 +12,7 @@ when they are first used in a computation with gradients. The graph of the wrapp
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +24,7 @@ from ..layout.spec import P
 from ..redistribute.linear import redistribute_grad
 from ..tensor.autograd.engine_hooks import with_memory
 from ..tensor.sharded_tensor import ShardedTensor
+from .plain_operands import implicit_replication, replicated_gradients, thread_state
 
 Result: TypeAlias = tuple[Tensor, Layout, int]  # this rank's part, layout, lineage
 
@@ -110,6 +112,7 @@ class _Applied(torch.autograd.Function):
         local, ctx.layout, ctx.lineage = result
         out = local.view_as(local)
         ctx.node, ctx.number, ctx.owner, ctx.leaves = node, number, owner, leaves
+        ctx.implicit_replication = thread_state.implicit_replication
         if _saves(node, number):
             ctx.save_for_backward(out)
         return out
@@ -119,7 +122,8 @@ class _Applied(torch.autograd.Function):
         results = dict.fromkeys([ctx.number], (ctx.saved_tensors[0], ctx.layout, ctx.lineage)) if ctx.saved_tensors else {}
         with torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
             gradient = _made(with_memory(grads[0]), ctx.layout.dual, ctx.lineage)
-            found = _run_backward(ctx.node, ctx.number, gradient, results, ctx.owner)
+            with implicit_replication() if ctx.implicit_replication else nullcontext():
+                found = _run_backward(ctx.node, ctx.number, gradient, results, ctx.owner)
             return (*[None] * 5, *[_local_gradient(leaf, found.get(id(leaf))) for leaf in ctx.leaves])
 
 
@@ -139,6 +143,8 @@ def _run_backward(node: Any, number: int, gradient: ShardedTensor, results: Mapp
         context = _BackwardContext(last, results if last is node else {}, owner)
         gradients = last._forward_cls.backward(context, *_materialized(last, given, gradient))
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        if thread_state.implicit_replication:
+            gradients = replicated_gradients(gradients, gradient.mesh)
         _check(last, gradients)
         wanted = [g for g, needs in zip(gradients, last.needs_input_grad, strict=False) if needs]
         edges = [edge for edge in last.next_functions if edge[0] is not None]

@@ -223,6 +223,11 @@ def replicated_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[S
     return _replicate_plain(args, mesh), dict(zip(kwargs, _replicate_plain(kwargs.values(), mesh), strict=True))
 
 
+def replicated_gradients(gradients: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
+    """Return gradients of a custom function's backward, with plain ones as replicated tensors."""
+    return tuple(_replicate_plain(gradients, mesh))
+
+
 def _replicate_plain(items: Iterable[Any], mesh: DeviceMesh) -> list[Any]:
     out: list[Any] = []
     for item in items:

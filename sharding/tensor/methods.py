@@ -16,7 +16,7 @@ from ..layout.spec import P, Placement
 from ..ops import dispatch
 from ..ops.lineage import comm_context
 from ..redistribute.autograd import redistribute_local
-from . import convert, process_data
+from . import convert, process_data, torch_checkpoint
 from .autograd import backward as backward_passes
 from .autograd import leaf_grads
 from .autograd.engine_hooks import any_requires_grad
@@ -139,6 +139,7 @@ def requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> ShardedTenso
     x._sync_requires_grad()
     if requires_grad and x._local.is_leaf:
         leaf_grads.register_leaf(x)
+        backward_passes.register_wrapper(x)
     return x
 
 
@@ -180,6 +181,10 @@ for _method in (
     setattr(ShardedTensor, _method.__name__, _method)
 
 for _name, _attribute in {
+    "__create_write_items__": torch_checkpoint.create_write_items,
+    "__create_chunk_list__": torch_checkpoint.create_chunk_list,
+    "__get_tensor_shard__": torch_checkpoint.get_tensor_shard,
+    "__hash__": torch_checkpoint.tensor_hash,
     "from_local": staticmethod(convert.from_local),
     "addressable_shards": property(process_data.addressable_shards, doc=_OWN_SHARDS),
     "global_shards": property(process_data.global_shards, doc=_ALL_SHARDS),

@@ -1,9 +1,14 @@
 """`ShardedTensor`: a global tensor of which each rank holds one box. State, properties and construction.
 
-The wrapper is a `torch.Tensor` whose own storage is a meta tensor of the global shape, with the local tensor and the
-layout next to it. Autograd runs on the local tensors: the graph holds no wrapper, and backward runs at torch's own speed.
-Code that bypasses the dispatch (a raw pointer, a C++ extension, a transform) gets a meta tensor and
-`__torch_dispatch__`, and raises.
+The wrapper is a `torch.Tensor` of the global shape without memory, with the local tensor and the
+layout next to it. Autograd runs on the local tensors: the graph holds no wrapper, and backward runs
+at torch's own speed.
+
+    made by                                 device in C++   what bypasses the dispatch
+    `_make_guarded`: what enters a          of the part     raises in `__torch_dispatch__`
+        program, parameters, gradients
+    `_make`: results of operators           "meta"          gets a meta tensor without values
+        (a quarter of the time)
 
 `methods.py` binds the methods that communicate, dispatch or take part in autograd.
 """
@@ -72,10 +77,33 @@ class ShardedTensor(Tensor):
 
     @staticmethod
     def _make_guarded(local: Tensor, layout: Layout, lineage: int | None = None) -> ShardedTensor:
-        """Wrap a tensor that enters the program, so that an operation on the wrapper itself reaches `__torch_dispatch__`."""
-        out = Tensor._make_subclass(ShardedTensor, layout.meta, local.requires_grad)
+        """Wrap a tensor that enters the program.
+
+        The wrapper has the device of the part in C++, and an operation on it reaches
+        `__torch_dispatch__`.
+        """
+        out = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            ShardedTensor,
+            layout.shape,
+            dtype=layout.dtype,
+            device=local.device,
+            requires_grad=local.requires_grad,
+        )
         out._local, out._layout, out._lineage = local, layout, root(layout) if lineage is None else lineage
         return out
+
+    def _expose_device(self) -> None:
+        """Give the wrapper of an operator's result the device of its part in C++.
+
+        torch groups gradients by it.
+        """
+        with _no_torch_function():
+            device: Any = Tensor.device.__get__(self)  # type: ignore[attr-defined]
+            history = Tensor.grad_fn.__get__(self)  # type: ignore[attr-defined]
+            if device == self._local.device or history is not None:
+                return
+            guarded = ShardedTensor._make_guarded(self._local, self._layout, 0)
+            torch._C._swap_tensor_impl(self, guarded)  # type: ignore[attr-defined]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -213,30 +241,30 @@ class ShardedTensor(Tensor):
     @property
     def data(self) -> ShardedTensor:  # type: ignore[override]
         self._data_accesses += 1
-        out = ShardedTensor._make(self._local.data, self._layout)
-        out._lineage = self._lineage
-        return out
+        return ShardedTensor._make_guarded(self._local.data, self._layout, self._lineage)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, ShardedTensor):
             raise TypeError("assign a ShardedTensor to .data; place a plain tensor with distribute_tensor first")
+        self._local.data = value._local.data  # raises if one of them is on "meta"
         with _no_torch_function():
             shells = (value._layout.meta, ShardedTensor._make_guarded(value._local, value._layout, value._lineage))
             Tensor.data.__set__(self, next(shell for shell in shells if _same_kind(self, shell)))  # type: ignore[attr-defined]
-        self._local.data, self._layout, self._lineage = value._local.data, value._layout, value._lineage
+        self._layout, self._lineage = value._layout, value._lineage
         self._data_accesses += 1
 
     def data_ptr(self) -> int:
         """Raise: a ShardedTensor is not one block of memory.
 
         `nn.LSTM` and the other RNN modules get 0: on a GPU they compare the addresses of their weights before they copy them into one
-        block for cuDNN, and equal addresses make them leave the weights in place.
+        block for cuDNN, and equal addresses make them leave the weights in place. `dcp.async_save`
+        gets 0 too, and copies the attributes, among them the part, as for a DTensor.
 
         Raises:
-            RuntimeError: always, except inside `RNNBase.flatten_parameters`.
+            RuntimeError: always, except inside these two.
         """
-        if _called_by(torch.nn.RNNBase.flatten_parameters):
+        if _called_by(torch.nn.RNNBase.flatten_parameters) or _called_by(_offload_of_stager()):
             return 0
         raise RuntimeError(
             "a ShardedTensor is not one block of memory; this rank's part is: x.to_local(). To write a model for other "
@@ -247,6 +275,15 @@ class ShardedTensor(Tensor):
         )
 
     untyped_storage = storage = data_ptr  # type: ignore[assignment]
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        """This rank's part, under the name by which torch's utilities set that of a DTensor."""
+        return self._local
+
+    @_local_tensor.setter
+    def _local_tensor(self, part: Tensor) -> None:
+        self._local = part
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) in memo:
@@ -362,7 +399,15 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool)
 # For `torch.load` with weights_only=True.
 torch.serialization.add_safe_globals([_rebuild, make_layout, make_spec, unpickle_mesh])
 
+def _offload_of_stager() -> Any:
+    """Return torch's method that copies tensors for `dcp.async_save`; None if not imported."""
+    module = sys.modules.get("torch.distributed.checkpoint._state_dict_stager")
+    return module and module.StateDictStager._offload_tensor
+
+
 def _called_by(func: Any) -> bool:
     """Return True if the method that calls this was called by `func`, or by a comprehension in it."""
+    if func is None:
+        return False
     frame = sys._getframe(2)
     return any(f is not None and f.f_code is func.__code__ for f in (frame, frame.f_back))

@@ -18,7 +18,7 @@ from ...redistribute.linear import redistribute_grad, redistribute_grads
 from ..sharded_tensor import ShardedTensor
 from . import engine_hooks
 from .grad_origin import Origin, note_origin
-from .leaf_grads import GRADIENT
+from .leaf_grads import GRADIENT, add
 
 
 def backward(
@@ -82,6 +82,23 @@ def distribute_like(gradient: Tensor, x: ShardedTensor) -> ShardedTensor:
     return whole.redistribute(x._layout.grad.spec)
 
 
+def register_wrapper(leaf: ShardedTensor) -> None:
+    """Register a hook that moves gradients from the wrapper of a leaf to its local tensor.
+
+    Autograd itself reaches the wrapper where a custom function of the leaf returns a plain tensor.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if Tensor._post_accumulate_grad_hooks.__get__(leaf) is None:  # type: ignore[attr-defined]
+            Tensor.register_post_accumulate_grad_hook(leaf, _take_from_wrapper)
+
+
+def _take_from_wrapper(leaf: Any) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = Tensor.grad.__get__(leaf)  # type: ignore[attr-defined]
+        Tensor.grad.__set__(leaf, None)  # type: ignore[attr-defined]
+    add(leaf, seed(leaf, gradient))
+
+
 def grad(
     outputs: Any,
     inputs: Any,
@@ -126,7 +143,7 @@ def _laid_out(inputs: Sequence[Any], found: Sequence[Tensor | None]) -> tuple[An
         pairs: Any = [(layout.dual, layout.grad) for _, layout, _ in sharded]
         whole = redistribute_grads([engine_hooks.with_memory(g) for _, _, g in sharded], pairs)
         for (i, layout, _), g in zip(sharded, whole, strict=True):
-            done[i] = ShardedTensor._make(g, layout.grad)
+            done[i] = ShardedTensor._make_guarded(g, layout.grad, 0)
     return tuple(done)
 
 

@@ -161,7 +161,7 @@ def add(leaf: ShardedTensor, part: Tensor) -> None:
     """Add to the gradient of a leaf in place of autograd; `part` has the layout dual to the leaf's."""
     local = leaf._local
     local.grad = part if local.grad is None else local.grad + part
-    if not _needs_no_reduction(leaf):
+    if not _needs_no_reduction(leaf) or getattr(leaf, "_after_grad_hooks", None):
         _reducer(leaf.mesh.world).add(leaf._number, leaf)  # type: ignore[attr-defined]
 
 
@@ -210,8 +210,17 @@ def _without_copies(leaf: ShardedTensor) -> bool:
     return leaf._layout.dual is leaf._layout.grad
 
 
+class _NotCopied(OrderedDict[Any, Any]):
+    """What a leaf keeps for autograd, which torch's stager of state dicts does not copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NotCopied:
+        return self
+
+
 def _register_hooks(leaf: ShardedTensor) -> None:
     if getattr(leaf, "_hooked_local", None) is leaf._local:
+        return
+    if leaf._local.is_inference():  # which has no gradient
         return
     leaf._hooked_local = leaf._local  # type: ignore[attr-defined]
     reducer = _reducer(leaf._layout.mesh.world)  # type: ignore[attr-defined]
@@ -234,8 +243,10 @@ def _register_hooks(leaf: ShardedTensor) -> None:
                 note_origin(local.grad, alive._layout.dual, origins.pop())
             reducer.add(number, alive)
 
-    leaf._accumulator = torch.autograd.graph.get_gradient_edge(leaf._local).node  # type: ignore[attr-defined]
-    leaf._accumulator.register_prehook(before_accumulation)  # type: ignore[attr-defined]
+    with torch.inference_mode(False):
+        node = torch.autograd.graph.get_gradient_edge(leaf._local).node
+    node.register_prehook(before_accumulation)
+    leaf._accumulator = _NotCopied(node=node)  # type: ignore[attr-defined]
     leaf._local.register_post_accumulate_grad_hook(after_accumulation)
 
 
@@ -331,9 +342,7 @@ def _reduce_alone(leaf: ShardedTensor, grad: Tensor) -> Tensor:
 
 
 def _gradient_of(leaf: ShardedTensor, grad: Tensor, layout: Layout) -> ShardedTensor:
-    out = ShardedTensor._make(grad, layout)
-    out._lineage = mixed(GRADIENT, [leaf])
-    return out
+    return ShardedTensor._make_guarded(grad, layout, mixed(GRADIENT, [leaf]))
 
 
 def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
@@ -389,6 +398,8 @@ def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
         )
     placed = None if value is None else value.redistribute(x._layout.grad.spec)
     whole = placed is not None and placed.dtype is x.dtype and _needs_no_reduction(x)
+    if placed is not None:
+        placed._expose_device()
     x._local.grad = placed._local if whole else None  # type: ignore[union-attr]
     x._accumulated_grad, x._reduced_grad = (placed, None) if whole else (None, placed)
 
@@ -416,7 +427,7 @@ def register_post_accumulate_grad_hook(x: ShardedTensor, hook: Callable[[Sharded
     if not x.requires_grad or not x.is_leaf:
         raise RuntimeError("post accumulate grad hooks can only be registered on leaf tensors that require grad")
     _register_hooks(x)
-    hooks = vars(x).setdefault("_after_grad_hooks", OrderedDict())
+    hooks = vars(x).setdefault("_after_grad_hooks", _NotCopied())
     handle = torch.utils.hooks.RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

@@ -188,3 +188,52 @@ def test_three_steps_equal_a_single_process(name, mode):
 
     start = model()
     on_mesh((2, 2), lambda mesh: program(mesh, start))
+
+
+def _overloads():
+    """Yield each `torch._foreach_*` with the argument types of one of its overloads."""
+    for name in sorted(dir(torch)):
+        if name.startswith("_foreach_"):
+            packet = getattr(torch.ops.aten, name)
+            for overload in packet.overloads():
+                if "out" not in overload:
+                    schema = getattr(packet, overload)._schema
+                    required = [a for a in schema.arguments if not a.has_default_value()]
+                    yield name, overload, [str(a.type) for a in required]
+
+
+def _arguments(name, types, lists):
+    lists = iter(lists)
+    scalar = [0.5, 1.5, 2.5] if "addc" in name else 1.5
+    number = torch.tensor(scalar, dtype=torch.float64)
+    values = {"List[number]": [0.5, 1.5, 2.5], "number": 1.5, "Tensor": number}
+    return [next(lists) if kind == "List[Tensor]" else values[kind] for kind in types]
+
+
+@pytest.mark.parametrize("kind", ["aligned", "mixed", "pending"])
+def test_every_overload_equals_one_process(kind):
+    """None of what torch offers goes past the dispatch or gives another result."""
+
+    def program(mesh):
+        for name, overload, types in _overloads():
+            shapes = [(3, 3) if name == "_foreach_mm" else x.shape for x in LISTED]
+            lists = [[0.3 * pos(*shape, seed=9 * k).double() for shape in shapes] for k in range(3)]
+            if name in ("_foreach_acos", "_foreach_acos_", "_foreach_asin", "_foreach_asin_"):
+                lists = [[x.clamp(max=0.9) for x in xs] for xs in lists]
+            others = SPECS[1:] + SPECS[:1] if kind == "mixed" else SPECS
+            sharded = [distributed(mesh, xs, others if k else SPECS) for k, xs in enumerate(lists)]
+            if kind == "pending":
+                last = types.count("List[Tensor]") - 1
+                if last == 0 and name.endswith("_"):
+                    continue  # writes into pending tensors
+                sharded[last] = [x.redistribute(P(unreduced={"a"})) for x in sharded[last]]
+            func = getattr(torch, name)
+            result = func(*_arguments(name, types, sharded))
+            expected = func(*_arguments(name, types, lists))
+            if result is None:
+                result, expected = sharded[0], lists[0]
+            for x, y in zip(result, expected, strict=True):
+                same = torch.allclose(x.full_tensor(), y, rtol=1e-12, atol=1e-12)
+                assert same, f"{name}.{overload}"
+
+    on_mesh((3,), program)
