@@ -1,0 +1,233 @@
+"""Operators that write the values of sharded tensors into plain ones: values and gradients of one process, or an error.
+
+The table has all in-place operators of torch that take further tensors; a test compares it with torch's own list.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import get_testing_overrides
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.parallel import colwise, distribute_module, fully_shard, parallelize
+from tests.device import DEVICE
+from tests.sharding.ranks import every_rank, on_mesh, place, same_error
+
+F64 = torch.float64
+SOURCES = {
+    "h": torch.linspace(0.3, 1.9, 16, dtype=F64).view(4, 4),
+    "v": torch.linspace(-1, 1, 4, dtype=F64),
+    "s": torch.tensor(0.7, dtype=F64),
+    "b": torch.linspace(-1, 1, 32, dtype=F64).view(2, 4, 4),
+    "n": torch.arange(1, 17).view(4, 4),
+    "i": torch.tensor([3, 1, 0, 2]),
+    "ij": torch.tensor([[3, 1, 0, 2]] * 4).T.contiguous(),
+    "m": torch.arange(16).view(4, 4) % 3 == 0,
+}
+FLOATS = ("h", "v", "s", "b")
+TARGETS = {
+    "float": torch.linspace(0.2, 0.8, 16, dtype=F64).view(4, 4),
+    "int": torch.arange(3, 19).view(4, 4),
+    "row": torch.linspace(-1, 1, 4, dtype=F64),
+    "batch": torch.linspace(-1, 1, 32, dtype=F64).view(2, 4, 4),
+}
+
+
+def _elementwise(name, *more):
+    return lambda t, x: getattr(t, name)(x.h, *more)
+
+
+WRITES = {
+    **{
+        name: ("float", _elementwise(name))
+        for name in (
+            "add_", "arctan2_", "atan2_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "copy_", "copysign_", "div_", "divide_", "eq_",
+            "float_power_", "floor_divide_", "fmod_", "ge_", "greater_", "greater_equal_", "gt_", "heaviside_", "hypot_", "igamma_",
+            "igammac_", "le_", "less_", "less_equal_", "logical_and_", "logical_or_", "logical_xor_", "lt_", "mul_", "multiply_", "ne_",
+            "nextafter_", "not_equal_", "pow_", "remainder_", "sub_", "subtract_", "true_divide_", "xlogy_", "__iadd__", "__ifloordiv__",
+            "__imod__", "__imul__", "__ipow__", "__isub__", "__itruediv__", "__idiv__",
+        )
+    },
+    **{
+        name: ("int", lambda t, x, name=name: getattr(t, name)(x.n))
+        for name in (
+            "bitwise_and_", "bitwise_left_shift_", "bitwise_or_", "bitwise_right_shift_", "bitwise_xor_", "gcd_", "lcm_", "__iand__",
+            "__ilshift__", "__ior__", "__irshift__", "__ixor__",
+        )
+    },
+    "addbmm_": ("float", lambda t, x: t.addbmm_(x.b, x.b)),
+    "addcdiv_": ("float", lambda t, x: t.addcdiv_(x.v, x.h, value=0.5)),
+    "addcmul_": ("float", lambda t, x: t.addcmul_(x.v, x.h, value=0.5)),
+    "addmm_": ("float", lambda t, x: t.addmm_(x.h, x.h, beta=2)),
+    "addmv_": ("row", lambda t, x: t.addmv_(x.h, x.v)),
+    "addr_": ("float", lambda t, x: t.addr_(x.v, x.v)),
+    "baddbmm_": ("batch", lambda t, x: t.baddbmm_(x.b, x.b)),
+    "fill_": ("float", lambda t, x: t[1:3].fill_(x.s)),
+    "index_add_": ("float", lambda t, x: t.index_add_(0, x.i, x.h, alpha=2)),
+    "index_copy_": ("float", lambda t, x: t.index_copy_(1, x.i, x.h)),
+    "index_fill_": ("float", lambda t, x: t.index_fill_(0, x.i[:2], x.s)),
+    "index_put_": ("float", lambda t, x: t.index_put_((x.i, x.i), x.v, accumulate=True)),
+    "index_reduce_": ("float", lambda t, x: t.index_reduce_(0, x.i, x.h, "prod")),
+    "ldexp_": ("float", lambda t, x: t.ldexp_(x.n)),
+    "lerp_": ("float", lambda t, x: t.lerp_(x.v, x.h)),
+    "masked_fill_": ("float", lambda t, x: t.masked_fill_(x.m, x.s)),
+    "masked_scatter_": ("float", lambda t, x: t.masked_scatter_(x.m, x.h)),
+    "put_": ("float", lambda t, x: t.put_(x.i, x.v)),
+    "scatter_": ("float", lambda t, x: t.scatter_(0, x.ij, x.h)),
+    "scatter_add_": ("float", lambda t, x: t.scatter_add_(0, x.ij, x.h)),
+    "scatter_reduce_": ("float", lambda t, x: t.scatter_reduce_(0, x.ij, x.h, "sum")),
+    "__setitem__": ("float", lambda t, x: t.__setitem__(x.i, x.h)),
+}
+# Forms of the above that Python or torch call with other arguments, or on views.
+FORMS = {
+    "setitem: slices": lambda t, x: t.__setitem__((slice(None), slice(1, 3)), x.h[:, :2]),
+    "setitem: negative": lambda t, x: t.__setitem__(-1, x.v),
+    "setitem: mask": lambda t, x: t.__setitem__(x.m, x.h[x.m]),
+    "setitem: mask, a number": lambda t, x: t.__setitem__(x.m, 3.0),
+    "setitem: mask, a sharded number": lambda t, x: t.__setitem__(x.m, x.s),
+    "setitem: ellipsis": lambda t, x: t.__setitem__(..., x.h),
+    "setitem: two indices": lambda t, x: t.__setitem__((x.i, x.i), x.v),
+    "setitem: a plain index": lambda t, x: t.__setitem__(torch.tensor([3, 1, 0, 2], device=t.device), x.h),
+    "setitem: of a view": lambda t, x: t[0].__setitem__(slice(1, None), x.v[1:]),
+    "augmented: a row": lambda t, x: _augmented(t, x),
+    "narrow": lambda t, x: t.narrow(0, 0, 2).copy_(x.h[:2]),
+    "transposed view": lambda t, x: t.T[1:].mul_(x.h[1:]),
+    "diagonal": lambda t, x: t.diagonal().add_(x.v),
+    "function": lambda t, x: torch.index_put_(t, (x.i,), x.h),
+    "function by keywords": lambda t, x: torch.Tensor.add_(t, other=x.h, alpha=3),
+    "broadcast": lambda t, x: t.sub_(x.v),
+    "where": lambda t, x: t.copy_(torch.where(x.m, x.h, 0.0)),
+    "twice": lambda t, x: t.add_(x.h).mul_(x.h),
+    "plain and sharded": lambda t, x: t.addcmul_(torch.ones(4, dtype=F64, device=t.device), x.h),
+    "other device of number": lambda t, x: t.add_(x.s, alpha=2),
+    "foreach": lambda t, x: torch._foreach_add_([t], [x.h]),
+    "foreach of rows": lambda t, x: torch._foreach_mul_([t[0], t[1]], [x.v, x.v]),
+    "foreach with a number": lambda t, x: torch._foreach_mul_([t], x.s),
+    "foreach copy": lambda t, x: torch._foreach_copy_([t], [x.h.detach()]),
+    "foreach addcmul": lambda t, x: torch._foreach_addcmul_([t], [x.h], [x.h], value=2.0),
+    "foreach lerp": lambda t, x: torch._foreach_lerp_([t], [x.h], 0.25),
+    "foreach maximum": lambda t, x: torch._foreach_maximum_([t], [x.h]),
+}
+CASES = {**WRITES, **{name: ("float", write) for name, write in FORMS.items()}}
+NO_GRADIENT = {"eq_", "ge_", "greater_", "greater_equal_", "gt_", "heaviside_", "le_", "less_", "less_equal_", "logical_and_",
+               "logical_or_", "logical_xor_", "lt_", "ne_", "not_equal_", "floor_divide_", "__ifloordiv__", "nextafter_", "igamma_",
+               "igammac_", "ldexp_", "setitem: mask, a number", "foreach copy"}  # fmt: skip
+REFUSED = {"map_", "map2_", "set_", "resize_as_", "resize_as_sparse_", "bernoulli_"}
+NOT_METHODS = {"embedding_renorm_"}  # see `test_functions_that_write_an_operand`
+
+
+def _augmented(t, x):
+    t[1] -= x.h[0]
+    t[:2] *= x.h[:2]
+    return t
+
+
+def _is_in_place(name):
+    if name.startswith("__i") and name.endswith("__"):
+        return name not in ("__invert__", "__int__", "__index__", "__iter__", "__init__", "__init_subclass__")
+    return name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
+
+
+def test_the_table_has_every_in_place_operator_of_torch():
+    """That takes a tensor besides the one that it writes, by torch's schemas; those without a schema must be in the table, too."""
+    wanted = set()
+    for name in filter(_is_in_place, {*dir(torch.Tensor), *dir(torch)}):
+        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+        if any("Tensor" in str(a.type) for schema in schemas for a in schema.arguments[1:]) or not schemas:
+            wanted.add(name)
+    assert wanted - set(WRITES) - REFUSED - NOT_METHODS == {"apply_", "share_memory_"}  # which take no tensor
+    assert {name for name in WRITES if not _is_in_place(name)} == set()
+
+
+# -- contexts in which plain tensors count as replicated --------------------------------------------------------------
+
+
+class _Call(nn.Module):
+    def forward(self, write, t, x):
+        return write(t, x)
+
+
+def _prepared(mesh, write, t, x):
+    return distribute_module(_Call(), mesh)(write, t, x)
+
+
+def _implicit(mesh, write, t, x):
+    with sm.ops.implicit_replication():
+        return write(t, x)
+
+
+CONTEXTS = {"prepared module": _prepared, "implicit replication": _implicit}
+SPECS = {"whole": lambda n: P(), "rows": lambda n: P("a"), "last dim": lambda n: P(*[None] * (n - 1), "a"), "pending": None}
+
+
+def _sources(mesh=None, spec="whole", grad=True):
+    """Return leaves and what is written: twice the leaves, so that no leaf itself is an operand."""
+    leaves, used = {}, {}
+    for name, value in SOURCES.items():
+        leaf = value.to(DEVICE).clone()
+        if mesh is not None:
+            pending = spec == "pending" and name in FLOATS
+            where = P(unreduced={"a"}) if pending else P() if spec == "pending" or not value.ndim else SPECS[spec](value.ndim)
+            leaf = sm.device_put(leaf, mesh, where)
+        if name in FLOATS and grad:
+            leaf.requires_grad_()
+        leaves[name], used[name] = leaf, leaf * 2 if name in FLOATS else leaf
+    return leaves, SimpleNamespace(**used)
+
+
+def _outcome(run, kind, write, leaves, x, target_requires_grad):
+    """Return the written tensor, seen through another reference, and the gradients."""
+    start = TARGETS[kind].to(DEVICE).clone()
+    if target_requires_grad and start.is_floating_point():
+        start.requires_grad_()
+        t = start * 1.5
+    else:
+        t = start
+    alias, view = t, t.view(-1)
+    run(write, t, x)
+    assert type(t) is torch.Tensor
+    weight = torch.linspace(1, 2, t.numel(), dtype=F64, device=t.device)
+    found = [alias.detach(), view.detach()]
+    if t.requires_grad:
+        (alias.flatten() * weight).sum().backward()
+        found += [x if x is None else getattr(x, "full_tensor", lambda x=x: x)() for x in (leaves[n].grad for n in FLOATS)]
+        found.append(start.grad if target_requires_grad else None)
+    return found
+
+
+def _in_one_process(name, target_requires_grad):
+    kind, write = CASES[name]
+    sources = _sources(grad=name not in NO_GRADIENT)
+    return _outcome(lambda write, t, x: write(t, x), kind, write, *sources, target_requires_grad)
+
+
+def _difference(mesh, context, spec, name, target_requires_grad):
+    """Return what differs from one process, None if nothing does."""
+    kind, write = CASES[name]
+    expected = _in_one_process(name, target_requires_grad)
+    assert kind == "int" or (len(expected) > 2) == (name not in NO_GRADIENT or target_requires_grad)
+    try:
+        sources = _sources(mesh, spec, name not in NO_GRADIENT)
+        run = lambda *args: CONTEXTS[context](mesh, *args)  # noqa: E731
+        found = _outcome(run, kind, write, *sources, target_requires_grad)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    except Exception as error:  # all cases are tried
+        return f"{name}, target requires grad {target_requires_grad}: {type(error).__name__} {error}"[:300]
+    return None
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_values_and_gradients_are_those_of_one_process(context, spec):
+    def program(mesh):
+        cases = [(name, needs) for name in CASES for needs in (False, True) if not (needs and name in NO_GRADIENT)]
+        return [text for case in cases if (text := _difference(mesh, context, spec, *case)) is not None]
+
+    for found in on_mesh((2,), program):
+        assert found == []
