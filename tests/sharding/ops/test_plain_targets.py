@@ -19,6 +19,9 @@ from shardmesh.parallel import colwise, distribute_module, fully_shard, parallel
 from tests.device import DEVICE
 from tests.sharding.ranks import every_rank, on_mesh, place, same_error
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:index_reduce\\(\\) is in beta"),
+]
 F64 = torch.float64
 SOURCES = {
     "h": torch.linspace(0.3, 1.9, 16, dtype=F64).view(4, 4),
@@ -118,8 +121,8 @@ CASES = {**WRITES, **{name: ("float", write) for name, write in FORMS.items()}}
 NO_GRADIENT = {"eq_", "ge_", "greater_", "greater_equal_", "gt_", "heaviside_", "le_", "less_", "less_equal_", "logical_and_",
                "logical_or_", "logical_xor_", "lt_", "ne_", "not_equal_", "floor_divide_", "__ifloordiv__", "nextafter_", "igamma_",
                "igammac_", "ldexp_", "setitem: mask, a number", "foreach copy"}  # fmt: skip
-REFUSED = {"map_", "map2_", "set_", "resize_as_", "resize_as_sparse_", "bernoulli_"}
-NOT_METHODS = {"embedding_renorm_"}  # see `test_functions_that_write_an_operand`
+REFUSED = {"map_", "map2_", "set_", "resize_as_", "bernoulli_"}
+OTHERS = {"embedding_renorm_", "resize_as_sparse_"}  # see `test_functions_that_write_an_operand`; for sparse tensors only
 
 
 def _augmented(t, x):
@@ -141,7 +144,7 @@ def test_the_table_has_every_in_place_operator_of_torch():
         schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
         if any("Tensor" in str(a.type) for schema in schemas for a in schema.arguments[1:]) or not schemas:
             wanted.add(name)
-    assert wanted - set(WRITES) - REFUSED - NOT_METHODS == {"apply_", "share_memory_"}  # which take no tensor
+    assert wanted - set(WRITES) - REFUSED - OTHERS == {"apply_", "share_memory_"}  # which take no tensor
     assert {name for name in WRITES if not _is_in_place(name)} == set()
 
 
@@ -222,8 +225,10 @@ def _difference(mesh, context, spec, name, target_requires_grad):
     return None
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    ("context", "spec"),
+    [("prepared module", "rows"), ("prepared module", "pending"), ("implicit replication", "whole"), ("implicit replication", "last dim")],
+)
 def test_values_and_gradients_are_those_of_one_process(context, spec):
     def program(mesh):
         cases = [(name, needs) for name in CASES for needs in (False, True) if not (needs and name in NO_GRADIENT)]
@@ -231,3 +236,255 @@ def test_values_and_gradients_are_those_of_one_process(context, spec):
 
     for found in on_mesh((2,), program):
         assert found == []
+
+
+def test_every_operator_over_lists_that_torch_has_is_right():
+    """Of those that write and take further lists; `test_values_and_gradients_are_those_of_one_process` has their gradients."""
+
+    def written(name, x):
+        t = [TARGETS["float"].to(DEVICE).clone(), TARGETS["row"].to(DEVICE).clone()]
+        more = [[x.h, x.v], [x.h, x.v]] if name in ("_foreach_addcmul_", "_foreach_addcdiv_") else [[x.h, x.v]]
+        getattr(torch, name)(t, *more, *([0.25] if name == "_foreach_lerp_" else []))
+        return t
+
+    def program(mesh):
+        with sm.ops.implicit_replication(), torch.no_grad():
+            return [written(name, _sources(mesh, "rows", False)[1]) for name in names]
+
+    names = []
+    for name in dir(torch):
+        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}") if name.startswith("_foreach_") and name.endswith("_") else []
+        if any(str(a.type) == "List[Tensor]" for schema in schemas for a in schema.arguments[1:]):
+            names.append(name)
+    assert len(names) > 10
+    expected = [written(name, _sources(grad=False)[1]) for name in names]
+    for found in on_mesh((2,), program):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+# -- out= --------------------------------------------------------------------------------------------------------------
+
+_OPERANDS = {"input": "h", "other": "h", "self": "h", "vec2": "v", "mat2": "h", "exponent": "h", "A": "h", "end": "h", "weight": "h"}
+
+
+def _functions_with_out():
+    """Yield those functions of torch with `out=` that can be called with tensors alone, and the names of these."""
+    for func, stand_in in get_testing_overrides().items():
+        parameters = inspect.signature(stand_in).parameters.values()
+        required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        methods = getattr(torch.Tensor, getattr(func, "__name__", ""), None) is func
+        if any(p.name == "out" for p in parameters) and not methods and required and all(n in _OPERANDS for n in required):
+            yield func, [_OPERANDS[n] for n in required]
+
+
+def _into_out(func, names, x):
+    like = func(*[SOURCES[n].to(DEVICE) for n in names])
+    out = torch.zeros_like(like) if isinstance(like, torch.Tensor) else tuple(map(torch.zeros_like, like))
+    result = func(*[getattr(x, n) for n in names], out=out)
+    assert isinstance(result, tuple) or result is out
+    return out
+
+
+def _works(func, names):
+    try:
+        _into_out(func, names, _sources(grad=False)[1])
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # not for these tensors
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # deprecated functions of torch
+def test_out():
+    def program(mesh):
+        _, x = _sources(mesh, "rows", False)
+        with sm.ops.implicit_replication():
+            for func, names in functions:
+                found = _into_out(func, names, x)
+                torch.testing.assert_close(found, _into_out(func, names, plain), rtol=1e-12, atol=1e-12, equal_nan=True)
+            indices = sm.zeros((4,), dtype=torch.int64, device_mesh=mesh)
+            with pytest.raises(NotImplementedError, match="not both"):
+                torch.max(x.h, 0, out=(torch.zeros(4, dtype=F64, device=DEVICE), indices))
+            with pytest.raises(RuntimeError, match="automatic differentiation"):
+                torch.add(x.h.requires_grad_(), x.h, out=torch.zeros(4, 4, dtype=F64, device=DEVICE))
+
+    plain = _sources(grad=False)[1]
+    functions = [(func, names) for func, names in _functions_with_out() if _works(func, names)]
+    assert len(functions) > 100
+    on_mesh((2,), program)
+
+
+# -- where plain tensors do not count as replicated --------------------------------------------------------------------
+
+
+def test_outside_of_prepared_modules_it_is_refused():
+    """Before anything is written; `copy_` is a copy of the whole value everywhere."""
+
+    def program(mesh):
+        _, x = _sources(mesh, "rows")
+        for name, (kind, write) in CASES.items():
+            t = TARGETS[kind].to(DEVICE).clone()
+            if name == "copy_":
+                write(t, x)
+                torch.testing.assert_close(t, 2 * SOURCES["h"].to(DEVICE))
+            elif name not in ("foreach with a number", "narrow", "where", "foreach copy"):
+                with pytest.raises(RuntimeError, match="mixes a plain tensor"):
+                    write(t, x)
+                torch.testing.assert_close(t, TARGETS[kind].to(DEVICE), rtol=0, atol=0)
+
+    on_mesh((2,), program)
+
+
+@every_rank(2)
+def test_a_number_is_written_anywhere(mesh):
+    """Such as a total of losses, which requires grad from the second time on."""
+    x = place(mesh, SOURCES["h"].to(DEVICE), sm.Shard(0), grad=True)
+    total = before = torch.zeros((), dtype=F64, device=DEVICE)
+    for n in range(1, 4):
+        total += (x * n).sum()
+    total.add_(x.full_tensor().sum()).mul_(x[0, 0])
+    assert total is before
+    total.backward()
+    y = SOURCES["h"].to(DEVICE).clone().requires_grad_()
+    (7 * y.sum() * y[0, 0]).backward()
+    torch.testing.assert_close(x.grad.full_tensor(), y.grad, rtol=1e-12, atol=1e-12)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        x.detach().add_(torch.tensor(1.0, dtype=F64, device=DEVICE, requires_grad=True))
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_refused(name):
+    def program(mesh):
+        t = torch.zeros(4, 4, dtype=F64, device=DEVICE)
+        function = (lambda a, b: a + b,) if name == "map_" else (lambda a, b, c: a + b,)
+        x = place(mesh, SOURCES["h"].to(DEVICE), sm.Shard(0))
+        with sm.ops.implicit_replication():
+            getattr(t, name)(*[x] * (2 if name == "map2_" else 1), *(function if name.startswith("map") else ()))
+
+    same_error((2,), program, Exception)
+
+
+@every_rank(2)
+def test_errors_are_those_of_torch(mesh):
+    x, leaf = place(mesh, SOURCES["h"].to(DEVICE), sm.Shard(0), grad=True), TARGETS["float"].to(DEVICE).clone().requires_grad_()
+    with sm.ops.implicit_replication():
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            leaf.add_(x)
+        with torch.no_grad():
+            leaf.add_(x)
+        with pytest.raises(RuntimeError, match="number of sizes provided"):
+            torch.zeros(3, dtype=F64, device=DEVICE).__setitem__(slice(None), x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            t = torch.ones(4, 4, dtype=F64, device=DEVICE) * x.full_tensor()
+            y = t.square()
+            t.add_(x)
+            y.sum().backward()
+    torch.testing.assert_close(leaf.detach(), TARGETS["float"].to(DEVICE) + SOURCES["h"].to(DEVICE))
+
+
+@every_rank(2)
+def test_functions_that_write_an_operand(mesh):
+    with sm.ops.implicit_replication():
+        index = place(mesh, torch.tensor([0, 2], device=DEVICE), sm.Shard(0))
+        weight = torch.full((4, 3), 9.0, dtype=F64, device=DEVICE)
+        expected = torch.embedding_renorm_(weight.clone(), index.full_tensor(), 0.5, 2.0)
+        torch.testing.assert_close(torch.embedding_renorm_(weight, index, 0.5, 2.0), expected)
+        torch.testing.assert_close(weight, expected)
+        x = place(mesh, SOURCES["h"].to(DEVICE), sm.Shard(0))
+        mean, variance = torch.zeros(4, dtype=F64, device=DEVICE), torch.ones(4, dtype=F64, device=DEVICE)
+        expected = mean.clone(), variance.clone()
+        nn.functional.batch_norm(x.full_tensor(), *expected, training=True)
+        nn.functional.batch_norm(x, mean, variance, training=True)
+        torch.testing.assert_close((mean, variance), expected, rtol=1e-12, atol=1e-12)
+
+
+@every_rank(2)
+def test_communication_is_implicit(mesh):
+    x = place(mesh, SOURCES["h"].to(DEVICE), sm.Shard(0))
+    with sm.ops.implicit_replication(), sm.ops.implicit_comm("forbid"):
+        t = torch.zeros(4, 4, dtype=F64, device=DEVICE)
+        with pytest.raises(sm.errors.ImplicitCommError, match="by add_"):
+            t.add_(x)
+        t.add_(x.redistribute(P()))
+
+
+def test_ranks_outside_the_mesh():
+    """They have no values, and the same graph: a tensor on a mesh of all ranks depends on the result."""
+
+    def program(mesh):
+        half = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",))
+        x = place(half, SOURCES["h"].to(DEVICE), sm.Shard(0), grad=True)
+        t, number = torch.zeros(4, 4, dtype=F64, device=DEVICE), torch.zeros((), dtype=F64, device=DEVICE)
+        with sm.ops.implicit_replication():
+            t[1:] = (x * 2)[1:]
+            number += x.sum()
+        assert t.requires_grad
+        assert number.requires_grad
+        (t.sum() + number).backward()
+        return x.grad.full_tensor() if half.coordinate is not None else None
+
+    expected = torch.tensor([1.0] + [3.0] * 3, dtype=F64)[:, None].expand(4, 4)
+    for found in on_mesh((3,), program)[:2]:
+        torch.testing.assert_close(found.cpu(), expected)
+
+
+# -- a mixture of experts, as torchtitan writes it ---------------------------------------------------------------------
+
+
+class _Mixture(nn.Module):
+    """Sorts tokens by expert, and writes the outputs of the experts to the rows of their tokens."""
+
+    def __init__(self, experts=4, top=2):
+        super().__init__()
+        self.gate, self.shared = nn.Linear(4, experts, bias=False), nn.Linear(4, 4)
+        self.up, self.down = nn.Parameter(torch.randn(experts, 4, 8)), nn.Parameter(torch.randn(experts, 8, 4))
+        self.register_buffer("tokens_per_expert", torch.zeros(experts))
+        self.top = top
+
+    def forward(self, x):
+        shape, dim = x.shape, x.shape[-1]
+        x = x.reshape(-1, dim)
+        scores, chosen = torch.topk(torch.softmax(self.gate(x), -1), self.top, dim=-1)
+        order = torch.argsort(chosen.reshape(-1), stable=True)
+        one_hot = torch.zeros(x.shape[0], self.gate.weight.shape[0], dtype=torch.bool, device=x.device).scatter_(1, chosen, True)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(one_hot.sum(0))
+        rows = order // self.top
+        routed = x[rows] * scores.reshape(-1)[order].unsqueeze(-1)
+        weights = nn.functional.one_hot(chosen.reshape(-1)[order], self.gate.weight.shape[0]).to(x.dtype)
+        hidden = torch.einsum("ne,nd,edf->nf", weights, routed, self.up).relu()
+        routed = torch.einsum("ne,nf,efd->nd", weights, hidden, self.down)
+        unsorted = torch.zeros((x.shape[0] * self.top, dim), dtype=x.dtype, device=x.device)
+        unsorted[order] = routed
+        out = self.shared(x) + unsorted.view(-1, self.top, dim).sum(1)
+        return out.reshape(shape)
+
+
+def _mixture():
+    torch.manual_seed(0)
+    return nn.Sequential(_Mixture(), nn.Linear(4, 4)).double().to(DEVICE)
+
+
+MIXTURES = {
+    "parallelize": lambda m, mesh: parallelize(m, mesh, {"1": colwise()}),
+    "distribute_module": lambda m, mesh: distribute_module(m, mesh),
+    "fully_shard": lambda m, mesh: fully_shard(m, mesh),
+}
+
+
+@pytest.mark.parametrize("how", MIXTURES)
+def test_mixture_of_experts(how):
+    tokens = torch.linspace(-1, 1, 48, dtype=F64).sin().view(2, 6, 4).to(DEVICE)
+
+    def trained(model, x):
+        model(x).square().sum().backward()
+        return [getattr(t, "full_tensor", lambda t=t: t)() for t in (*[p.grad for p in model.parameters()], *model.buffers())]
+
+    expected = trained(_mixture(), tokens)
+    assert all(t.abs().sum() > 0 for t in expected)
+
+    def program(mesh):
+        spec = P("a") if how == "fully_shard" else P()
+        return trained(MIXTURES[how](_mixture(), mesh), place(mesh, tokens, *sm.Layout.of(mesh, spec, tokens.shape, F64).placements))
+
+    for found in on_mesh((2,), program):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
