@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ....mesh.comm.dispatch_modes import outside_of_program_modes
 from ....mesh.comm.group import Group
 from ...layout.bounded_cache import keep
 from ...layout.layout import Layout
@@ -101,8 +102,9 @@ def check_replicas_agree(
 def _compare(grad: Tensor, layout: Layout, group: Group, text: str, precision: torch.dtype | None) -> None:
     """Compare the gradient with those of the group, up to rounding: by random projections, its norm and where it is not finite."""
     values = torch.view_as_real(grad.detach().resolve_conj()) if grad.is_complex() else grad.detach()
-    sums, norm, not_finite = _projections(flat_of(values))
-    extremes = torch.cat([sums, -sums, not_finite, -not_finite, norm])
+    with outside_of_program_modes():
+        sums, norm, not_finite = _projections(flat_of(values))
+        extremes = torch.cat([sums, -sums, not_finite, -not_finite, norm])
     group.all_reduce(extremes, "max")
     if extremes.is_meta:
         return  # no values to compare

@@ -272,8 +272,9 @@ def _functions_with_out():
     for func, stand_in in get_testing_overrides().items():
         parameters = inspect.signature(stand_in).parameters.values()
         required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-        methods = getattr(torch.Tensor, getattr(func, "__name__", ""), None) is func
-        if any(p.name == "out" for p in parameters) and not methods and required and all(n in _OPERANDS for n in required):
+        name = getattr(func, "__name__", "")
+        is_method = name.startswith("__") or getattr(torch.Tensor, name, None) is func
+        if any(p.name == "out" for p in parameters) and not is_method and required and all(n in _OPERANDS for n in required):
             yield func, [_OPERANDS[n] for n in required]
 
 
@@ -281,7 +282,7 @@ def _into_out(func, names, x):
     like = func(*[SOURCES[n].to(DEVICE) for n in names])
     out = torch.zeros_like(like) if isinstance(like, torch.Tensor) else tuple(map(torch.zeros_like, like))
     result = func(*[getattr(x, n) for n in names], out=out)
-    assert isinstance(result, tuple) or result is out
+    assert result is out or isinstance(result, tuple), func
     return out
 
 
