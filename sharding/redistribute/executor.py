@@ -141,14 +141,8 @@ class Executor:
         """Return this rank's part after the plan, which must be the only one."""
         if local.is_meta and self._meta_result is not None:  # nothing to move
             return local.new_empty(self._meta_result.local_shape, dtype=self._dtypes[0])
-        if count_modes():
-            with outside_of_recomputation():
-                return self._run_named(local)
-        return self._run_named(local)
-
-    def _run_named(self, local: Tensor) -> Tensor:
-        if profiler._is_profiler_enabled:
-            with named(self._tag):
+        if profiler._is_profiler_enabled or count_modes():
+            with outside_of_recomputation(), named(self._tag):
                 return self._run(local)
         return self._run(local)
 
