@@ -34,6 +34,7 @@ from .checks import (
     wrong_indices,
     wrong_sizes,
 )
+from .dispatch_modes import outside_of_program_modes
 from .tracing import tracing
 from .transforms import outside_of_transforms
 from .work import DONE, Work, and_then
@@ -303,7 +304,7 @@ class Group(ABC):
         if self.size == 1:
             return [pickle.loads(data)]
         begun = self._begin("all_gather_object", "", torch.uint8, -1, moved, moved, tag)
-        with outside_of_transforms():
+        with outside_of_transforms(), outside_of_program_modes():
             gathered = self._all_gather_bytes(data)
         _ended(None, begun)
         return [pickle.loads(d) for d in gathered]

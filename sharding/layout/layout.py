@@ -13,6 +13,7 @@ import torch
 
 from ...kernels.box import Box, box_size
 from ...mesh.abstract_mesh import ELSEWHERE, AbstractMesh, unravel
+from ...mesh.comm.dispatch_modes import outside_of_program_modes
 from ...mesh.comm.transforms import outside_of_transforms
 from .bounded_cache import keep
 from .mesh_layouts import MeshLayouts
@@ -229,7 +230,8 @@ class Layout:
     @cached_property
     def meta(self) -> torch.Tensor:
         """A meta tensor of the global shape: the storage of every `ShardedTensor` of this layout."""
-        with outside_of_transforms(), torch.inference_mode(False):  # it is used after the transform or mode has ended
+        # It is used after the transform or mode has ended.
+        with outside_of_transforms(), outside_of_program_modes(), torch.inference_mode(False):
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def __str__(self) -> str:

@@ -29,7 +29,7 @@ from .custom_function import take_over
 from .lineage import comm_context, drawn, mixed, piece_of, seed_of, with_drawn
 from .rules.aten import public_call
 from .rules.number_arguments import has_tensor_as_number, with_numbers
-from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES
+from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES, writes_first_operand
 from .strategy import FOUND, OpStrategy, choose_strategy, common_name, name_of, with_values
 from .torch_compile import not_compiled, refuse_jit_trace
 
@@ -66,6 +66,8 @@ def torch_function(
         if result is not NotImplemented:
             return result
     if _thread_state.implicit_replication:
+        if plain_operands.plain_targets(func, args, kwargs):
+            return plain_operands.write_plain(func, args, kwargs)
         args, kwargs = plain_operands.replicated_arguments(args, kwargs)
     key: list[Any] = [func]
     operands: list[Any] = []
@@ -177,6 +179,8 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
         return (tensor.dtype, _ON_META) if tensor.is_meta else tensor.dtype
     if plain_operands.is_one_element(tensor) or plain_operands.may_replicate():
         return _PLAIN
+    if tensor.ndim == 0 and writes_first_operand(func):  # it may be what is written
+        return _PLAIN
     return plain_operands.refuse(tensor, func)
 
 
@@ -190,7 +194,10 @@ def _make_strategy(
     refuse_jit_trace()
     if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
         plain_operands.refuse_without_value(func, operands)
-    if has_tensor_as_number(func, kwargs):
+    if operands and plain_operands.plain_targets(func, args, kwargs):
+        strategy = OpStrategy(func)
+        strategy.run = _run_into_plain
+    elif has_tensor_as_number(func, kwargs):
         strategy = OpStrategy(func)
         strategy.run = _run_with_numbers
     elif any(k is _PLAIN for k in key):
@@ -228,6 +235,10 @@ def _make_strategy(
 def _run_with_plain(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
     args, kwargs = plain_operands.replicated(strategy.func, args, kwargs)
     return torch_function(ShardedTensor, strategy.func, (), args, kwargs)
+
+
+def _run_into_plain(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+    return plain_operands.write_plain(strategy.func, args, kwargs)
 
 
 def _run_with_numbers(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:

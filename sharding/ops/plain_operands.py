@@ -187,10 +187,9 @@ def replicated(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     if not plain or not sharded:
         return args, kwargs
     if not thread_state.implicit_replication:
-        written = writes_first_operand(func) and args[0] is plain[0]
-        numbers = not written and all(is_one_element(x) for x in plain)
-        if not numbers and not _may_replicate_next_to(sharded[0], written):
-            refuse(plain[0], func)
+        numbers = all(is_one_element(x) for x in plain)
+        if not numbers and not _may_replicate_next_to(sharded[0]):
+            refuse(next(x for x in plain if not is_one_element(x)), func)
         if any(x.is_meta for x in plain):
             refuse_without_value(func, sharded)
         if not numbers and not _check_replicated(func, plain, sharded):
@@ -198,11 +197,89 @@ def replicated(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     return replicated_arguments(args, kwargs)
 
 
-def _may_replicate_next_to(sharded: ShardedTensor, written: bool) -> bool:
-    """Return `may_replicate()`, for a known sharded operand; `written` says that a plain operand is written in place."""
+def _may_replicate_next_to(sharded: ShardedTensor) -> bool:
+    """Return `may_replicate()`, for a known sharded operand."""
     if engine_hooks.current_backward() != -1 or _in_prepared_module():
         return True
-    return not written and _is_mesh_of_plain_calls(sharded.mesh)
+    return _is_mesh_of_plain_calls(sharded.mesh)
+
+
+# -- plain tensors that are written ------------------------------------------------------------------------------------
+
+
+def plain_targets(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the plain tensors that an operator writes: the operand of an in-place one, or the list, and `out=`."""
+    written = [kwargs.get("out")]
+    of_lists = name_of(func).startswith("_foreach_") and name_of(func).endswith("_")
+    if writes_first_operand(func) or of_lists or kwargs.get("inplace") is True:
+        written.append(args[0] if args else kwargs.get("input"))
+    return [x for x in tensors_in(written) if not isinstance(x, ShardedTensor)]
+
+
+def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that writes into a plain tensor and has sharded operands: torch's own, on their whole values.
+
+    The tensor stays plain and is written in place, so its views, whatever else refers to it, and autograd see what they do in one
+    process. It counts as replicated, and so does its gradient. A 0-d one is a number and may be written anywhere.
+
+    Returns:
+        What torch returns: the plain tensor.
+
+    Raises:
+        ReplicaError: on every rank: inside a prepared module, if plain operands differ between ranks.
+        RuntimeError: outside of prepared modules, for a tensor that is not 0-d; torch's own, such as for a leaf that requires grad.
+
+    Communication: what redistributing the operands to replicated needs; inside prepared modules also that of `_check_replicated`.
+    """
+    targets = plain_targets(func, args, kwargs)
+    if any(isinstance(x, ShardedTensor) for x in tensors_in((kwargs.get("out"),))):
+        raise NotImplementedError(f"{name_of(func)}: out= takes plain tensors or ShardedTensors, not both; use the results instead")
+    tensors = list(tensors_in((*args, *kwargs.values())))
+    sharded = [x for x in tensors if isinstance(x, ShardedTensor)]
+    operands = [x for x in tensors if is_plain_operand(x) and not is_number(x, targets)]
+    if any(x.is_meta for x in targets):
+        refuse_without_value(func, sharded)
+    if operands and not thread_state.implicit_replication:
+        if not _may_replicate_next_to(sharded[0]) or not _check_replicated(func, operands, sharded):
+            refuse(operands[0], func)
+    for x in targets:
+        if is_dtensor(x):
+            refuse(x, func)
+    if any(x.mesh.coordinate is None for x in sharded):
+        return _write_nothing(targets[0], sharded)
+    args, kwargs = _whole(args), dict(zip(kwargs, _whole(kwargs.values()), strict=True))
+    return func(*args, **kwargs)
+
+
+def is_number(x: Tensor, targets: Sequence[Tensor]) -> bool:
+    """Return whether a plain tensor is a number here: 0-d where it is written, of one element where it is read."""
+    return x.ndim == 0 if any(x is target for target in targets) else is_one_element(x)
+
+
+def _whole(items: Iterable[Any]) -> list[Any]:
+    """Return the arguments with the whole value of each `ShardedTensor`, in the graph."""
+    out: list[Any] = []
+    for item in items:
+        if type(item) in (list, tuple):
+            item = type(item)(_whole(item))
+        elif type(item) is slice:
+            item = slice(*_whole((item.start, item.stop, item.step)))
+        elif isinstance(item, ShardedTensor):
+            item = item.full_tensor()
+        out.append(item)
+    return out
+
+
+def _write_nothing(target: Tensor, sharded: Sequence[ShardedTensor]) -> Tensor:
+    """Leave the tensor as it is on a rank outside the mesh, which has no values, in the graph as on other ranks."""
+    parts = [x._local for x in sharded if x._local.requires_grad] if torch.is_grad_enabled() else []
+    if parts and (target.is_floating_point() or target.is_complex()):
+        nothing = (target if target.ndim else target.unsqueeze(0)).narrow(0, 0, 0)
+        nothing.add_(sum(part.reshape(-1)[:0].sum() for part in parts))
+    return target
+
+
+# -- kinds of plain tensors --------------------------------------------------------------------------------------------
 
 
 def is_plain_operand(x: Any) -> bool:

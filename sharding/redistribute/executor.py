@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from ...mesh.comm.dispatch_modes import count_modes, outside_of_recomputation
 from ...mesh.monitor.ledger.profiler import named
 from ...mesh.monitor.recording.recorder import CommTag
 from ...mesh.monitor.recording.trace_buffer import stable_hash
@@ -140,8 +141,8 @@ class Executor:
         """Return this rank's part after the plan, which must be the only one."""
         if local.is_meta and self._meta_result is not None:  # nothing to move
             return local.new_empty(self._meta_result.local_shape, dtype=self._dtypes[0])
-        if profiler._is_profiler_enabled:
-            with named(self._tag):
+        if profiler._is_profiler_enabled or count_modes():
+            with outside_of_recomputation(), named(self._tag):
                 return self._run(local)
         return self._run(local)
 
@@ -171,15 +172,16 @@ class Executor:
         is_new = [donate] * len(parts)  # whether a part may be overwritten
         launched: Launched = []
         tag = tag or self._tag
-        with named(tag):
+        with outside_of_recomputation(), named(tag):
             for stage in self.stages:
                 _finish(launched, parts, is_new)
                 launched = self._launch(stage, parts, is_new, donate, outs, tag)
 
         def wait() -> list[Tensor]:
-            _finish(launched, parts, is_new)
-            launched.clear()
-            return self._results(parts, outs)
+            with outside_of_recomputation():
+                _finish(launched, parts, is_new)
+                launched.clear()
+                return self._results(parts, outs)
 
         return wait
 

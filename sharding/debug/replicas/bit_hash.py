@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _AT_A_TIME = 1 << 22  # bytes, so that intermediate results fit into the cache
-_GOLDEN, _FIRST, _SECOND = (c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GOLDEN, _FIRST, _SECOND = (c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 @torch.no_grad()
@@ -42,8 +42,13 @@ def flat_of(x: Tensor) -> Tensor:
 def _mixed(part: Tensor, start: int) -> Tensor:
     """Return the words of these bytes, mixed with their positions, which begin at `start`."""
     count = -(-part.numel() // 8)
-    words = torch.arange(start, start + count, device=part.device).mul_(_GOLDEN)
+    words = torch.arange(start, start + count, device=part.device).mul_(GOLDEN)
     words ^= _words(part, count)
+    return permute_(words)
+
+
+def permute_(words: Tensor) -> Tensor:
+    """Apply the permutation of the 64-bit numbers to each word, in place."""
     words *= _FIRST
     words ^= (words >> 32).bitwise_and_((1 << 32) - 1)  # a logical shift: torch's own is arithmetic
     words *= _SECOND

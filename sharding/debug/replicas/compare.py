@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....mesh.comm.dispatch_modes import outside_of_program_modes
 from ....mesh.comm.group import Group
 from ....mesh.comm.null import NullGroup
 from ....mesh.text import ranks_text
@@ -57,6 +58,11 @@ def compare(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> None:
     """
     if isinstance(group, NullGroup):
         return
+    with outside_of_program_modes():
+        _compare(prefix, leaves, group)
+
+
+def _compare(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> None:
     hashes = _fingerprints(leaves)
     tree = _digest([(leaf.path, leaf.kind) for leaf in leaves])
     everyone = group.all_gather_object((tree, _by_holders(leaves, hashes)))

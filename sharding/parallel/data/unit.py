@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....mesh.comm.dispatch_modes import not_recomputed
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout
 from ...ops.lineage import comm_context, mixed, seed_of
@@ -154,6 +155,7 @@ class Unit:
             self._post_forward()
             self.calls.start()
 
+    @not_recomputed
     def _pre_forward(self, args: Any, kwargs: Any) -> None:
         schedule = running_schedule(self)
         self.computes_on = mesh_of_inputs((args, kwargs), self.options.mesh, self._display_name) or schedule.enclosing_mesh(self)
@@ -189,6 +191,7 @@ class Unit:
         by_mesh = {mesh: gradient_scale(self.options.mesh, mesh) for mesh in set(meshes)}
         return [by_mesh[mesh] for mesh in meshes]
 
+    @not_recomputed
     def _post_forward(self) -> None:
         if self._saving is not None:
             self._saving.__exit__()
@@ -222,6 +225,7 @@ class Unit:
             for bucket in self._buckets:
                 bucket.storage.start_gather([parameters[i] for i in bucket.numbers])
 
+    @not_recomputed
     def prefetch(self) -> None:
         """Launch the all_gathers for the next forward. Communication: as `gather`."""
         self.gather()
@@ -279,6 +283,7 @@ class Unit:
                 return GatheredBuffer(i, bucket.storage.versions)
         return None
 
+    @not_recomputed
     def _regather(self, buffer: GatheredBuffer, offset: int) -> Tensor:
         """Return a gathered buffer for backward; gather it if it was freed.
 

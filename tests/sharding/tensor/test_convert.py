@@ -238,7 +238,7 @@ def checks_of(mesh, steps, **how):
         loss = sum((w.to_local(**how) * step(mesh)).sum() for _ in range(2))
         with collectives() as records:
             loss.backward()
-        found.append(sum(record.bytes_received == 40 * 2 * (mesh.size() - 1) // mesh.size() for record in records))
+        found.append(sum(record.bytes_received == 152 * 2 * (mesh.size() - 1) // mesh.size() for record in records))
     return found
 
 

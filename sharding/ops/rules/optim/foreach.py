@@ -20,7 +20,7 @@ from ....layout.spec import P
 from ....tensor.sharded_tensor import ShardedTensor
 from ...dispatch import check_bases, known_local
 from ...lineage import mixed, seed_of
-from ...plain_operands import refuse_without_value
+from ...plain_operands import plain_targets, refuse_without_value, write_plain
 from ..decomposition_utils import reduce_pending
 from ..reductions.reduction import accumulator_dtype, safe_root
 from ..registry import HANDLERS, handler
@@ -53,6 +53,8 @@ def _is_alike(row: Sequence[Layout | int]) -> bool:
     if not layouts:  # plain tensors among sharded ones
         return True
     kinds = {(layout.mesh, layout.spec, layout.shape) for layout in layouts}
+    if row[0] not in layouts:  # a plain tensor that may be written: see `_one_by_one`
+        return False
     numbers = all(item == 0 for item in row if not isinstance(item, Layout))
     return len(kinds) <= 1 and numbers and not any(layout.pending for layout in layouts)
 
@@ -74,9 +76,9 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         lists = _lists(args, kwargs)
-        if not aligned(lists):
-            return _one_by_one(func, args, kwargs)
         in_place = func.__name__.endswith("_")
+        if not aligned(lists) or (in_place and torch.is_grad_enabled() and _number_is_written(lists[0], args, kwargs)):
+            return _one_by_one(func, args, kwargs)
         if any(isinstance(a, Tensor) and type(a) is not ShardedTensor and a.is_meta for a in (*args, *kwargs.values())):
             refuse_without_value(func, [x for x in lists[0] if type(x) is ShardedTensor])
         if in_place:
@@ -95,6 +97,13 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _number_is_written(targets: Sequence[Any], args: Any, kwargs: Any) -> bool:
+    """Return whether the gradient of a sharded number next to lists comes from plain tensors, which it is written into."""
+    if not any(isinstance(a, ShardedTensor) and a.requires_grad for a in (*args, *kwargs.values())):
+        return False
+    return any(type(x) is not ShardedTensor for x in targets)
+
+
 def check_writable(tensors: Sequence[Any]) -> None:
     """Raise if one of these is a view whose base had to be redistributed."""
     check_bases(x for x in tensors if isinstance(x, ShardedTensor))
@@ -107,7 +116,9 @@ def _wrapped(local: Tensor, row: Sequence[Any]) -> Any:
 
 
 def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run the single operator for each index of the lists."""
+    """Run the single operator for each index of the lists; the operator itself if it writes into plain tensors only."""
+    if len(plain_targets(func, args, kwargs)) == len(_lists(args, kwargs)[0]):
+        return write_plain(func, args, kwargs)
     name = func.__name__.removeprefix("_foreach_")
     single = getattr(torch, name, None) or getattr(Tensor, name, None) or _in_place(name)
     if func.__name__ in _FUSED or single is None:

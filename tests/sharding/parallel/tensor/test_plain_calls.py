@@ -201,7 +201,7 @@ def test_sharded_inputs_return_sharded_outputs_and_refuse_plain_targets() -> Non
     on_fsdp_tp((2, 2), run)
 
 
-def test_plain_operands_stay_refused_on_other_meshes_in_place_and_in_mapped_functions() -> None:
+def test_plain_operands_next_to_outputs_and_on_other_meshes() -> None:
     def run(mesh: sm.DeviceMesh) -> None:
         model = parallelize(language_model(), mesh["tp"], SPLIT_LOGITS)
         logits = model(ids_of()[:, :-1].to(DEVICE))
@@ -210,8 +210,10 @@ def test_plain_operands_stay_refused_on_other_meshes_in_place_and_in_mapped_func
         other = sm.distribute_tensor(ones, mesh, P("fsdp"), src_data_rank=None)
         with pytest.raises(RuntimeError, match="mixes a plain tensor"):
             torch.add(other, ones)
+        written = torch.zeros_like(ones).add_(logits[0, 0])
+        assert torch.equal(written, logits[0, 0].full_tensor())
         with pytest.raises(RuntimeError, match="mixes a plain tensor"):
-            ones.add_(logits[0, 0])
+            torch.zeros_like(ones).add_(other)
 
     on_fsdp_tp((2, 2), run)
 
