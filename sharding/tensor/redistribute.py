@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
@@ -44,8 +45,47 @@ class Resharding:
             self._finish = None
         return self._result
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the tensor, after waiting for it: torch's `async_op` returns a tensor that waits when it is used."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.wait(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(cls, cls.wait, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
     def __repr__(self) -> str:
         return f"Resharding({'in flight' if self._finish is not None else self._result!r})"
+
+
+def _with_operators() -> None:
+    """Give the handle the operators of a tensor, which Python looks up in the class."""
+    for name in ("add", "sub", "mul", "truediv", "matmul", "pow", "mod", "radd", "rsub", "rmul", "rtruediv", "rmatmul"):
+        _define(f"__{name}__")
+    for name in ("neg", "getitem", "len", "bool", "float", "int", "lt", "le", "gt", "ge"):
+        _define(f"__{name}__")
+
+
+def _define(name: str) -> None:
+    def operator(self: Resharding, *args: Any) -> Any:
+        return getattr(self.wait(), name)(*map(settled, args))
+
+    operator.__name__ = name
+    setattr(Resharding, name, operator)
+
+
+def settled(value: Any) -> Any:
+    """Return the value, or tuple or list of values, with handles of `redistribute(async_op=True)` replaced by their tensors."""
+    if isinstance(value, Resharding):
+        return value.wait()
+    if type(value) in (tuple, list) and any(isinstance(x, Resharding) for x in value):
+        return type(value)(map(settled, value))
+    return value
+
+
+_with_operators()
 
 
 def redistribute(
