@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ...mesh.context import given_or_current
 from ...mesh.device_mesh import DeviceMesh
 from ..debug.module_repr import show_layouts_in_repr
+from ..ops.handles import settled
 from ..ops.prepared_modules import prepare
 from ..tensor.convert import distribute_tensor
-from ..tensor.redistribute import settled
 from ..tensor.sharded_tensor import ShardedTensor
 from .replaced import mark_replaced
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
@@ -16,6 +15,7 @@ from ..functional.named_axes import current_captures
 from ..layout.layout import Layout, distinct_mesh_names
 from ..layout.spec import P, Sharding, SpecLike
 from ..ops import dispatch
+from ..ops.handles import TensorHandle
 from ..ops.lineage import comm_context, mixed
 from ..redistribute.autograd import redistribute_local, start_redistribute
 from ..redistribute.cross_mesh import redistribute_cross_mesh
@@ -28,8 +28,8 @@ from .sharded_tensor import DonatedTensor, ShardedTensor
 _PLACEMENTS = frozenset({P, list, tuple})  # as the only positional argument: placements on the tensor's own mesh
 
 
-class Resharding:
-    """A handle of `redistribute(..., async_op=True)`: `wait()` returns the tensor."""
+class Resharding(TensorHandle):
+    """A handle of `redistribute(..., async_op=True)`: `wait()` returns the tensor, and so does every use as a tensor."""
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         self._finish: Callable[[], Any] | None = finish
@@ -45,47 +45,8 @@ class Resharding:
             self._finish = None
         return self._result
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the tensor, after waiting for it: torch's `async_op` returns a tensor that waits when it is used."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.wait(), name)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(cls, cls.wait, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
     def __repr__(self) -> str:
         return f"Resharding({'in flight' if self._finish is not None else self._result!r})"
-
-
-def _with_operators() -> None:
-    """Give the handle the operators of a tensor, which Python looks up in the class."""
-    for name in ("add", "sub", "mul", "truediv", "matmul", "pow", "mod", "radd", "rsub", "rmul", "rtruediv", "rmatmul"):
-        _define(f"__{name}__")
-    for name in ("neg", "getitem", "len", "bool", "float", "int", "lt", "le", "gt", "ge"):
-        _define(f"__{name}__")
-
-
-def _define(name: str) -> None:
-    def operator(self: Resharding, *args: Any) -> Any:
-        return getattr(self.wait(), name)(*map(settled, args))
-
-    operator.__name__ = name
-    setattr(Resharding, name, operator)
-
-
-def settled(value: Any) -> Any:
-    """Return the value, or tuple or list of values, with handles of `redistribute(async_op=True)` replaced by their tensors."""
-    if isinstance(value, Resharding):
-        return value.wait()
-    if type(value) in (tuple, list) and any(isinstance(x, Resharding) for x in value):
-        return type(value)(map(settled, value))
-    return value
-
-
-_with_operators()
 
 
 def redistribute(
@@ -112,7 +73,8 @@ def redistribute(
         device_mesh: the tensor's own mesh, by default, or another one of the same world: with other axes, other ranks or
             the same ranks in another order. Then all ranks of both meshes call this, and backward; ranks outside a mesh hold
             empty parts.
-        async_op: return a handle while the (last) collective is in flight; its `wait()` returns the tensor.
+        async_op: return a handle while the (last) collective is in flight; its `wait()` returns the tensor, and using the handle as a
+            tensor waits.
         forward_dtype: cast to this dtype before communicating; the result has it.
         backward_dtype: dtype in which the gradient is communicated; the gradient of `x` has the dtype of `x`.
         max_bytes: upper limit of the bytes that a rank holds at a time (its part before, its part after, buffers); exchanges are

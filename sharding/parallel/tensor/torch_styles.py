@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.spec import P, Placement, Replicate, Shard
+from ...ops.handles import settled
 from ...ops.prepared_modules import prepare
 from ...tensor.convert import from_local
-from ...tensor.redistribute import settled
 from ...tensor.sharded_tensor import ShardedTensor
 from ..module import distribute_module, sharded_parameter
 from .activations import ActivationLayout, AxisLayout, HookSite, InputHook, OutputHook, as_axis_layout, input_hook
@@ -354,11 +354,12 @@ class PrepareModuleInput(_TorchStyle):
 
     def _prepare_input_kwarg_fn(self, inputs: Any, kwarg_inputs: Mapping[str, Any], device_mesh: DeviceMesh) -> tuple[Any, Any]:
         layouts, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+        positional = self._prepare_input_fn(inputs, device_mesh)
         named = {
             name: self._prepare_input_arg(x, device_mesh, layouts.get(name), desired.get(name))
             for name, x in kwarg_inputs.items()
         }
-        return self._prepare_input_fn(inputs, device_mesh), named
+        return positional, named
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
