@@ -31,7 +31,11 @@ def as_group_backend(value: Any) -> GroupBackend:
         return DEFAULT
     if isinstance(value, str):
         name, options = value, None
-    elif isinstance(value, Sequence) and len(value) == 2 and (value[0] is None or isinstance(value[0], str)):
+    elif (
+        isinstance(value, Sequence)
+        and len(value) == 2
+        and (value[0] is None or isinstance(value[0], str))
+    ):
         name, options = value
     else:
         name, options = None, value

@@ -1,7 +1,7 @@
 """`context_parallel` in torch's form: plain buffers become this rank's part of the sequence inside the block.
 
-    tokens [b, 16] on 2 ranks     in the block    rank 0  [b, 8]: positions 0 1 2 3 12 13 14 15
-                                                  rank 1  [b, 8]: positions 4 5 6 7 8 9 10 11      as `balance_sequence` orders them
+tokens [b, 16] on 2 ranks     in the block    rank 0  [b, 8]: positions 0 1 2 3 12 13 14 15
+                                              rank 1  [b, 8]: positions 4 5 6 7 8 9 10 11      as `balance_sequence` orders them
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def set_rotate_method(rotate_method: str) -> None:
         >>> set_rotate_method("alltoall")
     """
     if rotate_method not in _METHODS:
-        raise NotImplementedError(f"set_rotate_method({rotate_method!r}): write one of {', '.join(map(repr, _METHODS))}")
+        raise NotImplementedError(
+            f"set_rotate_method({rotate_method!r}): write one of {', '.join(map(repr, _METHODS))}"
+        )
     _methods[current_world()] = _METHODS[rotate_method]
 
 
@@ -98,10 +100,20 @@ def context_parallel(
             whole = buffer.detach().view_as(buffer)
             if not any(buffer is other for other in kept):
                 originals.append((buffer, whole))
-            runs = [whole.narrow(dim, start, stop - start) for start, stop in balanced(length, ranks)[index]] if ranks > 1 else [whole]
+            runs = (
+                [
+                    whole.narrow(dim, start, stop - start)
+                    for start, stop in balanced(length, ranks)[index]
+                ]
+                if ranks > 1
+                else [whole]
+            )
             with torch.no_grad():
                 buffer.set_(torch.cat(runs, dim) if ranks > 1 else whole)  # type: ignore[call-overload]
-        with attention.context_parallel(mesh.axis_names, method=method, balanced=True), _PlainAttention(mesh, length, method):
+        with (
+            attention.context_parallel(mesh.axis_names, method=method, balanced=True),
+            _PlainAttention(mesh, length, method),
+        ):
             yield
     finally:
         for buffer, whole in originals:
@@ -112,20 +124,42 @@ def context_parallel(
 def _check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor]) -> int:
     """Return the length of the sequence, that of the first buffer, 0 without buffers."""
     if len(buffers) != len(dims):
-        raise ValueError(f"context_parallel: {len(buffers)} buffers and {len(dims)} buffer_seq_dims; give one dim for each buffer")
+        raise ValueError(
+            f"context_parallel: {len(buffers)} buffers and {len(dims)} buffer_seq_dims; give one dim for each buffer"
+        )
     if not all(any(x is buffer for buffer in buffers) for x in kept):
-        raise ValueError("context_parallel: no_restore_buffers has a tensor that is not in buffers; it must be a subset of them")
+        raise ValueError(
+            "context_parallel: no_restore_buffers has a tensor that is not in buffers; it must be a subset of them"
+        )
     for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
-        if not isinstance(buffer, Tensor) or isinstance(buffer, nn.Parameter | ShardedTensor) or buffer.requires_grad:
-            what = "requires grad" if isinstance(buffer, Tensor) and buffer.requires_grad else f"is a {type(buffer).__name__}"
-            raise TypeError(f"context_parallel: buffer {i} {what}; buffers are plain tensors that are the same on every rank")
+        if (
+            not isinstance(buffer, Tensor)
+            or isinstance(buffer, nn.Parameter | ShardedTensor)
+            or buffer.requires_grad
+        ):
+            what = (
+                "requires grad"
+                if isinstance(buffer, Tensor) and buffer.requires_grad
+                else f"is a {type(buffer).__name__}"
+            )
+            raise TypeError(
+                f"context_parallel: buffer {i} {what}; buffers are plain tensors that are the same on every rank"
+            )
         if not -buffer.ndim <= dim < buffer.ndim:
-            raise ValueError(f"context_parallel: buffer {i} has shape {list(buffer.shape)} and no dim {dim}")
+            raise ValueError(
+                f"context_parallel: buffer {i} has shape {list(buffer.shape)} and no dim {dim}"
+            )
     length = buffers[0].shape[dims[0]] if buffers else 0
-    short = [i for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)) if buffer.shape[dim] < length]
+    short = [
+        i
+        for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True))
+        if buffer.shape[dim] < length
+    ]
     if short:
         sizes = [buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)]
-        raise ValueError(f"context_parallel: buffer {short[0]} has fewer positions than buffer 0; their lengths are {sizes}")
+        raise ValueError(
+            f"context_parallel: buffer {short[0]} has fewer positions than buffer 0; their lengths are {sizes}"
+        )
     return length
 
 
@@ -137,7 +171,11 @@ class _PlainAttention(TorchFunctionMode):
         self.mesh, self.length, self.method = mesh, length, method
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention or self.mesh.size() == 1:
@@ -156,9 +194,22 @@ class _PlainAttention(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         if any(isinstance(x, ShardedTensor) for x in (query, key, value)):
-            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
         if attn_mask is not None or dropout_p:
-            given = f"dropout_p={dropout_p}" if attn_mask is None else f"attn_mask of shape {list(attn_mask.shape)}"
+            given = (
+                f"dropout_p={dropout_p}"
+                if attn_mask is None
+                else f"attn_mask of shape {list(attn_mask.shape)}"
+            )
             raise ValueError(
                 f"scaled_dot_product_attention in context_parallel: {given}; keys of other ranks are processed with is_causal or no mask, "
                 "without dropout"
@@ -169,20 +220,34 @@ class _PlainAttention(TorchFunctionMode):
                 "enable_gqa=True"
             )
         laid = [self._sequence(x) for x in (query, key, value)]
-        options = {"axis": self.mesh.axis_names, "is_causal": is_causal, "scale": scale, "method": self.method, "balanced": True}
+        options = {
+            "axis": self.mesh.axis_names,
+            "is_causal": is_causal,
+            "scale": scale,
+            "method": self.method,
+            "balanced": True,
+        }
         return to_local(context_parallel_attention(*laid, **options))  # type: ignore[arg-type]
 
     def _sequence(self, part: Tensor) -> ShardedTensor:
         """Return the sequence of which this is the part: as long as the buffers, or else of equal parts."""
         ranks, own = self.mesh.size(), part.shape[-2]
         sizes = balanced_sizes(self.length, ranks)
-        total = self.length if sizes[self.mesh.index_along(self.mesh.axis_names)] == own else own * ranks
+        total = (
+            self.length
+            if sizes[self.mesh.index_along(self.mesh.axis_names)] == own
+            else own * ranks
+        )
         return _of_balanced_part(part, self.mesh, part.ndim - 2, balanced_sizes(total, ranks))
 
 
-def _of_balanced_part(part: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int]) -> ShardedTensor:
+def _of_balanced_part(
+    part: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int]
+) -> ShardedTensor:
     spec = P(*[None] * dim, mesh.axis_names, sizes={mesh.axis_names: list(sizes)})
-    return from_local(part, mesh, spec, shape=(*part.shape[:dim], sum(sizes), *part.shape[dim + 1 :]))
+    return from_local(
+        part, mesh, spec, shape=(*part.shape[:dim], sum(sizes), *part.shape[dim + 1 :])
+    )
 
 
 @torch.no_grad()
@@ -208,8 +273,13 @@ def context_parallel_unshard(
     """
     mesh = as_device_mesh(mesh)
     if len(buffers) != len(seq_dims):
-        raise ValueError(f"context_parallel_unshard: {len(buffers)} buffers and {len(seq_dims)} seq_dims; give one dim for each")
-    return [_unsharded(mesh, buffer.detach(), dim % buffer.ndim, load_balancer) for buffer, dim in zip(buffers, seq_dims, strict=True)]
+        raise ValueError(
+            f"context_parallel_unshard: {len(buffers)} buffers and {len(seq_dims)} seq_dims; give one dim for each"
+        )
+    return [
+        _unsharded(mesh, buffer.detach(), dim % buffer.ndim, load_balancer)
+        for buffer, dim in zip(buffers, seq_dims, strict=True)
+    ]
 
 
 def _unsharded(mesh: DeviceMesh, part: Tensor, dim: int, load_balancer: Any) -> Tensor:
@@ -224,4 +294,6 @@ def _unsharded(mesh: DeviceMesh, part: Tensor, dim: int, load_balancer: Any) -> 
         return whole
     if len(indices) == 1:
         return whole.index_select(dim, indices[0])
-    return torch.stack([row.index_select(dim - 1, index) for row, index in zip(whole, indices, strict=True)])
+    return torch.stack(
+        [row.index_select(dim - 1, index) for row, index in zip(whole, indices, strict=True)]
+    )

@@ -45,7 +45,11 @@ class _PlainTargets(TorchFunctionMode):
     """Make plain targets and class weights of losses replicated tensors."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func not in _LOSSES:
@@ -55,7 +59,11 @@ class _PlainTargets(TorchFunctionMode):
         if isinstance(logits, ShardedTensor):
             for name in ("target", "weight"):
                 named[name] = _replicated(_LOSSES[func], name, named.get(name), logits)
-        return func(*(named.pop(name) for name in ("input", "target", "weight")[: len(args)]), *args[3:], **named)
+        return func(
+            *(named.pop(name) for name in ("input", "target", "weight")[: len(args)]),
+            *args[3:],
+            **named,
+        )
 
 
 def _replicated(loss: str, name: str, value: Any, logits: ShardedTensor) -> Any:
@@ -67,7 +75,12 @@ def _replicated(loss: str, name: str, value: Any, logits: ShardedTensor) -> Any:
     if not isinstance(value, Tensor) or isinstance(value, ShardedTensor):
         return value
     classes = min(1, logits.ndim - 1)
-    rows = [axis for dim in range(logits.ndim) if dim != classes for axis in splitting_axes(logits._layout, dim)]
+    rows = [
+        axis
+        for dim in range(logits.ndim)
+        if dim != classes
+        for axis in splitting_axes(logits._layout, dim)
+    ]
     rows = [axis for axis in rows if logits.mesh.size(axis) > 1]
     if rows and name == "target":
         raise ValueError(

@@ -25,7 +25,9 @@ class TensorHandle(ABC):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(TensorHandle, lambda handle: handle.wait(), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(
+            TensorHandle, lambda handle: handle.wait(), (args, kwargs or {})
+        )
         return func(*args, **kwargs)
 
 
@@ -39,9 +41,34 @@ def _define(name: str) -> None:
     setattr(TensorHandle, name, operator)
 
 
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "mod", "neg", "lt", "le", "gt", "ge"):
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "matmul",
+    "pow",
+    "mod",
+    "neg",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+):
     _define(f"__{_name}__")
-for _name in ("radd", "rsub", "rmul", "rtruediv", "rmatmul", "rpow", "getitem", "len", "bool", "float", "int"):
+for _name in (
+    "radd",
+    "rsub",
+    "rmul",
+    "rtruediv",
+    "rmatmul",
+    "rpow",
+    "getitem",
+    "len",
+    "bool",
+    "float",
+    "int",
+):
     _define(f"__{_name}__")
 
 

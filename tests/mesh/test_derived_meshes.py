@@ -13,7 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
 import shardmesh as sm
-from shardmesh.mesh import AbstractMesh, DeviceMesh, MeshError, Topology, current_world, init_device_mesh, simulate
+from shardmesh.mesh import (
+    AbstractMesh,
+    DeviceMesh,
+    MeshError,
+    Topology,
+    current_world,
+    init_device_mesh,
+    simulate,
+)
 from tests.pool import Pool
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -25,7 +33,11 @@ def test_unflatten() -> None:
         mesh = world.unflatten("world", (2, 1, 4), ("dp", "cp", "tp"))
         assert mesh.ranks.tolist() == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
         assert mesh.axis_names == ("dp", "cp", "tp")
-        assert mesh is world.unflatten(0, (2, 1, 4), ("dp", "cp", "tp")) is world._unflatten(-1, (2, 1, 4), ["dp", "cp", "tp"])
+        assert (
+            mesh
+            is world.unflatten(0, (2, 1, 4), ("dp", "cp", "tp"))
+            is world._unflatten(-1, (2, 1, 4), ["dp", "cp", "tp"])
+        )
         assert mesh.root is mesh["tp"].root is mesh["dp", "tp"]._get_root_mesh() is world
         assert world.root is world
         inner = mesh.unflatten("tp", (2, 2), ("ep", "etp"))
@@ -43,7 +55,12 @@ def test_unflatten() -> None:
     [
         ("x", (2, 2), ("a", "b"), "unknown axis 'x'"),
         (2, (2, 2), ("a", "b"), "axis 2 is out of range"),
-        ("world", (2, 3), ("a", "b"), "the product of the sizes is 6, but axis 'world' of .* has 4 ranks"),
+        (
+            "world",
+            (2, 3),
+            ("a", "b"),
+            "the product of the sizes is 6, but axis 'world' of .* has 4 ranks",
+        ),
         ("world", (2, 2), ("a",), "has 2 axes, but the names given are"),
         ("world", (2, 2), ("a", "a"), "axis 'a' is used twice"),
         ("world", (2, -2), ("a", "b"), "must be a tuple of positive integers"),
@@ -51,7 +68,10 @@ def test_unflatten() -> None:
     ],
 )
 def test_unflatten_refuses(axis: Any, sizes: Any, names: Any, match: str) -> None:
-    for mesh in (AbstractMesh((1, 4), ("one", "world")), simulate(4)(init_device_mesh)("cpu", (1, 4), axis_names=("one", "world"))[0]):
+    for mesh in (
+        AbstractMesh((1, 4), ("one", "world")),
+        simulate(4)(init_device_mesh)("cpu", (1, 4), axis_names=("one", "world"))[0],
+    ):
         with pytest.raises(MeshError, match=match):
             mesh.unflatten(axis, sizes, names)
 
@@ -74,13 +94,23 @@ def titan_meshes(dp_replicate: int, dp_shard: int, cp: int, tp: int, ep: int) ->
     world = init_device_mesh("cpu", (batch * cp * tp,), mesh_dim_names=("world",))
 
     def view(names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
-        fake = {name: "fake" for name, size in zip(names, sizes, strict=True) if size == 1 and name != "fsdp"}
+        fake = {
+            name: "fake"
+            for name, size in zip(names, sizes, strict=True)
+            if size == 1 and name != "fsdp"
+        }
         return world._unflatten(0, sizes, names, backend_override=fake)
 
     data = view(("pp", "batch", "cp", "tp"), (1, batch, cp, tp))
     dense = view(("pp", "dp_replicate", "fsdp", "tp"), (1, dp_replicate, fsdp, tp))
     sparse = view(("pp", "dp_replicate", "efsdp", "ep"), (1, dp_replicate, fsdp * tp // ep, ep))
-    return {"world": world, "data": data, "dense": dense, "sparse": sparse, "loss": data["batch", "cp"]._flatten("loss_mesh")}
+    return {
+        "world": world,
+        "data": data,
+        "dense": dense,
+        "sparse": sparse,
+        "loss": data["batch", "cp"]._flatten("loss_mesh"),
+    }
 
 
 def test_meshes_of_a_trainer() -> None:
@@ -100,8 +130,13 @@ def test_meshes_of_a_trainer() -> None:
         assert mixed.ranks.tolist() == sparse["ep", "dp_replicate"].ranks.tolist()
         wide = DeviceMesh.concatenate([loss, dense["tp"]])
         assert wide.ranks.tolist() == data["batch", "tp"].ranks.tolist()
-        assert all(mesh.root is meshes["world"] for mesh in (data, dense, sparse, loss, both, mixed, wide))
-        sizes = {name: mesh[axis].size() for name, mesh, axis in [("ep", sparse, "ep"), ("efsdp", sparse, "efsdp")]}
+        assert all(
+            mesh.root is meshes["world"] for mesh in (data, dense, sparse, loss, both, mixed, wide)
+        )
+        sizes = {
+            name: mesh[axis].size()
+            for name, mesh, axis in [("ep", sparse, "ep"), ("efsdp", sparse, "efsdp")]
+        }
         assert sizes == {"ep": 4, "efsdp": 1}
 
     simulate(8)(program)()
@@ -121,11 +156,15 @@ def test_concatenate_finds_axes_that_no_view_has() -> None:
         assert mesh.group("outer") is outer.group()
         assert mesh.root is world
         # An axis whose ranks have no single distance.
-        strided = world.unflatten(0, (2, 2, 2, 2), ("a", "b", "c", "d"))["a", "c"].flatten(name="ac")
+        strided = world.unflatten(0, (2, 2, 2, 2), ("a", "b", "c", "d"))["a", "c"].flatten(
+            name="ac"
+        )
         mesh = DeviceMesh.concatenate([world.unflatten(0, (8, 2), ("other", "d"))["d"], strided])
         assert mesh.shape == (2, 4)
         assert mesh["ac"] is strided
-        assert sorted(mesh.ranks.flatten()) == sorted({rank & ~11 | a * 8 | c * 2 | d for a in (0, 1) for c in (0, 1) for d in (0, 1)})
+        assert sorted(mesh.ranks.flatten()) == sorted(
+            {rank & ~11 | a * 8 | c * 2 | d for a in (0, 1) for c in (0, 1) for d in (0, 1)}
+        )
 
     simulate(16)(program)()
 
@@ -137,7 +176,13 @@ def test_concatenate_refuses() -> None:
         half = DeviceMesh("cpu", [0, 1, 2, 3], axis_names=("half",))
         fsdp, tp = (world.unflatten(0, (4, 2), (a, b)) for a, b in (("fsdp", "x"), ("y", "tp")))
         pairs = world.unflatten(0, (2, 4), ("z", "four"))
-        for meshes in ([fsdp["fsdp"], pairs["z"]], [pairs["four"], tp["tp"]], [fsdp["fsdp"], half], [tp["tp"], tp["tp"]], []):
+        for meshes in (
+            [fsdp["fsdp"], pairs["z"]],
+            [pairs["four"], tp["tp"]],
+            [fsdp["fsdp"], half],
+            [tp["tp"], tp["tp"]],
+            [],
+        ):
             with pytest.raises(RuntimeError) as caught:
                 DeviceMesh.concatenate(meshes)
             texts.append(str(caught.value))
@@ -146,7 +191,9 @@ def test_concatenate_refuses() -> None:
     by_rank = simulate(8)(program)()
     assert all(texts == by_rank[0] for texts in by_rank)
     overlapping, inside, strangers, twice, none = by_rank[0]
-    assert "of 'fsdp' are among those of another" in overlapping or "of 'z' are among" in overlapping
+    assert (
+        "of 'fsdp' are among those of another" in overlapping or "of 'z' are among" in overlapping
+    )
     assert "are among those of another axis" in inside
     assert "do not come from one mesh" in strangers
     assert "axis 'tp' is used twice" in twice
@@ -158,7 +205,12 @@ def test_ranks_outside() -> None:
         part = DeviceMesh("cpu", [1, 3, 5, 7], axis_names=("world",))
         mesh = part.unflatten(0, (2, 2), ("dp", "tp"))
         assert mesh.ranks.tolist() == [[1, 3], [5, 7]]
-        both = DeviceMesh.concatenate([part.unflatten(0, (2, 2), ("dp", "x"))["dp"], part.unflatten(0, (2, 2), ("y", "tp"))["tp"]])
+        both = DeviceMesh.concatenate(
+            [
+                part.unflatten(0, (2, 2), ("dp", "x"))["dp"],
+                part.unflatten(0, (2, 2), ("y", "tp"))["tp"],
+            ]
+        )
         assert both.ranks.tolist() == [[1, 3], [5, 7]]
         assert (mesh.coordinate is None) == (current_world().rank not in (1, 3, 5, 7))
 
@@ -170,20 +222,34 @@ def test_ranks_outside() -> None:
 
 def test_backend_override_of_axes() -> None:
     def program() -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), backend_override={"dp": "fake", 1: "gloo"})
+        mesh = init_device_mesh(
+            "cpu", (2, 2), mesh_dim_names=("dp", "tp"), backend_override={"dp": "fake", 1: "gloo"}
+        )
         assert [backend.name for backend in mesh.backends] == ["fake", "gloo"]
         assert mesh is not init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         assert mesh != init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         assert mesh["dp"].backends[0].name == "fake"
         assert mesh["tp", "dp"].backends == mesh.backends[::-1]
-        assert DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"), backend_override=("fake", "gloo")) is mesh
+        assert (
+            DeviceMesh(
+                "cpu",
+                [[0, 1], [2, 3]],
+                mesh_dim_names=("dp", "tp"),
+                backend_override=("fake", "gloo"),
+            )
+            is mesh
+        )
         assert pickle.loads(pickle.dumps(mesh)) is mesh
         x = torch.ones(1)
         mesh.group("tp").all_reduce(x)
         for axis in ("dp", None):
-            with pytest.raises(MeshError, match="axis 'dp' of .* has the backend 'fake', which moves no data"):
+            with pytest.raises(
+                MeshError, match="axis 'dp' of .* has the backend 'fake', which moves no data"
+            ):
                 mesh.group(axis)
-        single = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"), backend_override={"tp": "fake"})
+        single = init_device_mesh(
+            "cpu", (4, 1), mesh_dim_names=("dp", "tp"), backend_override={"tp": "fake"}
+        )
         single.group("tp").all_reduce(x)
         assert x.item() == 2
         flat = mesh._flatten("all", backend_override="gloo")
@@ -229,8 +295,12 @@ def reuse() -> dict[str, Any]:
     def build() -> None:
         world = init_device_mesh("cpu", (4,), mesh_dim_names=("reuse",))
         names = (("a", "b"), ("c", "d"), ("e", "f"))
-        views["meshes"] = [world._unflatten(0, (2, 2), pair, backend_override={pair[0]: default}) for pair in names]
-        views["concatenated"] = DeviceMesh._concatenate([views["meshes"][0]["a"], views["meshes"][1]["d"]])
+        views["meshes"] = [
+            world._unflatten(0, (2, 2), pair, backend_override={pair[0]: default}) for pair in names
+        ]
+        views["concatenated"] = DeviceMesh._concatenate(
+            [views["meshes"][0]["a"], views["meshes"][1]["d"]]
+        )
 
     built, _ = _groups_made(build)
 
@@ -238,26 +308,46 @@ def reuse() -> dict[str, Any]:
         first, *others = views["meshes"]
         same = [other.get_group(i) is first.get_group(i) for other in others for i in (0, 1)]
         both = views["concatenated"]
-        return [*same, both.get_group("a") is first.get_group("a"), both.get_group("d") is first.get_group("b")]
+        return [
+            *same,
+            both.get_group("a") is first.get_group("a"),
+            both.get_group("d") is first.get_group("b"),
+        ]
 
     used, same = _groups_made(use)
     again, _ = _groups_made(use)
 
     def with_options() -> list[bool]:
         options = dist.ProcessGroupGloo._Options()
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={"a": ("gloo", options)})
+        mesh = init_device_mesh(
+            "cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={"a": ("gloo", options)}
+        )
         x = torch.ones(1)
         mesh.group("a").all_reduce(x)
-        return [x.item() == 2, mesh.get_group("a") is not views["meshes"][0].get_group("a"), mesh["a"].get_group() is mesh.get_group("a")]
+        return [
+            x.item() == 2,
+            mesh.get_group("a") is not views["meshes"][0].get_group("a"),
+            mesh["a"].get_group() is mesh.get_group("a"),
+        ]
 
     own, differs = _groups_made(with_options)
 
     def fake() -> list[Any]:
-        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "b"), backend_override={"b": "fake"})
+        mesh = init_device_mesh(
+            "cpu", (4, 1), mesh_dim_names=("a", "b"), backend_override={"b": "fake"}
+        )
         return [dist.get_backend(mesh.get_group("b")), dist.get_world_size(mesh.get_group("b"))]
 
     _, backend = _groups_made(fake)
-    return {"built": built, "used": used, "again": again, "same": same, "own": own, "differs": differs, "backend": backend}
+    return {
+        "built": built,
+        "used": used,
+        "again": again,
+        "same": same,
+        "own": own,
+        "differs": differs,
+        "backend": backend,
+    }
 
 
 def test_groups_are_used_again(world4: Pool) -> None:
@@ -279,7 +369,9 @@ def as_torch() -> list[Any]:
     theirs = torch_init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
     made = []
     for world, kind in ((ours, DeviceMesh), (theirs, TorchMesh)):
-        dense = world._unflatten(0, (1, 2, 2), ("pp", "fsdp", "tp"), backend_override={"pp": "fake"})
+        dense = world._unflatten(
+            0, (1, 2, 2), ("pp", "fsdp", "tp"), backend_override={"pp": "fake"}
+        )
         data = world._unflatten(0, (2, 2), ("batch", "cp"))
         flat = data["batch", "cp"]._flatten("loss")
         both = kind._concatenate([data["batch"], dense["tp"]])
@@ -312,8 +404,12 @@ def tutorial(kind: str) -> list[float]:
         tp = world._unflatten(0, (2, 2), ("view_x", "view_tp"))["view_tp"]
         dp = world._unflatten(0, (2, 2), ("view_dp", "view_y"))["view_dp"]
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)).double()
-    plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)).double()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)
+    ).double()
+    plain = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)
+    ).double()
     plain.load_state_dict(model.state_dict())
     parallelize_module(model, tp, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=dp)

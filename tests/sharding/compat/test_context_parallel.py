@@ -25,14 +25,20 @@ class Model(nn.Module):
         self.query = nn.Linear(WIDTH, WIDTH)
         self.key_value = nn.Linear(WIDTH, 2 * WIDTH // HEADS * key_heads)
         self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.register_buffer("positions", torch.linspace(-1, 1, length * WIDTH, dtype=torch.float64).view(length, WIDTH))
+        self.register_buffer(
+            "positions",
+            torch.linspace(-1, 1, length * WIDTH, dtype=torch.float64).view(length, WIDTH),
+        )
         self.causal, self.key_heads = causal, key_heads
         self.double()
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.positions[: tokens.shape[1]]
         q = self.query(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        k, v = (y.unflatten(-1, (self.key_heads, -1)).transpose(1, 2) for y in self.key_value(x).chunk(2, -1))
+        k, v = (
+            y.unflatten(-1, (self.key_heads, -1)).transpose(1, 2)
+            for y in self.key_value(x).chunk(2, -1)
+        )
         grouped = self.key_heads != HEADS
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
         return self.head(y.transpose(1, 2).flatten(-2))
@@ -46,8 +52,13 @@ def made(length: int, causal: bool, key_heads: int) -> tuple[Model, Tensor, Tens
 
 
 @pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
-@pytest.mark.parametrize(("ranks", "length", "causal", "key_heads"), [(2, 8, True, 2), (4, 16, False, 2), (2, 10, True, 1), (4, 13, True, 2)])
-def test_a_model_is_not_changed(ranks: int, length: int, causal: bool, key_heads: int, rotate: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "length", "causal", "key_heads"),
+    [(2, 8, True, 2), (4, 16, False, 2), (2, 10, True, 1), (4, 13, True, 2)],
+)
+def test_a_model_is_not_changed(
+    ranks: int, length: int, causal: bool, key_heads: int, rotate: str
+) -> None:
     model, tokens, labels = made(length, causal, key_heads)
     expected = model(tokens)
     F.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum").backward()
@@ -58,7 +69,9 @@ def test_a_model_is_not_changed(ranks: int, length: int, causal: bool, key_heads
         before = [x.clone() for x in (tokens, labels, model.positions)]
         buffers = [tokens, labels, model.positions]
         set_rotate_method(rotate)
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], no_restore_buffers={labels}):
+        with context_parallel(
+            mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], no_restore_buffers={labels}
+        ):
             assert tokens.shape[1] < length
             logits = model(tokens)
             F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
@@ -82,10 +95,15 @@ def test_buffers_are_restored(mesh: sm.DeviceMesh) -> None:
     column = whole[:, 1::2]  # a view that is not contiguous
     long = torch.arange(20.0)
     address = column.data_ptr()
-    with pytest.raises(ZeroDivisionError), context_parallel(mesh, buffers=[column, long], buffer_seq_dims=[0, 0]):
+    with (
+        pytest.raises(ZeroDivisionError),
+        context_parallel(mesh, buffers=[column, long], buffer_seq_dims=[0, 0]),
+    ):
         index = mesh.get_local_rank()
         assert column[:, 0].tolist() == ([1.0, 25.0] if index == 0 else [9.0, 17.0])
-        assert long.tolist() == ([0.0, 3.0] if index == 0 else [1.0, 2.0])  # the first positions of a longer one
+        assert long.tolist() == (
+            [0.0, 3.0] if index == 0 else [1.0, 2.0]
+        )  # the first positions of a longer one
         column.fill_(-1)
         1 / 0
     assert column.data_ptr() == address
@@ -111,10 +129,14 @@ def test_one_rank(mesh: sm.DeviceMesh) -> None:
 def test_sharded_attention_in_the_block(mesh: sm.DeviceMesh) -> None:
     q = torch.randn(2, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    x = sm.parallel.balance_sequence(sm.distribute_tensor(q, mesh, [sm.Shard(0), sm.Shard(2)]), 2, "b")
+    x = sm.parallel.balance_sequence(
+        sm.distribute_tensor(q, mesh, [sm.Shard(0), sm.Shard(2)]), 2, "b"
+    )
     with context_parallel(mesh["b"]):
         y = F.scaled_dot_product_attention(x, x, x, is_causal=True)
-    torch.testing.assert_close(sm.parallel.unbalance_sequence(y, 2, "b").full_tensor(), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        sm.parallel.unbalance_sequence(y, 2, "b").full_tensor(), expected, rtol=1e-12, atol=1e-12
+    )
 
 
 def refused(case: str) -> Any:
@@ -122,9 +144,21 @@ def refused(case: str) -> Any:
     return {
         "axis": (("cp",), {}, "the form that takes an axis is sm.parallel.context_parallel"),
         "dims": ((), {"buffers": [x], "buffer_seq_dims": []}, "1 buffers and 0 buffer_seq_dims"),
-        "subset": ((), {"buffers": [x], "buffer_seq_dims": [0], "no_restore_buffers": {x.clone()}}, "must be a subset"),
-        "short": ((), {"buffers": [x, x[:7]], "buffer_seq_dims": [0, 0]}, "buffer 1 has fewer positions than buffer 0"),
-        "parameter": ((), {"buffers": [nn.Parameter(x)], "buffer_seq_dims": [0]}, "buffer 0 requires grad"),
+        "subset": (
+            (),
+            {"buffers": [x], "buffer_seq_dims": [0], "no_restore_buffers": {x.clone()}},
+            "must be a subset",
+        ),
+        "short": (
+            (),
+            {"buffers": [x, x[:7]], "buffer_seq_dims": [0, 0]},
+            "buffer 1 has fewer positions than buffer 0",
+        ),
+        "parameter": (
+            (),
+            {"buffers": [nn.Parameter(x)], "buffer_seq_dims": [0]},
+            "buffer 0 requires grad",
+        ),
         "no dim": ((), {"buffers": [x], "buffer_seq_dims": [1]}, r"has shape \[8\] and no dim 1"),
     }[case]
 
@@ -134,7 +168,10 @@ def test_refused(case: str) -> None:
     args, options, match = refused(case)
 
     def program(mesh: sm.DeviceMesh) -> None:
-        with pytest.raises((TypeError, ValueError), match=match), context_parallel(*(args or (mesh,)), **options):
+        with (
+            pytest.raises((TypeError, ValueError), match=match),
+            context_parallel(*(args or (mesh,)), **options),
+        ):
             pass
 
     on_mesh((2,), program)

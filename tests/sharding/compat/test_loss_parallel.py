@@ -78,14 +78,19 @@ def test_split_rows(mesh: sm.DeviceMesh) -> None:
     F.cross_entropy(x, LABELS).backward()
     logits = distribute_tensor(LOGITS, mesh, [Shard(0), Shard(1)]).requires_grad_()
     with loss_parallel():
-        with pytest.raises(ValueError, match=r"axes \['a'\] split the rows of the logits .* whole target or this rank's part"):
+        with pytest.raises(
+            ValueError,
+            match=r"axes \['a'\] split the rows of the logits .* whole target or this rank's part",
+        ):
             F.cross_entropy(logits, LABELS)
         loss = F.cross_entropy(logits, distribute_tensor(LABELS, mesh, [Shard(0), Replicate()]))
         loss.backward()
     torch.testing.assert_close(logits.grad.full_tensor(), x.grad, rtol=1e-12, atol=1e-12)
     replicated = distribute_tensor(LOGITS, mesh, [Replicate(), Shard(1)])
     with loss_parallel():
-        assert F.cross_entropy(replicated, LABELS).item() == pytest.approx(F.cross_entropy(LOGITS, LABELS).item(), rel=1e-12)
+        assert F.cross_entropy(replicated, LABELS).item() == pytest.approx(
+            F.cross_entropy(LOGITS, LABELS).item(), rel=1e-12
+        )
 
 
 @every_rank(2)
@@ -103,4 +108,6 @@ def test_only_losses_and_only_in_the_block(mesh: sm.DeviceMesh) -> None:
         F.cross_entropy(logits, LABELS)
     pending = DTensor.from_local(LOGITS / 2, mesh, [Partial()])
     with loss_parallel():
-        assert F.cross_entropy(pending, LABELS).item() == pytest.approx(F.cross_entropy(LOGITS, LABELS).item(), rel=1e-12)
+        assert F.cross_entropy(pending, LABELS).item() == pytest.approx(
+            F.cross_entropy(LOGITS, LABELS).item(), rel=1e-12
+        )

@@ -43,7 +43,9 @@ WIDTH, HIDDEN, EXPERTS, TOKENS = 4, 8, 4, 8
 class NoParallel(ParallelStyle):
     """Parameters, input and output replicated, so that a module works beside sharded ones."""
 
-    def __init__(self, *, input_layout: Any = None, output_layout: Any = None, use_local_output: bool = True) -> None:
+    def __init__(
+        self, *, input_layout: Any = None, output_layout: Any = None, use_local_output: bool = True
+    ) -> None:
         super().__init__()
         self.input_layout = input_layout or Replicate()
         self.output_layout = output_layout or Replicate()
@@ -51,7 +53,9 @@ class NoParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     @staticmethod
-    def _prepare_input_fn(input_layout: Any, desired_input_layout: Any, mod: Any, inputs: Any, device_mesh: Any) -> Any:
+    def _prepare_input_fn(
+        input_layout: Any, desired_input_layout: Any, mod: Any, inputs: Any, device_mesh: Any
+    ) -> Any:
         assert isinstance(mod, nn.Module)
         x = inputs[0]
         if not isinstance(x, DTensor):
@@ -61,7 +65,9 @@ class NoParallel(ParallelStyle):
         return (x, *inputs[1:])
 
     @staticmethod
-    def _prepare_output_fn(output_layout: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any) -> Any:
+    def _prepare_output_fn(
+        output_layout: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
+    ) -> Any:
         assert isinstance(mod, nn.Module)
         if outputs.placements != (output_layout,):
             outputs = outputs.redistribute(placements=(output_layout,), async_op=True)
@@ -82,7 +88,9 @@ class TensorParallelExperts(ParallelStyle):
 
     def _prepare_input_fn(self, mod: Any, inputs: Any, device_mesh: Any) -> Any:
         x, counts = inputs
-        x = DTensor.from_local(x, device_mesh, (Replicate(),)).to_local(grad_placements=(Partial(),))
+        x = DTensor.from_local(x, device_mesh, (Replicate(),)).to_local(
+            grad_placements=(Partial(),)
+        )
         return x, counts
 
     def _partition_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
@@ -116,7 +124,9 @@ class ExpertParallel(BaseExpertParallel):
 
     def _partition_fn(self, name: str, mod: nn.Module, device_mesh: Any) -> None:
         for param_name, param in mod.named_parameters(recurse=False):
-            mod.register_parameter(param_name, nn.Parameter(distribute_tensor(param, device_mesh, [Shard(0)])))
+            mod.register_parameter(
+                param_name, nn.Parameter(distribute_tensor(param, device_mesh, [Shard(0)]))
+            )
 
     def _token_dispatch(self, mod: nn.Module, inputs: Any, device_mesh: Any) -> Any:
         x, counts = inputs
@@ -126,7 +136,9 @@ class ExpertParallel(BaseExpertParallel):
             received = torch.ops._c10d_functional.wait_tensor(received)
             self.input_splits = counts.view(degree, -1).sum(dim=1).tolist()
             self.output_splits = received.view(degree, -1).sum(dim=1).tolist()
-        x = all_to_all_single_autograd(x, self.output_splits, self.input_splits, device_mesh.get_group())
+        x = all_to_all_single_autograd(
+            x, self.output_splits, self.input_splits, device_mesh.get_group()
+        )
         # From the order (rank, expert) to (expert, rank).
         experts = torch.arange(counts.numel() // degree).repeat(degree).repeat_interleave(received)
         self.order = torch.argsort(experts, stable=True)
@@ -134,11 +146,17 @@ class ExpertParallel(BaseExpertParallel):
 
     def _token_combine(self, mod: nn.Module, routed_output: Tensor, device_mesh: Any) -> Tensor:
         y = torch.empty_like(routed_output).index_copy(0, self.order, routed_output)
-        return all_to_all_single_autograd(y, self.input_splits, self.output_splits, device_mesh.get_group())
+        return all_to_all_single_autograd(
+            y, self.input_splits, self.output_splits, device_mesh.get_group()
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(
-            module, device_mesh, partition_fn=self._partition_fn, input_fn=self._token_dispatch, output_fn=self._token_combine
+            module,
+            device_mesh,
+            partition_fn=self._partition_fn,
+            input_fn=self._token_dispatch,
+            output_fn=self._token_combine,
         )
 
 
@@ -147,7 +165,9 @@ class ExpertTensorParallel(ExpertParallel):
 
     def _token_dispatch(self, mod: nn.Module, inputs: Any, device_mesh: Any) -> Any:
         x, counts = inputs
-        x = DTensor.from_local(x, device_mesh["etp"], (Replicate(),)).to_local(grad_placements=(Partial(),))
+        x = DTensor.from_local(x, device_mesh["etp"], (Replicate(),)).to_local(
+            grad_placements=(Partial(),)
+        )
         return super()._token_dispatch(mod, (x, counts), device_mesh["ep"])
 
     def _partition_fn(self, name: str, mod: nn.Module, device_mesh: Any) -> None:
@@ -174,7 +194,11 @@ class ReordererSequenceParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(
-            module, device_mesh, partition_fn=None, input_fn=self._prepare_inputput_fn, output_fn=self._prepare_output_fn
+            module,
+            device_mesh,
+            partition_fn=None,
+            input_fn=self._prepare_inputput_fn,
+            output_fn=self._prepare_output_fn,
         )
 
 
@@ -187,8 +211,12 @@ class ColwiseParallelWithGradPlacement(ColwiseParallel):
         self.calls: list[str] = []
 
     @staticmethod
-    def _prepare_input_fn(grads: Any, layouts: Any, desired: Any, mod: Any, inputs: Any, device_mesh: Any) -> Any:  # type: ignore[override]
-        x = DTensor.from_local(inputs[0], device_mesh, layouts, run_check=False, grad_placements=grads)
+    def _prepare_input_fn(
+        grads: Any, layouts: Any, desired: Any, mod: Any, inputs: Any, device_mesh: Any
+    ) -> Any:  # type: ignore[override]
+        x = DTensor.from_local(
+            inputs[0], device_mesh, layouts, run_check=False, grad_placements=grads
+        )
         return x.redistribute(placements=desired, async_op=True)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -197,7 +225,12 @@ class ColwiseParallelWithGradPlacement(ColwiseParallel):
             module,
             device_mesh,
             self._partition_linear_fn,
-            partial(self._prepare_input_fn, self.grad_placements, self.input_layouts, self.desired_input_layouts),
+            partial(
+                self._prepare_input_fn,
+                self.grad_placements,
+                self.input_layouts,
+                self.desired_input_layouts,
+            ),
             partial(self._prepare_output_fn, self.output_layouts, self.use_local_output),
         )
 
@@ -256,7 +289,9 @@ def seeded(make: Any) -> Any:
 
 
 def inputs() -> Tensor:
-    return torch.randn(TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    return torch.randn(
+        TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
 
 
 def step(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -268,7 +303,9 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def check(model: nn.Module, expected: nn.Module) -> None:
-    for one, other in zip(step(model, inputs()), step(copy.deepcopy(expected), inputs()), strict=True):
+    for one, other in zip(
+        step(model, inputs()), step(copy.deepcopy(expected), inputs()), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -318,7 +355,9 @@ def test_an_own_style_alone(mesh: sm.DeviceMesh) -> None:
 def test_layouts_of_own_styles(mesh: sm.DeviceMesh) -> None:
     """Inputs that are split and results that are asked for split, with asynchronous redistribution in the hooks."""
     linear = seeded(lambda: nn.Linear(WIDTH, WIDTH))
-    model = parallelize_module(copy.deepcopy(linear), mesh, NoParallel(input_layout=Shard(0), output_layout=Shard(0)))
+    model = parallelize_module(
+        copy.deepcopy(linear), mesh, NoParallel(input_layout=Shard(0), output_layout=Shard(0))
+    )
     x = inputs().detach()
     start = mesh.get_local_rank() * TOKENS // 2
     part = x[start : start + TOKENS // 2].clone().requires_grad_()
@@ -326,14 +365,19 @@ def test_layouts_of_own_styles(mesh: sm.DeviceMesh) -> None:
     torch.testing.assert_close(y, linear(x)[start : start + TOKENS // 2], rtol=1e-12, atol=1e-12)
     y.square().sum().backward()
     linear(x).square().sum().backward()
-    torch.testing.assert_close(model.weight.grad.full_tensor(), linear.weight.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        model.weight.grad.full_tensor(), linear.weight.grad, rtol=1e-12, atol=1e-12
+    )
 
 
 @every_rank(2)
 def test_experts_split_by_hidden_size(mesh: sm.DeviceMesh) -> None:
     model = seeded(Mixture)
     parallelize_module(model, mesh, {"experts": TensorParallelExperts()})
-    assert [w.placements for w in (model.experts.w1, model.experts.w2)] == [(Shard(1),), (Shard(2),)]
+    assert [w.placements for w in (model.experts.w1, model.experts.w2)] == [
+        (Shard(1),),
+        (Shard(2),),
+    ]
     experts, x = model.experts, inputs()
     counts = torch.tensor([3, 0, 4, 1])
     y = DTensor.from_local(experts(x, counts), mesh, [Partial()]).full_tensor()
@@ -342,7 +386,11 @@ def test_experts_split_by_hidden_size(mesh: sm.DeviceMesh) -> None:
     expected = whole(z, counts)
     expected.square().sum().backward()
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    pairs = [(x.grad, z.grad), (experts.w1.grad.full_tensor(), whole.w1.grad), (experts.w2.grad.full_tensor(), whole.w2.grad)]
+    pairs = [
+        (x.grad, z.grad),
+        (experts.w1.grad.full_tensor(), whole.w1.grad),
+        (experts.w2.grad.full_tensor(), whole.w2.grad),
+    ]
     for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -353,14 +401,18 @@ def test_reorderer(mesh: sm.DeviceMesh) -> None:
     scores, indices = torch.arange(float(TOKENS)), torch.arange(TOKENS) % 3
     top, positions, counts = reorderer(scores, indices)
     assert torch.equal(top, positions.double().float())
-    assert sorted(positions.tolist()) == list(range(4 * mesh.get_local_rank(), 4 * mesh.get_local_rank() + 4))
+    assert sorted(positions.tolist()) == list(
+        range(4 * mesh.get_local_rank(), 4 * mesh.get_local_rank() + 4)
+    )
     assert counts.sum() == 4
 
 
 @every_rank(2)
 def test_subclasses_of_ours(mesh: sm.DeviceMesh) -> None:
     style = ColwiseParallelWithGradPlacement(grad_placements=(Replicate(),))
-    model = parallelize_module(seeded(MLP), mesh, {"up": style, "down": RowwiseParallel(), "gate": NoParallel()})
+    model = parallelize_module(
+        seeded(MLP), mesh, {"up": style, "down": RowwiseParallel(), "gate": NoParallel()}
+    )
     assert style.calls == ["Linear"]
     expected = seeded(MLP)
     for unused in (model, expected):
@@ -369,8 +421,12 @@ def test_subclasses_of_ours(mesh: sm.DeviceMesh) -> None:
 
     class Doubled(RowwiseParallel):
         @staticmethod
-        def _prepare_output_fn(output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any) -> Any:
-            return 2 * RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+        def _prepare_output_fn(
+            output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
+        ) -> Any:
+            return 2 * RowwiseParallel._prepare_output_fn(
+                output_layouts, use_local_output, mod, outputs, device_mesh
+            )
 
     class ByRows(ColwiseParallel):
         def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
@@ -411,7 +467,9 @@ def test_torch_form_equals_ours(index: int) -> None:
         torch.manual_seed(0)
         _, module, kind, options = forms()[index]
         module = module.double()
-        subclass = type("Subclass", (kind,), {"_apply": lambda self, m, mesh: kind._apply(self, m, mesh)})
+        subclass = type(
+            "Subclass", (kind,), {"_apply": lambda self, m, mesh: kind._apply(self, m, mesh)}
+        )
         results = []
         for style in (kind(**options), subclass(**options)):
             model = parallelize_module(copy.deepcopy(module), mesh, style)
@@ -419,7 +477,9 @@ def test_torch_form_equals_ours(index: int) -> None:
             y = model(x)
             y.square().sum().backward()
             grads = [x.grad, *(p.grad for p in model.parameters())]
-            results.append([z.full_tensor() if isinstance(z, DTensor) else z for z in [y.detach(), *grads]])
+            results.append(
+                [z.full_tensor() if isinstance(z, DTensor) else z for z in [y.detach(), *grads]]
+            )
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -440,7 +500,9 @@ def test_embedding_and_kwargs_in_torch_form(mesh: sm.DeviceMesh) -> None:
     for style in (Rows(input_layouts=Replicate()), Columns(output_layouts=Replicate())):
         model = parallelize_module(copy.deepcopy(embedding), mesh, style)
         torch.testing.assert_close(model(tokens), embedding(tokens))
-    with pytest.raises(NotImplementedError, match=r"Rows._apply is for nn.Linear and nn.Embedding, got LayerNorm"):
+    with pytest.raises(
+        NotImplementedError, match=r"Rows._apply is for nn.Linear and nn.Embedding, got LayerNorm"
+    ):
         parallelize_module(nn.LayerNorm(2), mesh, Rows())
 
     class Named(nn.Module):
@@ -450,14 +512,19 @@ def test_embedding_and_kwargs_in_torch_form(mesh: sm.DeviceMesh) -> None:
             return x * scale
 
     class Inputs(PrepareModuleInput):
-        def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:
+        def _prepare_input_arg(
+            self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any
+        ) -> Any:
             seen.append((tuple(input.shape), input_layout, desired_layout))
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
 
     seen: list[Any] = []
     named = {"scale": Replicate()}
     style = Inputs(
-        input_layouts=Shard(0), desired_input_layouts=Replicate(), input_kwarg_layouts=named, desired_input_kwarg_layouts=named
+        input_layouts=Shard(0),
+        desired_input_layouts=Replicate(),
+        input_kwarg_layouts=named,
+        desired_input_kwarg_layouts=named,
     )
     y = parallelize_module(Named(), mesh, style)(torch.ones(2, 3), scale=torch.ones(3))
     assert y.shape == (4, 3)
@@ -486,8 +553,15 @@ def test_hooks_without_the_module(mesh: sm.DeviceMesh) -> None:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = distribute_module(nn.Linear(WIDTH, WIDTH), mesh, input_fn=input_fn, output_fn=lambda y, device_mesh: y.to_local())
-    assert [w.category for w in caught if "without the module" in str(w.message)] == [FutureWarning] * 2
+        model = distribute_module(
+            nn.Linear(WIDTH, WIDTH),
+            mesh,
+            input_fn=input_fn,
+            output_fn=lambda y, device_mesh: y.to_local(),
+        )
+    assert [w.category for w in caught if "without the module" in str(w.message)] == [
+        FutureWarning
+    ] * 2
     assert model(torch.ones(1, WIDTH)).shape == (1, WIDTH)
     with pytest.raises(ValueError, match="input_fn takes 1 arguments"):
         distribute_module(nn.Linear(1, 1), mesh, input_fn=lambda x: x)
@@ -510,26 +584,33 @@ def test_asynchronous_handles_are_tensors_when_used(mesh: sm.DeviceMesh) -> None
     assert F.linear(coming(), weight.t()).full_tensor().tolist() == [28, 28]
     assert coming()[1:3].full_tensor().tolist() == [1, 2]
     with pytest.raises(AttributeError, match="no_such_name"):
-        coming().no_such_name  # noqa: B018
+        coming().no_such_name
 
 
 def expert_parallel() -> None:
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("ep",))
     model, expected = seeded(Mixture), seeded(Mixture)
-    parallelize_module(model, mesh, {"experts": ExpertParallel(), "reorderer": ReordererSequenceParallel()})
+    parallelize_module(
+        model, mesh, {"experts": ExpertParallel(), "reorderer": ReordererSequenceParallel()}
+    )
     assert model.experts.w1.to_local().shape[0] == 1
     count, rank = TOKENS // 4, mesh.get_local_rank()
     x, whole = inputs(), inputs()
     scores, indices = F.softmax(model.gate(x), -1).max(-1)
     top, positions, counts = model.reorderer(scores, indices)
     routed = model.experts(x[positions], counts) * top[:, None]
-    out = DTensor.from_local(torch.zeros_like(x).index_add(0, positions, routed), mesh, [Partial()]).full_tensor()
+    out = DTensor.from_local(
+        torch.zeros_like(x).index_add(0, positions, routed), mesh, [Partial()]
+    ).full_tensor()
     out.square().sum().backward()
     reference = expected(whole)
     reference.square().sum().backward()
     torch.testing.assert_close(out, reference, rtol=1e-12, atol=1e-12)
     for name in ("w1", "w2"):
-        sharded, one = getattr(model.experts, name).grad.full_tensor(), getattr(expected.experts, name).grad
+        sharded, one = (
+            getattr(model.experts, name).grad.full_tensor(),
+            getattr(expected.experts, name).grad,
+        )
         torch.testing.assert_close(sharded, one, rtol=1e-12, atol=1e-12)
     assert positions.min() >= rank * count
     both = sm.init_device_mesh("cpu", (2, 2), axis_names=("ep", "etp"))

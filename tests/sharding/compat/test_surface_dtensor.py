@@ -35,7 +35,10 @@ def parameters_of(function: Any) -> list[str]:
 def members(name: str, kind: type) -> Iterator[tuple[str, Any]]:
     for member in dir(kind):
         is_tensors = kind is tensor.DTensor and hasattr(torch.Tensor, member)
-        if not is_tensors and (not member.startswith("_") or (kind is device_mesh.DeviceMesh and member in _PRIVATE_IN_USE)):
+        if not is_tensors and (
+            not member.startswith("_")
+            or (kind is device_mesh.DeviceMesh and member in _PRIVATE_IN_USE)
+        ):
             yield f"{name}.{member}", getattr(kind, member)
 
 
@@ -44,12 +47,16 @@ def surface() -> dict[str, Any]:
     objects: dict[str, Any] = {}
     for module in (tensor, parallel, experimental, device_mesh):
         objects |= {name: getattr(module, name) for name in module.__all__}
-    objects |= {name: getattr(_attention, name) for name in _attention.__all__ if not name.startswith("_")}
+    objects |= {
+        name: getattr(_attention, name) for name in _attention.__all__ if not name.startswith("_")
+    }
     for name in ("DTensor", "DeviceMesh", "Shard", "Replicate", "Partial", "Placement"):
         objects |= members(name, objects[name])
     keys = dict(objects)
     for name, value in objects.items():
-        is_method_of_placement = name.split(".")[0] in ("Shard", "Replicate", "Partial", "Placement") and "." in name
+        is_method_of_placement = (
+            name.split(".")[0] in ("Shard", "Replicate", "Partial", "Placement") and "." in name
+        )
         if callable(value) and not is_method_of_placement:
             keys |= {f"{name}({parameter})": value for parameter in parameters_of(value)}
     return keys
@@ -70,7 +77,12 @@ def attribute(name: str, instances: dict[str, Any]) -> Any:
 
 def instances() -> dict[str, Any]:
     mesh = compat.init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
-    placements = {"Shard": compat.Shard(0), "Replicate": compat.Replicate(), "Partial": compat.Partial(), "Placement": compat.Replicate()}
+    placements = {
+        "Shard": compat.Shard(0),
+        "Replicate": compat.Replicate(),
+        "Partial": compat.Partial(),
+        "Placement": compat.Replicate(),
+    }
     return {"DeviceMesh": mesh, "DTensor": compat.zeros(2, device_mesh=mesh), **placements}
 
 
@@ -96,18 +108,30 @@ def test_parameters_have_the_order_of_torch(name: str) -> None:
     except ValueError:
         return
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    expected = [p.name for p in positional if p.kind in kinds and STATUS.get(f"{name}({p.name})", (WORKS,))[0] != REFUSED]
-    assert [p.name for p in inspect.signature(ours).parameters.values() if p.kind in kinds][: len(expected)] == expected
+    expected = [
+        p.name
+        for p in positional
+        if p.kind in kinds and STATUS.get(f"{name}({p.name})", (WORKS,))[0] != REFUSED
+    ]
+    assert [p.name for p in inspect.signature(ours).parameters.values() if p.kind in kinds][
+        : len(expected)
+    ] == expected
 
 
 REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     "DTensor(args)": (lambda: compat.DTensor(torch.ones(2)), TypeError),
     "DTensor(kwargs)": (lambda: compat.DTensor(requires_grad=True), TypeError),
-    "Shard.local_shard_size_and_offset": (lambda: compat.Shard(0).local_shard_size_and_offset(4, 2, 0), AttributeError),
+    "Shard.local_shard_size_and_offset": (
+        lambda: compat.Shard(0).local_shard_size_and_offset(4, 2, 0),
+        AttributeError,
+    ),
     "Partial.ALL_REDUCE_OPS": (lambda: compat.Partial.ALL_REDUCE_OPS, AttributeError),
     "Partial.LINEAR_REDUCE_OPS": (lambda: compat.Partial.LINEAR_REDUCE_OPS, AttributeError),
     **{
-        f"DeviceMesh({name})": (lambda name=name: compat.DeviceMesh("cpu", [0, 1], **{name: None}), TypeError)
+        f"DeviceMesh({name})": (
+            lambda name=name: compat.DeviceMesh("cpu", [0, 1], **{name: None}),
+            TypeError,
+        )
         for name in ("_init_backend", "_rank", "_layout", "_rank_map", "_root_mesh")
     },
 }
@@ -126,11 +150,15 @@ def test_what_is_refused_raises() -> None:
 
 
 def test_what_is_accepted_has_no_effect() -> None:
-    assert {key for key, (status, _) in STATUS.items() if status == ACCEPTED} == {"DTensor.from_local(stride)"}
+    assert {key for key, (status, _) in STATUS.items() if status == ACCEPTED} == {
+        "DTensor.from_local(stride)"
+    }
 
     def program() -> None:
         mesh = compat.init_device_mesh("cpu", (2,))
-        x = compat.DTensor.from_local(torch.ones(2, 3), mesh, [compat.Shard(0)], shape=torch.Size((4, 3)), stride=(1, 4))
+        x = compat.DTensor.from_local(
+            torch.ones(2, 3), mesh, [compat.Shard(0)], shape=torch.Size((4, 3)), stride=(1, 4)
+        )
         assert x.stride() == (3, 1)
 
     simulate(2)(program)()
@@ -139,10 +167,20 @@ def test_what_is_accepted_has_no_effect() -> None:
 def test_factories_take_every_parameter() -> None:
     def program() -> None:
         mesh = compat.init_device_mesh("cpu", (2,))
-        options = {"device_mesh": mesh, "placements": [compat.Shard(0)], "layout": torch.strided, "requires_grad": True}
+        options = {
+            "device_mesh": mesh,
+            "placements": [compat.Shard(0)],
+            "layout": torch.strided,
+            "requires_grad": True,
+        }
         for make in (compat.zeros, compat.ones, compat.empty, compat.rand, compat.randn):
             x = make(4, 3, dtype=torch.float64, **options)
-            assert (x.dtype, x.requires_grad, x.placements, x.shape) == (torch.float64, True, (compat.Shard(0),), (4, 3))
+            assert (x.dtype, x.requires_grad, x.placements, x.shape) == (
+                torch.float64,
+                True,
+                (compat.Shard(0),),
+                (4, 3),
+            )
             with pytest.raises(ValueError, match=r"layout=torch.sparse_coo is not supported"):
                 make(4, 3, layout=torch.sparse_coo, device_mesh=mesh)
         x = compat.full((4,), 2.5, dtype=torch.float16, **options)
