@@ -376,7 +376,12 @@ class AbstractMesh:
 
 
 class _Origin(NamedTuple):
-    """The mesh that another is a part of, and the axes of it that each axis of the part is made of (of an unflattened one: is a part of)."""
+    """A mesh that another was derived from.
+
+    Attributes:
+        mesh: the whole of a part, or the mesh that was unflattened.
+        made_of: for each axis of the derived mesh, the axes of `mesh` that it is made of, or the one that it is a part of.
+    """
 
     mesh: AbstractMesh
     made_of: dict[str, tuple[str, ...]]

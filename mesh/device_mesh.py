@@ -219,7 +219,8 @@ class DeviceMesh(AbstractMesh):
         meshes = [as_device_mesh(mesh) for mesh in meshes]
         if not meshes:
             raise errors.MeshRuntimeError("concatenate([]): give at least one mesh.")
-        names = checked_names(joined(mesh.axis_names for mesh in meshes), joined(mesh.axis_sizes for mesh in meshes))
+        sizes = [size for mesh in meshes for size in mesh.axis_sizes]
+        names = checked_names(joined(mesh.axis_names for mesh in meshes), sizes)
         common = [root for root in meshes[0]._ancestors() if all(_is_among(root, mesh._ancestors()) for mesh in meshes)]
         for root in common:
             if set(names) <= set(root.axis_names) and all(root[mesh.axis_names] is mesh for mesh in meshes):
@@ -370,7 +371,8 @@ class DeviceMesh(AbstractMesh):
     def from_torch(mesh: Any) -> DeviceMesh:
         """Return the same mesh as a torch DeviceMesh, using its process groups; the same object each time.
 
-        The root of a slice is converted with it, so that slices of one mesh of torch are slices of one mesh here. Every function that takes a mesh also takes one of torch's, and converts it with this.
+        The root of a slice is converted with it, so that slices of one mesh of torch are slices of
+        one mesh here. Every function that takes a mesh also takes one of torch's, and converts it with this.
 
         Raises: MeshError in a simulated or null world.
         Communication: none.
@@ -378,10 +380,14 @@ class DeviceMesh(AbstractMesh):
         world = _process_world("from_torch")
         converted = world.from_torch.get(mesh)
         if converted is None:
+            backends: list[str | None] = [None] * mesh.ndim
             if mesh.get_coordinate() is not None:
-                for axis in range(mesh.ndim):
-                    world.group_from(mesh.get_group(axis))
-            converted = world.from_torch[mesh] = _from_torch(mesh)
+                for axis, group in enumerate(mesh.get_all_groups()):
+                    if dist.get_backend(group) == FAKE:
+                        backends[axis] = FAKE
+                    else:
+                        world.group_from(group)
+            converted = world.from_torch[mesh] = _from_torch(mesh, backends)
         return converted
 
     def to_torch(self) -> Any:
@@ -455,7 +461,8 @@ def init_device_mesh(
             a backend, or a pair of both. An axis with the backend "fake" has groups that move no data: shardmesh refuses
             collectives over several of its ranks. Simulated and null worlds have no backends, except "fake".
 
-    Raises: MeshError when the shape does not fit the world, names do not fit the shape, or for a wrong backend_override; LaunchEnvironmentError when
+    Raises: MeshError when the shape does not fit the world, names do not fit the shape, or for a wrong backend_override;
+        LaunchEnvironmentError when
         environment variables are missing or wrong, the port is in use, the device does not exist, or the ranks
         differ in their setup; MeshMismatchError when other ranks made another mesh.
     Communication: starting the default group waits for all ranks. Every rank must make the same meshes in the same order;
@@ -585,11 +592,11 @@ def _factors(positions: Sequence[int]) -> list[tuple[int, int]]:
     return factors[::-1]
 
 
-def _from_torch(mesh: Any) -> DeviceMesh:
+def _from_torch(mesh: Any, backends: Sequence[str | None]) -> DeviceMesh:
     """Return the mesh of torch as one of ours, a part of its root if it is a slice of another."""
     root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
     if root is mesh:
-        return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=names)
+        return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=names, backend_override=backends)
     whole = DeviceMesh.from_torch(root)
     for name in names or ():
         flat = root._flatten_mapping.get(name)
@@ -602,7 +609,7 @@ def _from_torch(mesh: Any) -> DeviceMesh:
         part = whole[tuple(names)]
         if mesh.get_coordinate() is None or np.array_equal(part.ranks, mesh.mesh.numpy()):
             return part
-    part = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=names)
+    part = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=names, backend_override=backends)
     try:
         return part if part is whole else _refined(whole, [part])
     except errors.MeshError:  # not a slice of a view of the root, as for axes in another order

@@ -86,7 +86,8 @@ def _with_module(function: Callable[..., Any], what: str) -> Callable[..., Any]:
         return function
     if count != 2:
         raise ValueError(f"distribute_module: {what} takes {count} arguments; it is called with (module, values, device_mesh)")
-    warnings.warn(f"distribute_module: {what} without the module is deprecated; write (module, values, device_mesh)", FutureWarning, stacklevel=3)
+    text = f"distribute_module: {what} without the module is deprecated; write (module, values, device_mesh)"
+    warnings.warn(text, FutureWarning, stacklevel=3)
     return lambda module, values, mesh: function(values, mesh)
 
 

@@ -244,7 +244,7 @@ def test_backend_override_of_axes() -> None:
         mesh.group("tp").all_reduce(x)
         for axis in ("dp", None):
             with pytest.raises(
-                MeshError, match="axis 'dp' of .* has the backend 'fake', which moves no data"
+                MeshError, match=r"axis 'dp' of .* has the backend 'fake', which moves no data"
             ):
                 mesh.group(axis)
         single = init_device_mesh(

@@ -73,16 +73,17 @@ def has_host(backends: str) -> bool:
     >>> has_host("cuda:nccl"), has_host("nccl"), has_host("gloo")
     (False, False, True)
     """
-    return "cpu" in distributed_c10d.BackendConfig(dist.Backend(backends)).get_device_backend_map()
+    return "cpu" in _by_device(backends)
 
 
 def is_default_backend(name: str) -> bool:
     """Return whether the default group has this backend, for the same devices."""
-    if not dist.is_initialized():
-        return False
-    given = distributed_c10d.BackendConfig(dist.Backend(name)).get_device_backend_map()
-    default = distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config())).get_device_backend_map()
-    return given == default
+    return dist.is_initialized() and _by_device(name) == _by_device(dist.get_backend_config())
+
+
+def _by_device(backends: str) -> dict[str, Any]:
+    name: Any = dist.Backend(backends)
+    return distributed_c10d.BackendConfig(name).get_device_backend_map()
 
 
 def add_host(group: dist.ProcessGroup, timeout: timedelta) -> None:
