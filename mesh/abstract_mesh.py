@@ -252,7 +252,9 @@ class AbstractMesh:
         return self._unflattened_from[0] if self._unflattened_from else None
 
     def _ancestors(self) -> list[AbstractMesh]:
-        """Return this mesh and all meshes that it is a part of or was unflattened from, directly or not, nearest first."""
+        """Return this mesh and all meshes that it is a part of or was unflattened from, directly or
+        not, nearest first.
+        """
         meshes: list[AbstractMesh] = [self]
         for mesh in meshes:
             for above, _ in (*mesh._wholes, *mesh._unflattened_from):
@@ -262,9 +264,11 @@ class AbstractMesh:
 
     @property
     def root(self) -> AbstractMesh:
-        """The mesh that this one was first derived from, by slicing, `flatten`, `unflatten` or `concatenate`; itself if by none.
+        """The mesh that this one was first derived from, by slicing, `flatten`, `unflatten` or
+        `concatenate`; itself if by none.
 
-        Equal device meshes of a world are one object, so a mesh that is made again by another way keeps its root.
+        Equal device meshes of a world are one object, so a mesh that is made again by another way
+        keeps its root.
 
         >>> mesh = AbstractMesh((2, 8), ("dp", "tp"))
         >>> mesh["tp"].root is mesh, mesh.root is mesh
@@ -274,13 +278,14 @@ class AbstractMesh:
         return self if above is None else above.mesh.root
 
     def unflatten(self, axis: str | int, sizes: Sequence[int], names: Sequence[str]) -> Self:
-        """Return the mesh with one axis, by name or position, split into several, major to minor: the inverse of `flatten`.
+        """Return the mesh with one axis, by name or position, split into several, major to minor:
+        the inverse of `flatten`.
 
-        Axes of size 1 may be added anywhere. Slices of several unflattened views of one mesh can be put together by
-        `DeviceMesh.concatenate`.
+        Axes of size 1 may be added anywhere. Slices of several unflattened views of one mesh can be
+        put together by `DeviceMesh.concatenate`.
 
-        Raises: MeshError for an unknown axis, sizes whose product is not that of the axis, another number of names than sizes,
-            or a name that another axis has.
+        Raises: MeshError for an unknown axis, sizes whose product is not that of the axis, another
+            number of names than sizes, or a name that another axis has.
         Communication: none.
 
         >>> mesh = AbstractMesh((16,), ("world",))
@@ -292,7 +297,9 @@ class AbstractMesh:
     def _split_axis(
         self, axis: str | int, sizes: Sequence[int], names: Sequence[str]
     ) -> tuple[tuple[int, ...], dict[str, tuple[str, ...]]]:
-        """Return the shape after `unflatten`, and for each new axis the axis that it is a part of."""
+        """Return the shape after `unflatten`, and for each new axis the axis that it is a part
+        of.
+        """
         position = self.axis_index(axis) if isinstance(axis, str) else self._position(axis)
         sizes = checked_shape(sizes)
         parts = checked_names(names, sizes)
@@ -303,13 +310,23 @@ class AbstractMesh:
                 f"{self.axis_sizes[position]} ranks; write sizes whose product is that."
             )
         shape = (*self.axis_sizes[:position], *sizes, *self.axis_sizes[position + 1 :])
-        all_names = checked_names((*self.axis_names[:position], *parts, *self.axis_names[position + 1 :]), shape)
+        all_names = checked_names(
+            (*self.axis_names[:position], *parts, *self.axis_names[position + 1 :]), shape
+        )
         return shape, {name: (old,) if name in parts else (name,) for name in all_names}
 
-    def _unflattened(self, shape: tuple[int, ...], made_of: dict[str, tuple[str, ...]], **options: Any) -> Any:
-        """Return the mesh of these ranks in this shape, whose axes are parts of axes of this one."""
+    def _unflattened(
+        self, shape: tuple[int, ...], made_of: dict[str, tuple[str, ...]], **options: Any
+    ) -> Any:
+        """Return the mesh of these ranks in this shape, whose axes are parts of axes of this
+        one.
+        """
         mesh = self._make_reshaped(shape, tuple(made_of), **options)
-        if mesh is not self and not self._descends_from(mesh) and all(above is not self for above, _ in mesh._unflattened_from):
+        if (
+            mesh is not self
+            and not self._descends_from(mesh)
+            and all(above is not self for above, _ in mesh._unflattened_from)
+        ):
             mesh._unflattened_from.append(_Origin(self, made_of))
             self._parts[mesh, "unflattened"] = mesh
             mesh._forget_plans()
@@ -380,7 +397,8 @@ class _Origin(NamedTuple):
 
     Attributes:
         mesh: the whole of a part, or the mesh that was unflattened.
-        made_of: for each axis of the derived mesh, the axes of `mesh` that it is made of, or the one that it is a part of.
+        made_of: for each axis of the derived mesh, the axes of `mesh` that it is made of, or the
+            one that it is a part of.
     """
 
     mesh: AbstractMesh

@@ -40,7 +40,8 @@ class DeviceMesh(AbstractMesh):
         device: the device of this rank's part of a tensor.
         world: the world that the ranks belong to.
         coordinate: this rank's index along each axis, or None.
-        backends: for each axis, the backend of its process groups: see `backend_override` of `init_device_mesh`.
+        backends: for each axis, the backend of its process groups: see `backend_override` of
+            `init_device_mesh`.
 
     Raises: MeshError when a rank appears twice or does not exist, names do not fit, or the world's backend does not support the
         device type.
@@ -113,11 +114,22 @@ class DeviceMesh(AbstractMesh):
         return super().__getitem__(axes)
 
     def _make_part(self, made_of: dict[str, tuple[str, ...]]) -> DeviceMesh:
-        ranks = self._part_ranks(joined(made_of.values())).reshape([self.size(axes) for axes in made_of.values()])
-        return _interned(self.world, self.device_type, ranks, tuple(made_of), tuple(map(self._backend_of, made_of)))
+        ranks = self._part_ranks(joined(made_of.values())).reshape(
+            [self.size(axes) for axes in made_of.values()]
+        )
+        return _interned(
+            self.world,
+            self.device_type,
+            ranks,
+            tuple(made_of),
+            tuple(map(self._backend_of, made_of)),
+        )
 
     def _make_reshaped(
-        self, shape: tuple[int, ...], names: tuple[str, ...], backends: tuple[GroupBackend, ...] | None = None
+        self,
+        shape: tuple[int, ...],
+        names: tuple[str, ...],
+        backends: tuple[GroupBackend, ...] | None = None,
     ) -> DeviceMesh:
         backends = tuple(map(self._backend_of, names)) if backends is None else backends
         return _interned(self.world, self.device_type, self.ranks.reshape(shape), names, backends)
@@ -185,9 +197,15 @@ class DeviceMesh(AbstractMesh):
         current_mesh.leave()
 
     def unflatten(
-        self, axis: str | int, sizes: Sequence[int], names: Sequence[str], *, backend_override: Any = None
+        self,
+        axis: str | int,
+        sizes: Sequence[int],
+        names: Sequence[str],
+        *,
+        backend_override: Any = None,
     ) -> DeviceMesh:
-        """Return the mesh with one axis, by name or position, split into several, major to minor: the inverse of `flatten`.
+        """Return the mesh with one axis, by name or position, split into several, major to minor:
+        the inverse of `flatten`.
 
             world [0 1 2 3]    world.unflatten("world", (2, 2), ("dp", "tp"))    [0 1]
                                                                                  [2 3]
@@ -206,14 +224,16 @@ class DeviceMesh(AbstractMesh):
 
     @staticmethod
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-        """Return the mesh of the axes of several meshes, in this order; each is a slice, or a slice of an unflattened view, of one mesh.
+        """Return the mesh of the axes of several meshes, in this order; each is a slice, or a slice
+        of an unflattened view, of one mesh.
 
-            world [0 1 2 3]    a = world.unflatten(0, (2, 2), ("fsdp", "x"))["fsdp"]      on rank 0:  [0 2]
-                               b = world.unflatten(0, (2, 2), ("y", "tp"))["tp"]                      [0 1]
-                               concatenate([a, b])                                    (fsdp=2, tp=2)  [0 1]
-                                                                                                      [2 3]
+            a = world.unflatten(0, (2, 2), ("fsdp", "x"))["fsdp"]      on rank 0 of 4:  [0 2]
+            b = world.unflatten(0, (2, 2), ("y", "tp"))["tp"]                           [0 1]
+            concatenate([a, b])                                         (fsdp=2, tp=2)  [0 1]
+                                                                                        [2 3]
 
-        Raises: MeshError when the meshes do not come from one mesh, or ranks or names of one are in another.
+        Raises: MeshError when the meshes do not come from one mesh, or ranks or names of one are in
+            another.
         Communication: none; the groups of the axes are used again.
         """
         meshes = [as_device_mesh(mesh) for mesh in meshes]
@@ -221,9 +241,15 @@ class DeviceMesh(AbstractMesh):
             raise errors.MeshRuntimeError("concatenate([]): give at least one mesh.")
         sizes = [size for mesh in meshes for size in mesh.axis_sizes]
         names = checked_names(joined(mesh.axis_names for mesh in meshes), sizes)
-        common = [root for root in meshes[0]._ancestors() if all(_is_among(root, mesh._ancestors()) for mesh in meshes)]
+        common = [
+            root
+            for root in meshes[0]._ancestors()
+            if all(_is_among(root, mesh._ancestors()) for mesh in meshes)
+        ]
         for root in common:
-            if set(names) <= set(root.axis_names) and all(root[mesh.axis_names] is mesh for mesh in meshes):
+            if set(names) <= set(root.axis_names) and all(
+                root[mesh.axis_names] is mesh for mesh in meshes
+            ):
                 return root[names]
         if not common:
             raise errors.MeshRuntimeError(
@@ -233,8 +259,12 @@ class DeviceMesh(AbstractMesh):
 
     # torch's names.
 
-    def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
-        """Return the mesh with all axes as one: `flatten` under torch's name, with a backend for the axis."""
+    def _flatten(
+        self, mesh_dim_name: str | None = None, backend_override: Any = None
+    ) -> DeviceMesh:
+        """Return the mesh with all axes as one: `flatten` under torch's name, with a backend for
+        the axis.
+        """
         name = "_".join(self.axis_names) if mesh_dim_name is None else mesh_dim_name
         if backend_override is not None and (name,) != self.axis_names:
             backend = as_group_backend(backend_override)
@@ -245,9 +275,15 @@ class DeviceMesh(AbstractMesh):
         return self.flatten(name=name)
 
     def _unflatten(
-        self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str], backend_override: Any = None
+        self,
+        dim: int | str,
+        mesh_sizes: Sequence[int],
+        mesh_dim_names: Sequence[str],
+        backend_override: Any = None,
     ) -> DeviceMesh:
-        """Return the mesh with one axis split into several: `unflatten` under torch's name, with backends for the new axes."""
+        """Return the mesh with one axis split into several: `unflatten` under torch's name, with
+        backends for the new axes.
+        """
         return self.unflatten(dim, mesh_sizes, mesh_dim_names, backend_override=backend_override)
 
     _concatenate = concatenate
@@ -372,7 +408,8 @@ class DeviceMesh(AbstractMesh):
         """Return the same mesh as a torch DeviceMesh, using its process groups; the same object each time.
 
         The root of a slice is converted with it, so that slices of one mesh of torch are slices of
-        one mesh here. Every function that takes a mesh also takes one of torch's, and converts it with this.
+        one mesh here. Every function that takes a mesh also takes one of torch's, and converts it
+        with this.
 
         Raises: MeshError in a simulated or null world.
         Communication: none.
@@ -457,14 +494,15 @@ def init_device_mesh(
         mesh_shape: one size per axis; their product is the number of ranks.
         axis_names: one name per axis (`mesh_dim_names` is the same), "axis_0", "axis_1", ... by default.
         backend: of the default process group, if it is started here; by default gloo for "cpu", NCCL for "cuda".
-        backend_override: axis, by name or position, -> the backend of its process groups, such as "gloo", torch's options of
-            a backend, or a pair of both. An axis with the backend "fake" has groups that move no data: shardmesh refuses
-            collectives over several of its ranks. Simulated and null worlds have no backends, except "fake".
+        backend_override: axis, by name or position, -> the backend of its process groups, such as
+            "gloo", torch's options of a backend, or a pair of both. An axis with the backend "fake"
+            has groups that move no data: shardmesh refuses collectives over several of its ranks.
+            Simulated and null worlds have no backends, except "fake".
 
-    Raises: MeshError when the shape does not fit the world, names do not fit the shape, or for a wrong backend_override;
-        LaunchEnvironmentError when
-        environment variables are missing or wrong, the port is in use, the device does not exist, or the ranks
-        differ in their setup; MeshMismatchError when other ranks made another mesh.
+    Raises: MeshError when the shape does not fit the world, names do not fit the shape, or for a
+        wrong backend_override; LaunchEnvironmentError when environment variables are missing or
+        wrong, the port is in use, the device does not exist, or the ranks differ in their setup;
+        MeshMismatchError when other ranks made another mesh.
     Communication: starting the default group waits for all ranks. Every rank must make the same meshes in the same order;
         each new one sends two messages to the default group's store, without waiting for other ranks.
 
@@ -489,10 +527,14 @@ def as_device_mesh(mesh: Any) -> Any:
 
 
 def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
-    """Return the mesh with the axes of all of these, major to minor, if they come from one mesh of this world, else None."""
+    """Return the mesh with the axes of all of these, major to minor, if they come from one mesh of
+    this world, else None.
+    """
     names = tuple(dict.fromkeys(name for mesh in meshes for name in mesh.axis_names))
     for whole in list(meshes[0].world.meshes.values()):
-        if set(names) <= set(whole.axis_names) and all(whole[mesh.axis_names] == mesh for mesh in meshes):
+        if set(names) <= set(whole.axis_names) and all(
+            whole[mesh.axis_names] == mesh for mesh in meshes
+        ):
             return whole[tuple(name for name in whole.axis_names if name in names)]
     singles = {name: mesh[name] for mesh in meshes for name in mesh.axis_names}
     if any(singles[name] is not mesh[name] for mesh in meshes for name in mesh.axis_names):
@@ -505,7 +547,9 @@ def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
 
 
 def _major_to_minor(mesh: DeviceMesh) -> list[str]:
-    """Return the axes by the distance of neighbouring ranks in the root of the mesh, the largest first."""
+    """Return the axes by the distance of neighbouring ranks in the root of the mesh, the largest
+    first.
+    """
     position = {int(rank): i for i, rank in enumerate(mesh.root.ranks.flat)}
     first, distance = mesh.ranks[(0,) * mesh.ndim], {}
     for i, name in enumerate(mesh.axis_names):
@@ -522,12 +566,14 @@ def _is_among(mesh: AbstractMesh, meshes: Sequence[AbstractMesh]) -> bool:
 
 
 def _refined(root: Any, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return the slice with the axes of all these meshes of a view of the root that has all their axes.
+    """Return the slice with the axes of all these meshes of a view of the root that has all their
+    axes.
 
-    The view is worked out from the positions of the ranks in the root: an axis of n ranks with a distance of s between neighbours
-    is one of its axes, and axes "_0", "_1", ... are in between.
+    The view is worked out from the positions of the ranks in the root: an axis of n ranks with a
+    distance of s between neighbours is one of its axes, and axes "_0", "_1", ... are in between.
 
-    Raises: MeshError when no view has all the axes, as then ranks of one axis are among those of another.
+    Raises: MeshError when no view has all the axes, as then ranks of one axis are among those of
+        another.
     """
     position = {int(rank): i for i, rank in enumerate(root.ranks.flat)}
     steps: list[tuple[int, int, str]] = []  # (distance, ranks, name) of each axis of the view
@@ -539,7 +585,10 @@ def _refined(root: Any, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
             line = mesh.ranks[(*place[:i], slice(None), *place[i + 1 :])]
             factors = _factors([position[int(rank)] for rank in line])
             own = [name] if len(factors) == 1 else [f"{name}_{j}" for j in range(len(factors))]
-            steps += [(distance, size, factor) for (distance, size), factor in zip(factors, own, strict=True)]
+            steps += [
+                (distance, size, factor)
+                for (distance, size), factor in zip(factors, own, strict=True)
+            ]
             made_of[name] = tuple(own)
             backends[name] = mesh._backend_of(name)
     shape: list[int] = []
@@ -567,7 +616,8 @@ def _refined(root: Any, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def _factors(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (distance, count) of the regular steps that make up these positions, major to minor; one of a single rank is (1, 1).
+    """Return (distance, count) of the regular steps that make up these positions, major to minor;
+    one of a single rank is (1, 1).
 
     >>> _factors([0, 2, 4, 6]), _factors([0, 1, 8, 9])
     ([(2, 4)], [(8, 2), (1, 2)])
@@ -580,9 +630,13 @@ def _factors(positions: Sequence[int]) -> list[tuple[int, int]]:
     rest = list(positions)
     while len(rest) > 1:
         distance = rest[1] - rest[0]
-        count = next((i for i in range(2, len(rest)) if rest[i] - rest[i - 1] != distance), len(rest))
+        count = next(
+            (i for i in range(2, len(rest)) if rest[i] - rest[i - 1] != distance), len(rest)
+        )
         lines = [rest[i : i + count] for i in range(0, len(rest), count)]
-        if distance < 1 or any([x - line[0] for x in line] != [distance * i for i in range(count)] for line in lines):
+        if distance < 1 or any(
+            [x - line[0] for x in line] != [distance * i for i in range(count)] for line in lines
+        ):
             raise errors.MeshRuntimeError(
                 f"concatenate: the ranks at {list(positions)} of the root mesh are not at regular distances in its order; slice the "
                 "mesh that has all axes instead."
@@ -596,7 +650,9 @@ def _from_torch(mesh: Any, backends: Sequence[str | None]) -> DeviceMesh:
     """Return the mesh of torch as one of ours, a part of its root if it is a slice of another."""
     root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
     if root is mesh:
-        return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=names, backend_override=backends)
+        return DeviceMesh(
+            mesh.device_type, mesh.mesh, mesh_dim_names=names, backend_override=backends
+        )
     whole = DeviceMesh.from_torch(root)
     for name in names or ():
         flat = root._flatten_mapping.get(name)
@@ -617,7 +673,9 @@ def _from_torch(mesh: Any, backends: Sequence[str | None]) -> DeviceMesh:
 
 
 def _axes_with(whole: DeviceMesh, flat: Any) -> tuple[str, ...] | None:
-    """Return adjacent axes of the mesh whose ranks are those of torch's flattened mesh, None if there are none."""
+    """Return adjacent axes of the mesh whose ranks are those of torch's flattened mesh, None if
+    there are none.
+    """
     if flat.get_coordinate() is None:
         return None
     ranks = flat.mesh.flatten().tolist()
@@ -635,7 +693,11 @@ def is_mesh(x: Any) -> bool:
 
 
 def _interned(
-    world: World, device_type: str, ranks: np.ndarray, names: tuple[str, ...], backends: tuple[GroupBackend, ...]
+    world: World,
+    device_type: str,
+    ranks: np.ndarray,
+    names: tuple[str, ...],
+    backends: tuple[GroupBackend, ...],
 ) -> DeviceMesh:
     key = (device_type, ranks.shape, names, ranks.tobytes(), backends)
     mesh = world.meshes.get(key)
@@ -647,12 +709,18 @@ def _interned(
 
 
 def _make(
-    world: World, device_type: str, ranks: np.ndarray, names: tuple[str, ...], backends: tuple[GroupBackend, ...]
+    world: World,
+    device_type: str,
+    ranks: np.ndarray,
+    names: tuple[str, ...],
+    backends: tuple[GroupBackend, ...],
 ) -> DeviceMesh:
     flat = ranks.reshape(-1).tolist()
     members = set(flat)
     if min(members) < 0 or max(members) >= world.size:
-        raise errors.ranks_outside_world((r for r in members if not 0 <= r < world.size), world.size)
+        raise errors.ranks_outside_world(
+            (r for r in members if not 0 <= r < world.size), world.size
+        )
     if len(members) != len(flat):
         raise errors.repeated_ranks(flat)
     mesh = object.__new__(DeviceMesh)
@@ -660,12 +728,17 @@ def _make(
     mesh.device_type, mesh.world, mesh.device = device_type, world, local_device(device_type)
     mesh.backends, mesh._flattened_backends = backends, {}
     mesh._groups, mesh._torch = {}, None
-    mesh.coordinate = unravel(flat.index(world.rank), ranks.shape) if world.rank in members else None
+    mesh.coordinate = (
+        unravel(flat.index(world.rank), ranks.shape) if world.rank in members else None
+    )
     return mesh
 
 
 def unpickle_mesh(
-    device_type: str, ranks: list[Any], names: tuple[str, ...], backends: tuple[str | None, ...] | None = None
+    device_type: str,
+    ranks: list[Any],
+    names: tuple[str, ...],
+    backends: tuple[str | None, ...] | None = None,
 ) -> DeviceMesh:
     return DeviceMesh(device_type, ranks, axis_names=names, backend_override=backends)
 

@@ -1,4 +1,6 @@
-"""GroupBackend: torch's backend and its options for the process groups of one mesh axis, where they are not the default ones."""
+"""GroupBackend: torch's backend and its options for the process groups of one mesh axis, where they
+are not the default ones.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ FAKE = "fake"
 
 
 class GroupBackend(NamedTuple):
-    """The backend of a process group, such as "nccl" or "cpu:gloo,cuda:nccl", and its options; None for the default one."""
+    """The backend of a process group, such as "nccl" or "cpu:gloo,cuda:nccl", and its options; None
+    for the default one.
+    """
 
     name: str | None = None
     options: Any = None
@@ -58,7 +62,8 @@ def backends_of_axes(
     Args:
         override: axis, by name or position, -> what `as_group_backend` takes; or one for each axis.
 
-    Raises: MeshError for an axis that does not exist or is given twice, and another number of entries than axes.
+    Raises: MeshError for an axis that does not exist or is given twice, and another number of
+        entries than axes.
     """
     if override is None:
         return (DEFAULT,) * len(names)

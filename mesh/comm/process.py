@@ -338,7 +338,9 @@ class ProcessWorld(World):
         return ProcessGroup(self, ranks)
 
     def _backend_group(self, ranks: tuple[int, ...], backend: GroupBackend) -> Group:
-        """Return the group of these ascending ranks; a backend that is the default group's makes no other group."""
+        """Return the group of these ascending ranks; a backend that is the default group's makes no
+        other group.
+        """
         if backend.options is None and (backend.name is None or is_default_backend(backend.name)):
             return super()._backend_group(ranks, DEFAULT)
         key = ranks, backend

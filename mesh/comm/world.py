@@ -82,7 +82,8 @@ class World(ABC):
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
 
     def group(self, ranks: Sequence[int], backend: GroupBackend = DEFAULT) -> Group:
-        """Return the group of these global ranks, given in any order; the same object for the same ranks and backend.
+        """Return the group of these global ranks, given in any order; the same object for the same
+        ranks and backend.
 
         Raises: MeshError when a rank appears twice or does not exist, or this rank is not among them.
         Communication: none (a process group is made by its first collective).
@@ -97,7 +98,9 @@ class World(ABC):
         return group
 
     def _backend_group(self, ranks: tuple[int, ...], backend: GroupBackend) -> Group:
-        """Return the group of these ascending ranks. Only processes have backends: see `ProcessWorld`."""
+        """Return the group of these ascending ranks. Only processes have backends: see
+        `ProcessWorld`.
+        """
         group = self._groups.get(ranks)
         if group is None:
             group = self._groups[ranks] = self._make_group(ranks)

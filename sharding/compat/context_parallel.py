@@ -1,7 +1,9 @@
-"""`context_parallel` in torch's form: plain buffers become this rank's part of the sequence inside the block.
+"""`context_parallel` in torch's form: plain buffers are this rank's part of the sequence in the block.
 
-tokens [b, 16] on 2 ranks     in the block    rank 0  [b, 8]: positions 0 1 2 3 12 13 14 15
-                                              rank 1  [b, 8]: positions 4 5 6 7 8 9 10 11      as `balance_sequence` orders them
+    tokens [b, 16] on 2 ranks    in the block    rank 0  [b, 8]: positions 0 1 2 3 12 13 14 15
+                                                 rank 1  [b, 8]: positions 4 5 6 7 8 9 10 11
+
+The order is that of `balance_sequence`.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ _methods: weakref.WeakKeyDictionary[World, str] = weakref.WeakKeyDictionary()
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """Choose how `context_parallel` moves keys and values, from now on: "allgather" (the default) gathers them, "alltoall" rotates them.
+    """Choose how `context_parallel` moves keys and values, from now on: "allgather" (the default)
+    gathers them, "alltoall" rotates them.
 
-    They are the methods "all_gather" and "ring" of `sm.parallel.context_parallel_attention`; results are the same.
+    They are the methods "all_gather" and "ring" of `sm.parallel.context_parallel_attention`;
+    results are the same.
 
     Raises:
         NotImplementedError: another method.
@@ -58,23 +62,30 @@ def context_parallel(
     buffer_seq_dims: list[int] | None = None,
     no_restore_buffers: set[Tensor] | None = None,
 ) -> Iterator[None]:
-    """with context_parallel(mesh["cp"], buffers=[...], buffer_seq_dims=[...]): attention over sequences split over the mesh, in torch's form.
+    """with context_parallel(mesh["cp"], buffers=[...], buffer_seq_dims=[...]): attention over
+    sequences split over the mesh, in torch's form.
 
-    In the block each buffer is this rank's part of its sequence, in the balanced order of `balance_sequence`, and
-    `F.scaled_dot_product_attention` of plain tensors computes as `context_parallel_attention`. A loss is that of this rank's positions; average
-    losses and gradients over the ranks, as under data parallelism. `sm.parallel.context_parallel(axis)` is the form for sharded tensors.
+    In the block each buffer is this rank's part of its sequence, in the balanced order of
+    `balance_sequence`, and `F.scaled_dot_product_attention` of plain tensors computes as
+    `context_parallel_attention`. A loss is that of this rank's positions; average losses and
+    gradients over the ranks, as under data parallelism. `sm.parallel.context_parallel(axis)` is the
+    form for sharded tensors.
 
     Args:
         mesh: the mesh of the axis, or axes, that split the sequence.
-        buffers: plain tensors with a dim of positions, whole and the same on every rank: tokens, labels, positional embeddings. They
-            get other data in place, and their own again after the block.
-        buffer_seq_dims: that dim of each. The sequence is as long as the first buffer; of longer ones the first positions are used.
+        buffers: plain tensors with a dim of positions, whole and the same on every rank: tokens,
+            labels, positional embeddings. They get other data in place, and their own again after
+            the block.
+        buffer_seq_dims: that dim of each. The sequence is as long as the first buffer; of longer
+            ones the first positions are used.
         no_restore_buffers: those of the buffers that keep this rank's part after the block.
 
     Raises:
-        TypeError: something else than a mesh; a buffer that is a parameter or a sharded tensor, or requires grad.
-        ValueError: another number of dims than buffers, a buffer that is shorter than the first, or one in `no_restore_buffers` that
-            is not in `buffers`. Later, from attention: masks or dropout, and what `context_parallel_attention` raises.
+        TypeError: something else than a mesh; a buffer that is a parameter or a sharded tensor, or
+            requires grad.
+        ValueError: another number of dims than buffers, a buffer that is shorter than the first, or
+            one in `no_restore_buffers` that is not in `buffers`. Later, from attention: masks or
+            dropout, and what `context_parallel_attention` raises.
 
     Communication: none by itself; attention's as in `context_parallel_attention`.
 
@@ -164,7 +175,9 @@ def _check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequenc
 
 
 class _PlainAttention(TorchFunctionMode):
-    """Compute `scaled_dot_product_attention` of plain tensors over the mesh; they are this rank's parts of balanced sequences."""
+    """Compute `scaled_dot_product_attention` of plain tensors over the mesh; they are this rank's
+    parts of balanced sequences.
+    """
 
     def __init__(self, mesh: DeviceMesh, length: int, method: str) -> None:
         super().__init__()
@@ -230,7 +243,9 @@ class _PlainAttention(TorchFunctionMode):
         return to_local(context_parallel_attention(*laid, **options))  # type: ignore[arg-type]
 
     def _sequence(self, part: Tensor) -> ShardedTensor:
-        """Return the sequence of which this is the part: as long as the buffers, or else of equal parts."""
+        """Return the sequence of which this is the part: as long as the buffers, or else of equal
+        parts.
+        """
         ranks, own = self.mesh.size(), part.shape[-2]
         sizes = balanced_sizes(self.length, ranks)
         total = (
@@ -254,19 +269,22 @@ def _of_balanced_part(
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: list[Tensor], seq_dims: list[int], load_balancer: Any = None
 ) -> list[Tensor]:
-    """context_parallel_unshard(mesh, parts, dims) -> the whole tensors, in the order of positions, without gradients.
+    """context_parallel_unshard(mesh, parts, dims) -> the whole tensors, in the order of positions,
+    without gradients.
 
     Args:
         mesh: that of `context_parallel`.
         buffers: this rank's parts, such as logits of the block's tokens, of any balanced lengths.
         seq_dims: the dim of positions of each.
-        load_balancer: None for the order of `context_parallel`; else an object whose `_generate_indices(restore=True)` returns where
-            each position is, [1, length] or [batch, length].
+        load_balancer: None for the order of `context_parallel`; else an object whose
+            `_generate_indices(restore=True)` returns where each position is, [1, length] or [batch,
+            length].
 
     Raises:
         ValueError: another number of dims than buffers.
 
-    Communication: for each buffer a small all_gather of lengths, an all_to_all to the order of positions, and an all_gather.
+    Communication: for each buffer a small all_gather of lengths, an all_to_all to the order of
+        positions, and an all_gather.
 
     Example:
         >>> (logits,) = context_parallel_unshard(mesh["cp"], [logits], [1])

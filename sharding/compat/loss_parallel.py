@@ -1,4 +1,6 @@
-"""`loss_parallel`: the losses of logits that are split by classes, with torch's name, and plain targets."""
+"""`loss_parallel`: the losses of logits that are split by classes, with torch's name, and plain
+targets.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,18 @@ _LOSSES: dict[Any, str] = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_lo
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """with loss_parallel(): `F.cross_entropy` and `F.nll_loss` of logits split by classes take plain targets, as in torch.
+    """with loss_parallel(): `F.cross_entropy` and `F.nll_loss` of logits split by classes take
+    plain targets, as in torch.
 
         logits [b, c/tp]   targets [b], plain, the same on every rank   ->   the loss; logits are not gathered
 
-    Without it they take targets that are sharded tensors, and logits split in any way; neither needs backward inside the block.
-    All reductions, class weights and label smoothing work, on meshes of any number of axes.
+    Without it they take targets that are sharded tensors, and logits split in any way; neither
+    needs backward inside the block. All reductions, class weights and label smoothing work, on
+    meshes of any number of axes.
 
     Raises:
-        ValueError: from the loss: a plain target whose rows are ambiguous, since axes split other dims of the logits.
+        ValueError: from the loss: a plain target whose rows are ambiguous, since axes split other
+            dims of the logits.
 
     Communication: none by itself; the loss reduces one maximum and one sum for each row.
 
@@ -67,7 +72,8 @@ class _PlainTargets(TorchFunctionMode):
 
 
 def _replicated(loss: str, name: str, value: Any, logits: ShardedTensor) -> Any:
-    """Return a plain tensor as a replicated one on the mesh of the logits; other values are unchanged.
+    """Return a plain tensor as a replicated one on the mesh of the logits; other values are
+    unchanged.
 
     Raises:
         ValueError: a target, and axes split other dims of the logits than the classes.

@@ -1,4 +1,6 @@
-"""Handles of tensors that are still communicated, which wait when they are used: torch's `async_op` returns tensors that do so."""
+"""Handles of tensors that are still communicated, which wait when they are used: torch's `async_op`
+returns tensors that do so.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 
 class TensorHandle(ABC):
-    """A tensor to come. `wait()` returns it; operators, torch's functions and attributes of the handle wait for it, too.
+    """A tensor to come. `wait()` returns it; operators, torch's functions and attributes of the
+    handle wait for it, too.
 
     It is no tensor itself: `isinstance(handle, Tensor)` is False.
     """
@@ -73,7 +76,9 @@ for _name in (
 
 
 def settled(value: Any) -> Any:
-    """Return the value, or tuple, list or dict of values, with handles replaced by their tensors."""
+    """Return the value, or tuple, list or dict of values, with handles replaced by their
+    tensors.
+    """
     if isinstance(value, TensorHandle):
         return value.wait()
     if type(value) in (tuple, list) and any(isinstance(x, TensorHandle) for x in value):

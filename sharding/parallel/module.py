@@ -75,7 +75,8 @@ def distribute_module(
 
 
 def _with_module(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """Return a hook that takes the module first; torch's older form `(values, mesh)` is accepted with a warning.
+    """Return a hook that takes the module first; torch's older form `(values, mesh)` is accepted
+    with a warning.
 
     Raises:
         ValueError: a function of another number of arguments.
@@ -85,7 +86,9 @@ def _with_module(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     if count >= 3 or any(p.kind is p.VAR_POSITIONAL for p in taken):
         return function
     if count != 2:
-        raise ValueError(f"distribute_module: {what} takes {count} arguments; it is called with (module, values, device_mesh)")
+        raise ValueError(
+            f"distribute_module: {what} takes {count} arguments; it is called with (module, values, device_mesh)"
+        )
     text = f"distribute_module: {what} without the module is deprecated; write (module, values, device_mesh)"
     warnings.warn(text, FutureWarning, stacklevel=3)
     return lambda module, values, mesh: function(values, mesh)

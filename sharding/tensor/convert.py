@@ -171,7 +171,9 @@ def _on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class _Awaited(torch.autograd.Function):
-    """From a tensor that torch's functional collectives return, which waits when it is first used, to the plain one inside."""
+    """From a tensor that torch's functional collectives return, which waits when it is first used,
+    to the plain one inside.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:

@@ -1,4 +1,6 @@
-"""Meshes made of others: `unflatten`, `concatenate`, the root of a slice, backends of axes, and torch's names of these."""
+"""Meshes made of others: `unflatten`, `concatenate`, the root of a slice, backends of axes, and
+torch's names of these.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def test_an_unflattened_mesh_has_the_topology_of_its_root() -> None:
 
 
 def titan_meshes(dp_replicate: int, dp_shard: int, cp: int, tp: int, ep: int) -> dict[str, Any]:
-    """Build meshes by the calls of a trainer: views of one world, for data, dense weights and experts."""
+    """Build meshes by the calls of a trainer: views of one world, for data, dense weights and
+    experts.
+    """
     batch, fsdp = dp_replicate * dp_shard, dp_shard * cp
     world = init_device_mesh("cpu", (batch * cp * tp,), mesh_dim_names=("world",))
 
@@ -362,7 +366,9 @@ def test_groups_are_used_again(world4: Pool) -> None:
 
 
 def as_torch() -> list[Any]:
-    """Make the same meshes with torch and with shardmesh; return pairs of the ranks that must be equal."""
+    """Make the same meshes with torch and with shardmesh; return pairs of the ranks that must be
+    equal.
+    """
     pairs = []
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers "fake"
     ours = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
@@ -393,7 +399,9 @@ def test_meshes_equal_those_of_torch(world4: Pool) -> None:
 
 
 def tutorial(kind: str) -> list[float]:
-    """Train one step by torch's 2-D tutorial, with slices of torch's mesh that are converted alone."""
+    """Train one step by torch's 2-D tutorial, with slices of torch's mesh that are converted
+    alone.
+    """
     from shardmesh.compat import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 
     if kind == "sliced":

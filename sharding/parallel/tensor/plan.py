@@ -84,8 +84,9 @@ def parallelize_module(
     Args:
         module: any module.
         device_mesh: a mesh, of one axis where inputs are plain tensors; by default that of `set_mesh`.
-        parallelize_plan: patterns of module paths with their styles, or one style; torch's, ours, or the program's own, whose
-            `_apply(module, device_mesh)` is called, after all others (see `ParallelStyle`). None does nothing, with a warning.
+        parallelize_plan: patterns of module paths with their styles, or one style; torch's, ours,
+            or the program's own, whose `_apply(module, device_mesh)` is called, after all others
+            (see `ParallelStyle`). None does nothing, with a warning.
         src_data_rank: as in `distribute_tensor`.
 
     Raises:
@@ -140,7 +141,9 @@ def apply_plan(
 
 
 def _apply_itself(use: _StyleUse, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
-    """Call `_apply` of a program's own style; return the module, which torch lets it replace at the top."""
+    """Call `_apply` of a program's own style; return the module, which torch lets it replace at the
+    top.
+    """
     use.style.src_data_rank = src_data_rank
     result = use.style._apply(use.module, mesh)
     if not isinstance(result, nn.Module):
@@ -149,7 +152,9 @@ def _apply_itself(use: _StyleUse, mesh: DeviceMesh, src_data_rank: int | None) -
 
 
 def _is_inside(path: str, uses: Iterable[_StyleUse]) -> bool:
-    """Return whether a parameter belongs to a module that a style of the program's own distributes."""
+    """Return whether a parameter belongs to a module that a style of the program's own
+    distributes.
+    """
     return any(use.site.path == "" or path.startswith(f"{use.site.path}.") for use in uses)
 
 

@@ -1,6 +1,8 @@
-"""The public surface of torch's DTensor, its styles, its experimental functions and DeviceMesh, and what of it works in `shardmesh.compat`.
+"""The public surface of torch's DTensor, its styles, its experimental functions and DeviceMesh, and
+what of it works in `shardmesh.compat`.
 
-`test_surface_dtensor.py` compares the keys with torch itself; the table in docs/from_dtensor.md is made from them.
+`test_surface_dtensor.py` compares the keys with torch itself; the table in docs/from_dtensor.md is
+made from them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`context_parallel` in torch's form: buffers, attention of plain tensors, `set_rotate_method`, `context_parallel_unshard`."""
+"""`context_parallel` in torch's form: buffers, attention of plain tensors, `set_rotate_method`,
+`context_parallel_unshard`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`loss_parallel`: losses of logits split by classes, with plain and sharded targets, against one process."""
+"""`loss_parallel`: losses of logits split by classes, with plain and sharded targets, against one
+process.
+"""
 
 from __future__ import annotations
 

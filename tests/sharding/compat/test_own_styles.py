@@ -1,4 +1,6 @@
-"""Styles of a program's own, in the forms that trainers write them for `torch.distributed.tensor.parallel`."""
+"""Styles of a program's own, in the forms that trainers write them for
+`torch.distributed.tensor.parallel`.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,9 @@ class BaseExpertParallel(ParallelStyle, ABC):
 
 
 class ExpertParallel(BaseExpertParallel):
-    """Experts split over the ranks; tokens go to the rank of their expert and back by torch's own functional collectives."""
+    """Experts split over the ranks; tokens go to the rank of their expert and back by torch's own
+    functional collectives.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,7 +357,9 @@ def test_an_own_style_alone(mesh: sm.DeviceMesh) -> None:
 
 @every_rank(2)
 def test_layouts_of_own_styles(mesh: sm.DeviceMesh) -> None:
-    """Inputs that are split and results that are asked for split, with asynchronous redistribution in the hooks."""
+    """Inputs that are split and results that are asked for split, with asynchronous redistribution
+    in the hooks.
+    """
     linear = seeded(lambda: nn.Linear(WIDTH, WIDTH))
     model = parallelize_module(
         copy.deepcopy(linear), mesh, NoParallel(input_layout=Shard(0), output_layout=Shard(0))
@@ -460,7 +466,9 @@ def forms() -> list[tuple[str, nn.Module, Any, Any]]:
 
 @pytest.mark.parametrize("index", range(len(forms())), ids=[form[0] for form in forms()])
 def test_torch_form_equals_ours(index: int) -> None:
-    """`_apply` of torch's styles, as subclasses call it, gives the same values and gradients as the plan's own way."""
+    """`_apply` of torch's styles, as subclasses call it, gives the same values and gradients as the
+    plan's own way.
+    """
 
     @every_rank(2)
     def program(mesh: sm.DeviceMesh) -> None:

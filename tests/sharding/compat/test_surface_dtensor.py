@@ -23,7 +23,9 @@ _BY_POSITION = {"DeviceMesh._concatenate(device_mesh_list)"}  # ours is called m
 
 
 def parameters_of(function: Any) -> list[str]:
-    """Return the names of a callable's parameters; of those in C++, from the signatures in its docstring."""
+    """Return the names of a callable's parameters; of those in C++, from the signatures in its
+    docstring.
+    """
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:
@@ -70,7 +72,9 @@ def test_every_name_of_torch_is_listed_and_no_other() -> None:
 
 
 def attribute(name: str, instances: dict[str, Any]) -> Any:
-    """Return an object of `shardmesh.compat` by its name; members are looked up in an instance of the class."""
+    """Return an object of `shardmesh.compat` by its name; members are looked up in an instance of
+    the class.
+    """
     owner, _, member = name.partition(".")
     return getattr(instances[owner] if member else compat, member or owner)
 
