@@ -30,6 +30,7 @@ from ...layout.spec import P
 from ...ops.dispatch import known_local
 from ...ops.implicit_comm import implicit_comm
 from ...ops.lineage import comm_context, mixed, seed_of
+from ...ops.recomputation import register_state
 from ...ops.rules.decomposition_utils import from_parts, splitting_axes
 from ...ops.rules.registry import handler
 from ...tensor.convert import from_local, to_local
@@ -161,7 +162,7 @@ class _ContextParallelBlock:
     balanced: bool
 
 
-# By world and not by thread, since checkpointed activations are recomputed in an autograd thread.
+# By world and not by thread: a part of the forward may run in another thread of the rank.
 _blocks: weakref.WeakKeyDictionary[World, _ContextParallelBlock] = weakref.WeakKeyDictionary()
 
 
@@ -170,7 +171,7 @@ def context_parallel(axis: Axis = "cp", *, method: str = "ring", balanced: bool 
     """with context_parallel("cp"): run `F.scaled_dot_product_attention` of sequences split over the axis as `context_parallel_attention`.
 
     A model that calls torch's attention needs no change. Attention whose queries or keys are not split over the axis is computed as
-    usual. With checkpointed activations, backward recomputes attention: keep it inside the block.
+    usual. Activation checkpointing recomputes attention as its forward ran it, also if backward is called after the block.
 
     Args:
         axis, method, balanced: see `context_parallel_attention`.
@@ -188,16 +189,26 @@ def context_parallel(axis: Axis = "cp", *, method: str = "ring", balanced: bool 
     """
     if method not in METHODS:
         raise ValueError(f"context_parallel: method={method!r}; write one of {', '.join(map(repr, METHODS))}")
-    world = current_world()
-    before = _blocks.get(world)
-    _blocks[world] = _ContextParallelBlock((axis,) if isinstance(axis, str) else tuple(axis), method, balanced)
+    before = _active_block()
+    _activate_block(_ContextParallelBlock((axis,) if isinstance(axis, str) else tuple(axis), method, balanced))
     try:
         yield
     finally:
-        if before is None:
-            del _blocks[world]
-        else:
-            _blocks[world] = before
+        _activate_block(before)
+
+
+def _active_block() -> _ContextParallelBlock | None:
+    return _blocks.get(current_world()) if _blocks else None
+
+
+def _activate_block(block: _ContextParallelBlock | None) -> None:
+    if block is not None:
+        _blocks[current_world()] = block
+    elif _blocks:
+        _blocks.pop(current_world(), None)
+
+
+register_state(_active_block, _activate_block)
 
 
 @handler("scaled_dot_product_attention")
@@ -212,7 +223,7 @@ def _in_block(
     enable_gqa: bool = False,
 ) -> Any:
     """Run context-parallel attention inside a block; NotImplemented leaves the call to the rule."""
-    block = _blocks.get(current_world()) if _blocks else None
+    block = _active_block()
     if block is None or not all(isinstance(x, ShardedTensor) for x in (query, key, value)):
         return NotImplemented
     _check_axes(block, query)

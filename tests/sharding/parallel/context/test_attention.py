@@ -16,10 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel.context import blockwise, flash, ring
+from shardmesh.sharding.parallel.context import attention, blockwise, flash, ring
 from shardmesh.sharding.parallel.context.attention import METHODS, context_parallel, context_parallel_attention
 from shardmesh.sharding.parallel.context.load_balance import balance_sequence, unbalance_sequence
 from tests.device import DEVICE
+from tests.sharding.ops.test_recomputation import in_device_thread
 from tests.sharding.parallel.models import Config, gpt, loss_of, tokens
 from tests.sharding.ranks import collectives, launched, on_mesh, place, same_error
 
@@ -355,6 +356,50 @@ def test_unmodified_model(method, again):
         assert launched(records) == {"ring": ["permute"], "all_gather": ["all_gather"], "all_to_all": ["all_to_all"] * 2}[method]
         return x.grad.full_tensor(), w.grad.full_tensor()
 
+    for found in on_mesh((2,), program):
+        close(found, expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_recomputation_after_the_block_runs_as_the_forward_did(method):
+    """Also inside another block, and in a thread of its own, as autograd runs the nodes of a GPU."""
+    plain = [x.clone().requires_grad_() for x in (X, WEIGHT)]
+    expected = torch.autograd.grad(_model(*plain).square().mean(), plain)
+    other = METHODS[METHODS.index(method) - 1]
+
+    def program(mesh, backward):
+        x = sm.distribute_tensor(X, mesh, P(None, "a"), src_data_rank=None).requires_grad_()
+        w = place(mesh, WEIGHT, grad=True)
+        with context_parallel("a", method=method, balanced=True):
+            loss = checkpoint(_model, balance_sequence(x, 1, "a"), w, use_reentrant=False).square().mean()
+        backward(loss)
+        assert attention._active_block() is None
+        return x.grad.full_tensor(), w.grad.full_tensor()
+
+    def in_another_block(loss):
+        with context_parallel("a", method=other):
+            before = attention._active_block()
+            loss.backward()
+            assert attention._active_block() is before
+
+    for backward in (lambda loss: loss.backward(), in_another_block, lambda loss: in_device_thread(loss.backward)):
+        for found in on_mesh((2,), lambda mesh, backward=backward: program(mesh, backward)):
+            close(found, expected)
+
+
+def test_recomputation_inside_a_block_of_a_forward_outside_of_it():
+    def program(mesh):
+        x = sm.distribute_tensor(X, mesh, P(None, "a"), src_data_rank=None).requires_grad_()
+        w = place(mesh, WEIGHT, grad=True)
+        loss = checkpoint(_model, x, w, use_reentrant=False).square().mean()
+        with context_parallel("a"):
+            with collectives() as records:
+                loss.backward()
+            assert "permute" not in launched(records)
+        return x.grad.full_tensor(), w.grad.full_tensor()
+
+    plain = [x.clone().requires_grad_() for x in (X, WEIGHT)]
+    expected = torch.autograd.grad(_model(*plain).square().mean(), plain)
     for found in on_mesh((2,), program):
         close(found, expected)
 
