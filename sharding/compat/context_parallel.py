@@ -8,9 +8,11 @@ The order is that of `balance_sequence`.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh
 from ..layout.spec import P
+from ..ops.recomputation import register_state
 from ..parallel.context import attention
 from ..parallel.context.attention import context_parallel_attention
 from ..parallel.context.load_balance import balanced, balanced_sizes, unbalance_sequence
@@ -70,6 +73,9 @@ def context_parallel(
     `context_parallel_attention`. A loss is that of this rank's positions; average losses and
     gradients over the ranks, as under data parallelism. `sm.parallel.context_parallel(axis)` is the
     form for sharded tensors.
+
+    Activation checkpointing (`use_reentrant=False`) recomputes attention as forward ran it, also after
+    the block; buffers that it reads must be in `no_restore_buffers` then.
 
     Args:
         mesh: the mesh of the axis, or axes, that split the sequence.
@@ -121,10 +127,8 @@ def context_parallel(
             )
             with torch.no_grad():
                 buffer.set_(torch.cat(runs, dim) if ranks > 1 else whole)  # type: ignore[call-overload]
-        with (
-            attention.context_parallel(mesh.axis_names, method=method, balanced=True),
-            _PlainAttention(mesh, length, method),
-        ):
+        block = _Block(mesh, length, method)
+        with attention.context_parallel(mesh.axis_names, method=method, balanced=True), _in(block):
             yield
     finally:
         for buffer, whole in originals:
@@ -174,26 +178,13 @@ def _check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequenc
     return length
 
 
-class _PlainAttention(TorchFunctionMode):
-    """Compute `scaled_dot_product_attention` of plain tensors over the mesh; they are this rank's
-    parts of balanced sequences.
-    """
+@dataclass(frozen=True)
+class _Block:
+    """The mesh, the length of the sequences and the method of an active `context_parallel`."""
 
-    def __init__(self, mesh: DeviceMesh, length: int, method: str) -> None:
-        super().__init__()
-        self.mesh, self.length, self.method = mesh, length, method
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Any = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention or self.mesh.size() == 1:
-            return func(*args, **kwargs)
-        return self._attention(*args, **kwargs)
+    mesh: DeviceMesh
+    length: int
+    method: str
 
     def _attention(
         self,
@@ -254,6 +245,73 @@ class _PlainAttention(TorchFunctionMode):
             else own * ranks
         )
         return _of_balanced_part(part, self.mesh, part.ndim - 2, balanced_sizes(total, ranks))
+
+
+class _ActiveBlock(threading.local):
+    """The block that this thread is in, None outside.
+
+    Attributes:
+        depth: how many modes of blocks this thread has entered.
+        restored: the mode that recomputation has entered outside of all blocks.
+    """
+
+    block: _Block | None = None
+    depth: int = 0
+    restored: TorchFunctionMode | None = None
+
+
+_active = _ActiveBlock()
+
+
+@contextmanager
+def _in(block: _Block) -> Iterator[None]:
+    before, _active.block = _active.block, block
+    _active.depth += 1
+    try:
+        with _PlainAttention():
+            yield
+    finally:
+        _active.depth -= 1
+        _active.block = before
+
+
+def _block() -> _Block | None:
+    return _active.block
+
+
+def _restore(block: _Block | None) -> None:
+    """Set the block around recomputation, which may run after the `with` block or in another thread."""
+    _active.block = block
+    if block is not None and _active.depth == 0 and _active.restored is None:
+        _active.restored = _PlainAttention()
+        _active.restored.__enter__()
+    elif block is None and _active.restored is not None:
+        _active.restored.__exit__(None, None, None)
+        _active.restored = None
+
+
+register_state(_block, _restore)
+
+
+class _PlainAttention(TorchFunctionMode):
+    """Compute `scaled_dot_product_attention` of plain tensors over the mesh of the block."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        block = _active.block
+        if func is not F.scaled_dot_product_attention or block is None or block.mesh.size() == 1:
+            return func(*args, **kwargs)
+        _active.block = None  # the computation may call torch's attention on this rank's parts
+        try:
+            return block._attention(*args, **kwargs)
+        finally:
+            _active.block = block
 
 
 def _of_balanced_part(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shardmesh as sm
 from shardmesh.compat import context_parallel, context_parallel_unshard, set_rotate_method
@@ -89,6 +90,44 @@ def test_a_model_is_not_changed(
         assert torch.equal(context_parallel_unshard(mesh, [labels], [-1])[0], before[1])
 
     on_mesh((ranks,), program)
+
+
+@pytest.mark.parametrize(
+    "inside", [True, False], ids=["backward inside", "backward after the block"]
+)
+def test_recomputation(inside: bool) -> None:
+    def step(model: Model, tokens: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+
+    model, tokens, labels = made(8, True, 2)
+    step(model, tokens, labels).backward()
+    expected = model.query.weight.grad
+
+    def program(mesh: sm.DeviceMesh) -> None:
+        model, tokens, labels = made(8, True, 2)
+        buffers = [tokens, labels, model.positions]
+        hidden = (
+            model.embed.weight.sum() * 0
+        )  # an input that requires grad, which the reentrant form needs
+
+        def forward(zero: Tensor) -> Tensor:
+            return step(model, tokens, labels) + zero
+
+        kept = set(buffers)  # recomputation needs this rank's part as well
+        with context_parallel(
+            mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], no_restore_buffers=kept
+        ):
+            loss = checkpoint(step, model, tokens, labels, use_reentrant=False)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        q = torch.ones(1, 1, 4, 2)
+        assert torch.equal(F.scaled_dot_product_attention(q, q, q), q)
+        mesh.group().all_reduce(model.query.weight.grad)
+        torch.testing.assert_close(model.query.weight.grad, expected, rtol=1e-12, atol=1e-12)
+
+    on_mesh((2,), program)
 
 
 @every_rank(2)
