@@ -70,6 +70,7 @@ class AbstractMesh:
         self._flattened: dict[str, tuple[str, ...]] = {}
         self._wholes: list[tuple[AbstractMesh, dict[str, tuple[str, ...]]]] = []  # meshes that this is a part of; its axes in theirs
         self._origin: _Origin | None = None
+        self._unflattened_from: list[_Origin] = []  # meshes of the same ranks in the same order, with fewer axes
         self._own_topology: Topology | None = None
         self._is_calibrated = False
         self._topology: Topology | None = None
@@ -140,15 +141,18 @@ class AbstractMesh:
         return Topology.default("cuda")
 
     def _inherited_topology(self) -> Topology | None:
-        origin = self._origin
-        return None if origin is None else origin.mesh.topology.part(origin.made_of)
+        above = self._inherits_from()
+        return None if above is None else above.mesh.topology.part(above.made_of)
 
     def _inherited_node_ids(self, topology: Topology) -> np.ndarray | None:
         """Return the nodes of a part according to the whole mesh, None if its topology does not come from there."""
-        origin = self._origin
-        if origin is None or self._own_topology is not None or topology != self.topology:
+        above = self._inherits_from()
+        if above is None or self._own_topology is not None or topology != self.topology:
             return None
-        return origin.mesh._cut(origin.mesh.topology.node_ids(origin.mesh), joined(origin.made_of.values())).reshape(self.shape)
+        ids = above.mesh.topology.node_ids(above.mesh)
+        if self._origin is not None:
+            ids = above.mesh._cut(ids, joined(above.made_of.values()))
+        return ids.reshape(self.shape)
 
     def _forget_plans(self) -> None:
         """Drop cached values that depend on the topology, here and in the parts that inherit it."""
@@ -158,7 +162,8 @@ class AbstractMesh:
         if self.cache is not None:
             self.cache.forget_plans()
         for part in self._parts.values():
-            if part._origin is not None and part._origin.mesh is self and part._own_topology is None:
+            above = part._inherits_from()
+            if above is not None and above.mesh is self and part._own_topology is None:
                 part._forget_plans()
 
     def axis_index(self, name: str) -> int:
@@ -240,9 +245,100 @@ class AbstractMesh:
                 part._forget_plans()
         return self._parts[key]
 
+    def _inherits_from(self) -> _Origin | None:
+        """Return the mesh that this one has its topology and its root from, None if from none."""
+        if self._origin is not None:
+            return self._origin
+        return self._unflattened_from[0] if self._unflattened_from else None
+
+    def _ancestors(self) -> list[AbstractMesh]:
+        """Return this mesh and all meshes that it is a part of or was unflattened from, directly or
+        not, nearest first.
+        """
+        meshes: list[AbstractMesh] = [self]
+        for mesh in meshes:
+            for above, _ in (*mesh._wholes, *mesh._unflattened_from):
+                if all(above is not known for known in meshes):
+                    meshes.append(above)
+        return meshes
+
+    @property
+    def root(self) -> AbstractMesh:
+        """The mesh that this one was first derived from, by slicing, `flatten`, `unflatten` or
+        `concatenate`; itself if by none.
+
+        Equal device meshes of a world are one object, so a mesh that is made again by another way
+        keeps its root.
+
+        >>> mesh = AbstractMesh((2, 8), ("dp", "tp"))
+        >>> mesh["tp"].root is mesh, mesh.root is mesh
+        (True, True)
+        """
+        above = self._inherits_from()
+        return self if above is None else above.mesh.root
+
+    def unflatten(self, axis: str | int, sizes: Sequence[int], names: Sequence[str]) -> Self:
+        """Return the mesh with one axis, by name or position, split into several, major to minor:
+        the inverse of `flatten`.
+
+        Axes of size 1 may be added anywhere. Slices of several unflattened views of one mesh can be
+        put together by `DeviceMesh.concatenate`.
+
+        Raises: MeshError for an unknown axis, sizes whose product is not that of the axis, another
+            number of names than sizes, or a name that another axis has.
+        Communication: none.
+
+        >>> mesh = AbstractMesh((16,), ("world",))
+        >>> mesh.unflatten("world", (2, 8), ("dp", "tp"))
+        AbstractMesh(dp=2, tp=8)
+        """
+        return self._unflattened(*self._split_axis(axis, sizes, names))
+
+    def _split_axis(
+        self, axis: str | int, sizes: Sequence[int], names: Sequence[str]
+    ) -> tuple[tuple[int, ...], dict[str, tuple[str, ...]]]:
+        """Return the shape after `unflatten`, and for each new axis the axis that it is a part
+        of.
+        """
+        position = self.axis_index(axis) if isinstance(axis, str) else self._position(axis)
+        sizes = checked_shape(sizes)
+        parts = checked_names(names, sizes)
+        old = self.axis_names[position]
+        if prod(sizes) != self.axis_sizes[position]:
+            raise errors.MeshError(
+                f"unflatten({axis!r}, {sizes}): the product of the sizes is {prod(sizes)}, but axis {old!r} of {self!r} has "
+                f"{self.axis_sizes[position]} ranks; write sizes whose product is that."
+            )
+        shape = (*self.axis_sizes[:position], *sizes, *self.axis_sizes[position + 1 :])
+        all_names = checked_names(
+            (*self.axis_names[:position], *parts, *self.axis_names[position + 1 :]), shape
+        )
+        return shape, {name: (old,) if name in parts else (name,) for name in all_names}
+
+    def _unflattened(
+        self, shape: tuple[int, ...], made_of: dict[str, tuple[str, ...]], **options: Any
+    ) -> Any:
+        """Return the mesh of these ranks in this shape, whose axes are parts of axes of this
+        one.
+        """
+        mesh = self._make_reshaped(shape, tuple(made_of), **options)
+        if (
+            mesh is not self
+            and not self._descends_from(mesh)
+            and all(above is not self for above, _ in mesh._unflattened_from)
+        ):
+            mesh._unflattened_from.append(_Origin(self, made_of))
+            self._parts[mesh, "unflattened"] = mesh
+            mesh._forget_plans()
+        return mesh
+
+    def _make_reshaped(self, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+        return AbstractMesh(shape, names)
+
     def _descends_from(self, mesh: AbstractMesh) -> bool:
         """Return whether this is `mesh` or a part of it. (Equal device meshes are one object, so a part of a part may be its whole.)"""
-        return self is mesh or (self._origin is not None and self._origin.mesh._descends_from(mesh))
+        above = self._inherits_from()
+        return self is mesh or (above is not None and above.mesh._descends_from(mesh))
 
     def _make_part(self, made_of: dict[str, tuple[str, ...]]) -> Any:
         return AbstractMesh(tuple(self.size(axes) for axes in made_of.values()), tuple(made_of))
@@ -297,7 +393,13 @@ class AbstractMesh:
 
 
 class _Origin(NamedTuple):
-    """The mesh that a part was first taken from, and the axes of that mesh that each axis of the part is made of."""
+    """A mesh that another was derived from.
+
+    Attributes:
+        mesh: the whole of a part, or the mesh that was unflattened.
+        made_of: for each axis of the derived mesh, the axes of `mesh` that it is made of, or the
+            one that it is a part of.
+    """
 
     mesh: AbstractMesh
     made_of: dict[str, tuple[str, ...]]

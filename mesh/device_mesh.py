@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any, Self
@@ -18,6 +18,7 @@ from . import current_mesh, errors
 from .abstract_mesh import AbstractMesh, Axes, axes_text, checked_names, checked_shape, joined, unravel
 from .comm.current_world import current_world
 from .comm.group import Group
+from .comm.group_backend import DEFAULT, FAKE, GroupBackend, as_group_backend, backends_of_axes
 from .comm.process import ProcessGroup, ProcessWorld
 from .comm.world import World, active_world
 from .launch.environment import unconnected
@@ -39,6 +40,8 @@ class DeviceMesh(AbstractMesh):
         device: the device of this rank's part of a tensor.
         world: the world that the ranks belong to.
         coordinate: this rank's index along each axis, or None.
+        backends: for each axis, the backend of its process groups: see `backend_override` of
+            `init_device_mesh`.
 
     Raises: MeshError when a rank appears twice or does not exist, names do not fit, or the world's backend does not support the
         device type.
@@ -52,6 +55,8 @@ class DeviceMesh(AbstractMesh):
     device: torch.device
     world: World
     coordinate: tuple[int, ...] | None
+    backends: tuple[GroupBackend, ...]
+    _flattened_backends: dict[str, GroupBackend]
     _groups: dict[Any, Group]
     _torch: Any
 
@@ -62,11 +67,13 @@ class DeviceMesh(AbstractMesh):
         *,
         mesh_dim_names: Sequence[str] | None = None,
         axis_names: Sequence[str] | None = None,
+        backend_override: Any = None,
     ) -> DeviceMesh:
         ranks = _checked_ranks(mesh)
         names = checked_names(_one_of(mesh_dim_names, axis_names), ranks.shape)
+        backends = backends_of_axes(backend_override, names)
         world = active_world() or start_processes(device_type)
-        return _interned(world, device_type, ranks, names)
+        return _interned(world, device_type, ranks, names, backends)
 
     def __init__(
         self,
@@ -75,6 +82,7 @@ class DeviceMesh(AbstractMesh):
         *,
         mesh_dim_names: Sequence[str] | None = None,
         axis_names: Sequence[str] | None = None,
+        backend_override: Any = None,
     ) -> None:
         # Done by __new__, which may return a mesh that exists already.
         pass
@@ -106,8 +114,31 @@ class DeviceMesh(AbstractMesh):
         return super().__getitem__(axes)
 
     def _make_part(self, made_of: dict[str, tuple[str, ...]]) -> DeviceMesh:
-        ranks = self._part_ranks(joined(made_of.values())).reshape([self.size(axes) for axes in made_of.values()])
-        return _interned(self.world, self.device_type, ranks, tuple(made_of))
+        ranks = self._part_ranks(joined(made_of.values())).reshape(
+            [self.size(axes) for axes in made_of.values()]
+        )
+        return _interned(
+            self.world,
+            self.device_type,
+            ranks,
+            tuple(made_of),
+            tuple(map(self._backend_of, made_of)),
+        )
+
+    def _make_reshaped(
+        self,
+        shape: tuple[int, ...],
+        names: tuple[str, ...],
+        backends: tuple[GroupBackend, ...] | None = None,
+    ) -> DeviceMesh:
+        backends = tuple(map(self._backend_of, names)) if backends is None else backends
+        return _interned(self.world, self.device_type, self.ranks.reshape(shape), names, backends)
+
+    def _backend_of(self, axis: str) -> GroupBackend:
+        """Return the backend of an axis, of a name given by `flatten`, or the default one."""
+        if axis in self._index:
+            return self.backends[self._index[axis]]
+        return self._flattened_backends.get(axis, DEFAULT)
 
     def _part_ranks(self, names: tuple[str, ...]) -> np.ndarray:
         return self._cut(self.ranks, names)
@@ -141,7 +172,16 @@ class DeviceMesh(AbstractMesh):
     def _find_group(self, axes: Axes) -> Group:
         names = self._checked_axes(axes)
         self._member(f"group({axes!r})")
-        return self.world.group(sorted(self._part_ranks(names).flatten().tolist()))
+        given = (axes,) if isinstance(axes, str) else tuple(axes)
+        backend = self._backend_of(given[0]) if len(given) == 1 else DEFAULT
+        fake = [name for name in given if self._backend_of(name).name == FAKE and self.size(name) > 1]
+        if fake:
+            raise errors.MeshError(
+                f"group({axes!r}): axis {fake[0]!r} of {self!r} has the backend 'fake', which moves no data; use a mesh whose axis "
+                "over these ranks has a real backend (backend_override=)."
+            )
+        backend = DEFAULT if backend.name == FAKE else backend
+        return self.world.group(sorted(self._part_ranks(names).flatten().tolist()), backend)
 
     def __enter__(self) -> DeviceMesh:
         """Use this mesh where none is given, inside `with mesh:`: in factories, `distribute_tensor`, `from_local`.
@@ -156,9 +196,101 @@ class DeviceMesh(AbstractMesh):
     def __exit__(self, *_: object) -> None:
         current_mesh.leave()
 
-    def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """Return the mesh with all axes as one: `flatten` under torch's name."""
-        return self.flatten(name=mesh_dim_name)
+    def unflatten(
+        self,
+        axis: str | int,
+        sizes: Sequence[int],
+        names: Sequence[str],
+        *,
+        backend_override: Any = None,
+    ) -> DeviceMesh:
+        """Return the mesh with one axis, by name or position, split into several, major to minor:
+        the inverse of `flatten`.
+
+            world [0 1 2 3]    world.unflatten("world", (2, 2), ("dp", "tp"))    [0 1]
+                                                                                 [2 3]
+
+        Args:
+            axis, sizes, names: as `AbstractMesh.unflatten`.
+            backend_override: as in `init_device_mesh`, for the new axes.
+
+        Raises: MeshError as `AbstractMesh.unflatten`, and for a wrong backend.
+        Communication: none; axes over the same ranks have the same group, in all views of the mesh.
+        """
+        shape, made_of = self._split_axis(axis, sizes, names)
+        new = dict(zip(names, backends_of_axes(backend_override, tuple(names)), strict=True))
+        backends = tuple(new[name] if name in new else self._backend_of(name) for name in made_of)
+        return self._unflattened(shape, made_of, backends=backends)
+
+    @staticmethod
+    def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+        """Return the mesh of the axes of several meshes, in this order; each is a slice, or a slice
+        of an unflattened view, of one mesh.
+
+            a = world.unflatten(0, (2, 2), ("fsdp", "x"))["fsdp"]      on rank 0 of 4:  [0 2]
+            b = world.unflatten(0, (2, 2), ("y", "tp"))["tp"]                           [0 1]
+            concatenate([a, b])                                         (fsdp=2, tp=2)  [0 1]
+                                                                                        [2 3]
+
+        Raises: MeshError when the meshes do not come from one mesh, or ranks or names of one are in
+            another.
+        Communication: none; the groups of the axes are used again.
+        """
+        meshes = [as_device_mesh(mesh) for mesh in meshes]
+        if not meshes:
+            raise errors.MeshRuntimeError("concatenate([]): give at least one mesh.")
+        sizes = [size for mesh in meshes for size in mesh.axis_sizes]
+        names = checked_names(joined(mesh.axis_names for mesh in meshes), sizes)
+        common = [
+            root
+            for root in meshes[0]._ancestors()
+            if all(_is_among(root, mesh._ancestors()) for mesh in meshes)
+        ]
+        for root in common:
+            if set(names) <= set(root.axis_names) and all(
+                root[mesh.axis_names] is mesh for mesh in meshes
+            ):
+                return root[names]
+        if not common:
+            raise errors.MeshRuntimeError(
+                f"concatenate({meshes}): these meshes do not come from one mesh; slice one mesh, or unflattened views of one."
+            )
+        return _refined(common[-1], meshes)
+
+    # torch's names.
+
+    def _flatten(
+        self, mesh_dim_name: str | None = None, backend_override: Any = None
+    ) -> DeviceMesh:
+        """Return the mesh with all axes as one: `flatten` under torch's name, with a backend for
+        the axis.
+        """
+        name = "_".join(self.axis_names) if mesh_dim_name is None else mesh_dim_name
+        if backend_override is not None and (name,) != self.axis_names:
+            backend = as_group_backend(backend_override)
+            self._name_flattened(name, self.axis_names)
+            for mesh in (self, *self._ancestors()):
+                if name in mesh._flattened:
+                    mesh._flattened_backends.setdefault(name, backend)  # type: ignore[attr-defined]
+        return self.flatten(name=name)
+
+    def _unflatten(
+        self,
+        dim: int | str,
+        mesh_sizes: Sequence[int],
+        mesh_dim_names: Sequence[str],
+        backend_override: Any = None,
+    ) -> DeviceMesh:
+        """Return the mesh with one axis split into several: `unflatten` under torch's name, with
+        backends for the new axes.
+        """
+        return self.unflatten(dim, mesh_sizes, mesh_dim_names, backend_override=backend_override)
+
+    _concatenate = concatenate
+
+    def _get_root_mesh(self) -> DeviceMesh:
+        """Return `root`, under torch's name."""
+        return self.root  # type: ignore[return-value]
 
     def get_group(self, axis: str | int | None = None, *, mesh_dim: str | int | None = None) -> dist.ProcessGroup:
         """Return torch's process group over one axis (optional on a 1-D mesh), for calls of torch.distributed.
@@ -168,8 +300,13 @@ class DeviceMesh(AbstractMesh):
         Raises: MeshError for an unknown axis, on a rank outside the mesh, or in a simulated or null world.
         Communication: the first call waits for all ranks of the group.
         """
-        axis = mesh_dim if axis is None else axis
-        group = self.group(self._one_axis(axis, "get_group"))
+        name = self._one_axis(mesh_dim if axis is None else axis, "get_group")
+        if self._backend_of(name).name == FAKE and isinstance(self.world, ProcessWorld):
+            self._member(f"get_group({axis!r})")
+            ranks = sorted(self._part_ranks(self._checked_axes(name)).flatten().tolist())
+            group = self.world.group(ranks, self._backend_of(name))
+        else:
+            group = self.group(name)
         if not isinstance(group, ProcessGroup):
             raise errors.MeshError(
                 f"get_group({axis!r}): {self.world!r} has no torch process groups; use mesh.group({axis!r}) instead."
@@ -270,19 +407,25 @@ class DeviceMesh(AbstractMesh):
     def from_torch(mesh: Any) -> DeviceMesh:
         """Return the same mesh as a torch DeviceMesh, using its process groups; the same object each time.
 
-        Every function that takes a mesh also takes one of torch's, and converts it with this.
+        The root of a slice is converted with it, so that slices of one mesh of torch are slices of
+        one mesh here. Every function that takes a mesh also takes one of torch's, and converts it
+        with this.
 
         Raises: MeshError in a simulated or null world.
         Communication: none.
         """
         world = _process_world("from_torch")
-        made = world.from_torch.get(mesh)
-        if made is None:
+        converted = world.from_torch.get(mesh)
+        if converted is None:
+            backends: list[str | None] = [None] * mesh.ndim
             if mesh.get_coordinate() is not None:
-                for axis in range(mesh.ndim):
-                    world.group_from(mesh.get_group(axis))
-            made = world.from_torch[mesh] = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
-        return made
+                for axis, group in enumerate(mesh.get_all_groups()):
+                    if dist.get_backend(group) == FAKE:
+                        backends[axis] = FAKE
+                    else:
+                        world.group_from(group)
+            converted = world.from_torch[mesh] = _from_torch(mesh, backends)
+        return converted
 
     def to_torch(self) -> Any:
         """Return a torch DeviceMesh over the same process groups; the same object each time.
@@ -300,12 +443,15 @@ class DeviceMesh(AbstractMesh):
         if self is other:
             return True
         same = super().__eq__(other)
-        return same if same is NotImplemented else same and self.device_type == other.device_type  # type: ignore
+        if same is NotImplemented or not same:
+            return same
+        return (self.device_type, self.backends) == (other.device_type, other.backends)  # type: ignore[attr-defined]
 
     __hash__ = AbstractMesh.__hash__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return unpickle_mesh, (self.device_type, self.ranks.tolist(), self.axis_names)
+        names = tuple(backend.name for backend in self.backends)  # options of torch cannot be pickled
+        return unpickle_mesh, (self.device_type, self.ranks.tolist(), self.axis_names, *([names] if any(names) else []))
 
     def __repr__(self) -> str:
         return f"DeviceMesh({self.device_type}, {axes_text(self.shape, self.axis_names)})"
@@ -335,6 +481,7 @@ def init_device_mesh(
     mesh_dim_names: Sequence[str] | None = None,
     axis_names: Sequence[str] | None = None,
     backend: str | None = None,
+    backend_override: Mapping[Any, Any] | None = None,
 ) -> DeviceMesh:
     """init_device_mesh(device_type, shape) -> DeviceMesh over all ranks of the world, in row-major order.
 
@@ -347,10 +494,15 @@ def init_device_mesh(
         mesh_shape: one size per axis; their product is the number of ranks.
         axis_names: one name per axis (`mesh_dim_names` is the same), "axis_0", "axis_1", ... by default.
         backend: of the default process group, if it is started here; by default gloo for "cpu", NCCL for "cuda".
+        backend_override: axis, by name or position, -> the backend of its process groups, such as
+            "gloo", torch's options of a backend, or a pair of both. An axis with the backend "fake"
+            has groups that move no data: shardmesh refuses collectives over several of its ranks.
+            Simulated and null worlds have no backends, except "fake".
 
-    Raises: MeshError when the shape does not fit the world or names do not fit the shape; LaunchEnvironmentError when
-        environment variables are missing or wrong, the port is in use, the device does not exist, or the ranks
-        differ in their setup; MeshMismatchError when other ranks made another mesh.
+    Raises: MeshError when the shape does not fit the world, names do not fit the shape, or for a
+        wrong backend_override; LaunchEnvironmentError when environment variables are missing or
+        wrong, the port is in use, the device does not exist, or the ranks differ in their setup;
+        MeshMismatchError when other ranks made another mesh.
     Communication: starting the default group waits for all ranks. Every rank must make the same meshes in the same order;
         each new one sends two messages to the default group's store, without waiting for other ranks.
 
@@ -358,11 +510,12 @@ def init_device_mesh(
     """
     shape = checked_shape(mesh_shape)
     names = checked_names(_one_of(mesh_dim_names, axis_names), shape)
+    backends = backends_of_axes(backend_override, names)
     world = active_world() or start_processes(device_type, backend)
     if prod(shape) != world.size:
         hint = unconnected(os.environ) if world.size == 1 else ""
         raise errors.shape_does_not_fit_world(f"({axes_text(shape, names)})", prod(shape), world.size, hint)
-    mesh = _interned(world, device_type, np.arange(world.size, dtype=np.int64).reshape(shape), names)
+    mesh = _interned(world, device_type, np.arange(world.size, dtype=np.int64).reshape(shape), names, backends)
     if isinstance(world, ProcessWorld):
         same_mesh.compare(mesh)
     return mesh
@@ -374,11 +527,163 @@ def as_device_mesh(mesh: Any) -> Any:
 
 
 def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
-    """Return the mesh with the axes of all of these, if they are slices of one mesh of this world, else None."""
+    """Return the mesh with the axes of all of these, major to minor, if they come from one mesh of
+    this world, else None.
+    """
     names = tuple(dict.fromkeys(name for mesh in meshes for name in mesh.axis_names))
     for whole in list(meshes[0].world.meshes.values()):
-        if set(names) <= set(whole.axis_names) and all(whole[mesh.axis_names] == mesh for mesh in meshes):
+        if set(names) <= set(whole.axis_names) and all(
+            whole[mesh.axis_names] == mesh for mesh in meshes
+        ):
             return whole[tuple(name for name in whole.axis_names if name in names)]
+    singles = {name: mesh[name] for mesh in meshes for name in mesh.axis_names}
+    if any(singles[name] is not mesh[name] for mesh in meshes for name in mesh.axis_names):
+        return None
+    try:
+        whole = DeviceMesh.concatenate(list(singles.values()))
+    except errors.MeshError:
+        return None
+    return whole[tuple(_major_to_minor(whole))]
+
+
+def _major_to_minor(mesh: DeviceMesh) -> list[str]:
+    """Return the axes by the distance of neighbouring ranks in the root of the mesh, the largest
+    first.
+    """
+    position = {int(rank): i for i, rank in enumerate(mesh.root.ranks.flat)}
+    first, distance = mesh.ranks[(0,) * mesh.ndim], {}
+    for i, name in enumerate(mesh.axis_names):
+        line = mesh.ranks[(0,) * i + (slice(None),) + (0,) * (mesh.ndim - i - 1)]
+        distance[name] = max(abs(position[int(rank)] - position[int(first)]) for rank in line)
+    return sorted(mesh.axis_names, key=lambda name: -distance[name])
+
+
+# -- meshes made of others ---------------------------------------------------------------------------------------------
+
+
+def _is_among(mesh: AbstractMesh, meshes: Sequence[AbstractMesh]) -> bool:
+    return any(mesh is other for other in meshes)
+
+
+def _refined(root: Any, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return the slice with the axes of all these meshes of a view of the root that has all their
+    axes.
+
+    The view is worked out from the positions of the ranks in the root: an axis of n ranks with a
+    distance of s between neighbours is one of its axes, and axes "_0", "_1", ... are in between.
+
+    Raises: MeshError when no view has all the axes, as then ranks of one axis are among those of
+        another.
+    """
+    position = {int(rank): i for i, rank in enumerate(root.ranks.flat)}
+    steps: list[tuple[int, int, str]] = []  # (distance, ranks, name) of each axis of the view
+    made_of: dict[str, tuple[str, ...]] = {}
+    backends: dict[str, GroupBackend] = {}
+    for mesh in meshes:
+        place = mesh._coordinate_or_zeros()
+        for i, name in enumerate(mesh.axis_names):
+            line = mesh.ranks[(*place[:i], slice(None), *place[i + 1 :])]
+            factors = _factors([position[int(rank)] for rank in line])
+            own = [name] if len(factors) == 1 else [f"{name}_{j}" for j in range(len(factors))]
+            steps += [
+                (distance, size, factor)
+                for (distance, size), factor in zip(factors, own, strict=True)
+            ]
+            made_of[name] = tuple(own)
+            backends[name] = mesh._backend_of(name)
+    shape: list[int] = []
+    names: list[str] = []
+    span = root.ranks.size
+    for distance, size, name in sorted(steps, key=lambda step: (step[1] == 1, -step[0])):
+        between, rest = divmod(span, distance * size)
+        if rest:
+            raise errors.MeshRuntimeError(
+                f"concatenate({list(meshes)}): ranks of {name!r} are among those of another axis; concatenate axes of which each pair "
+                "of ranks shares at most one."
+            )
+        shape += [between] * (between > 1) + [size]
+        names += [f"_{len(names)}"] * (between > 1) + [name]
+        span = distance
+    if span > 1:
+        shape, names = [*shape, span], [*names, f"_{len(names)}"]
+    all_backends = tuple(backends.get(name, DEFAULT) for name in names)
+    view = root._unflattened(tuple(shape), dict.fromkeys(names, ()), backends=all_backends)
+    for name, own in made_of.items():
+        if own != (name,):
+            view._flattened_backends.setdefault(name, backends[name])
+            view.flatten(own, name)
+    return view._part({name: made_of[name] for mesh in meshes for name in mesh.axis_names})
+
+
+def _factors(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (distance, count) of the regular steps that make up these positions, major to minor;
+    one of a single rank is (1, 1).
+
+    >>> _factors([0, 2, 4, 6]), _factors([0, 1, 8, 9])
+    ([(2, 4)], [(8, 2), (1, 2)])
+
+    Raises: MeshError when the positions are not regular.
+    """
+    if len(positions) == 1:
+        return [(1, 1)]
+    factors: list[tuple[int, int]] = []
+    rest = list(positions)
+    while len(rest) > 1:
+        distance = rest[1] - rest[0]
+        count = next(
+            (i for i in range(2, len(rest)) if rest[i] - rest[i - 1] != distance), len(rest)
+        )
+        lines = [rest[i : i + count] for i in range(0, len(rest), count)]
+        if distance < 1 or any(
+            [x - line[0] for x in line] != [distance * i for i in range(count)] for line in lines
+        ):
+            raise errors.MeshRuntimeError(
+                f"concatenate: the ranks at {list(positions)} of the root mesh are not at regular distances in its order; slice the "
+                "mesh that has all axes instead."
+            )
+        factors.append((distance, count))
+        rest = [line[0] for line in lines]
+    return factors[::-1]
+
+
+def _from_torch(mesh: Any, backends: Sequence[str | None]) -> DeviceMesh:
+    """Return the mesh of torch as one of ours, a part of its root if it is a slice of another."""
+    root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
+    if root is mesh:
+        return DeviceMesh(
+            mesh.device_type, mesh.mesh, mesh_dim_names=names, backend_override=backends
+        )
+    whole = DeviceMesh.from_torch(root)
+    for name in names or ():
+        flat = root._flatten_mapping.get(name)
+        if name not in whole._index and name not in whole._flattened and flat is not None:
+            axes = _axes_with(whole, flat)
+            if axes is not None:
+                whole.flatten(axes, name)
+    known = {*whole._index, *whole._flattened}
+    if names and set(names) <= known:
+        part = whole[tuple(names)]
+        if mesh.get_coordinate() is None or np.array_equal(part.ranks, mesh.mesh.numpy()):
+            return part
+    part = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=names, backend_override=backends)
+    try:
+        return part if part is whole else _refined(whole, [part])
+    except errors.MeshError:  # not a slice of a view of the root, as for axes in another order
+        return part
+
+
+def _axes_with(whole: DeviceMesh, flat: Any) -> tuple[str, ...] | None:
+    """Return adjacent axes of the mesh whose ranks are those of torch's flattened mesh, None if
+    there are none.
+    """
+    if flat.get_coordinate() is None:
+        return None
+    ranks = flat.mesh.flatten().tolist()
+    for start in range(whole.ndim):
+        for stop in range(start + 1, whole.ndim + 1):
+            axes = whole.axis_names[start:stop]
+            if whole._part_ranks(axes).flatten().tolist() == ranks:
+                return axes
     return None
 
 
@@ -387,33 +692,55 @@ def is_mesh(x: Any) -> bool:
     return isinstance(x, (DeviceMesh, TorchMesh))
 
 
-def _interned(world: World, device_type: str, ranks: np.ndarray, names: tuple[str, ...]) -> DeviceMesh:
-    key = (device_type, ranks.shape, names, ranks.tobytes())
+def _interned(
+    world: World,
+    device_type: str,
+    ranks: np.ndarray,
+    names: tuple[str, ...],
+    backends: tuple[GroupBackend, ...],
+) -> DeviceMesh:
+    key = (device_type, ranks.shape, names, ranks.tobytes(), backends)
     mesh = world.meshes.get(key)
     if mesh is None:
-        mesh = world.meshes[key] = _make(world, device_type, ranks, names)
+        mesh = world.meshes[key] = _make(world, device_type, ranks, names, backends)
     if ranks.size == world.size and isinstance(world, ProcessWorld):
         hooks.monitor_calls(world.monitor)
     return mesh
 
 
-def _make(world: World, device_type: str, ranks: np.ndarray, names: tuple[str, ...]) -> DeviceMesh:
+def _make(
+    world: World,
+    device_type: str,
+    ranks: np.ndarray,
+    names: tuple[str, ...],
+    backends: tuple[GroupBackend, ...],
+) -> DeviceMesh:
     flat = ranks.reshape(-1).tolist()
     members = set(flat)
     if min(members) < 0 or max(members) >= world.size:
-        raise errors.ranks_outside_world((r for r in members if not 0 <= r < world.size), world.size)
+        raise errors.ranks_outside_world(
+            (r for r in members if not 0 <= r < world.size), world.size
+        )
     if len(members) != len(flat):
         raise errors.repeated_ranks(flat)
     mesh = object.__new__(DeviceMesh)
     mesh._set(np.ascontiguousarray(ranks), names)
     mesh.device_type, mesh.world, mesh.device = device_type, world, local_device(device_type)
+    mesh.backends, mesh._flattened_backends = backends, {}
     mesh._groups, mesh._torch = {}, None
-    mesh.coordinate = unravel(flat.index(world.rank), ranks.shape) if world.rank in members else None
+    mesh.coordinate = (
+        unravel(flat.index(world.rank), ranks.shape) if world.rank in members else None
+    )
     return mesh
 
 
-def unpickle_mesh(device_type: str, ranks: list[Any], names: tuple[str, ...]) -> DeviceMesh:
-    return DeviceMesh(device_type, ranks, axis_names=names)
+def unpickle_mesh(
+    device_type: str,
+    ranks: list[Any],
+    names: tuple[str, ...],
+    backends: tuple[str | None, ...] | None = None,
+) -> DeviceMesh:
+    return DeviceMesh(device_type, ranks, axis_names=names, backend_override=backends)
 
 
 def _checked_ranks(mesh: Any) -> np.ndarray:

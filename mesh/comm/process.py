@@ -26,8 +26,9 @@ from ..monitor.start import start_monitor
 from ..monitor.torch_calls import hooks
 from . import dtype_encoding
 from .group import Group, Observer
+from .group_backend import DEFAULT, FAKE, GroupBackend
 from .torch_groups import calls
-from .torch_groups.new_group import add_host, new_group, without_host
+from .torch_groups.new_group import add_host, has_host, is_default_backend, new_group, without_host
 from .torch_groups.works import PolledWork, TorchWork, WatchedMessages, WatchedWork, mark_stream
 from .work import DONE, Work, and_then
 from .world import World
@@ -46,10 +47,13 @@ class ProcessGroup(Group):
     Making a process group waits for all of its ranks, so asking for a `Group` on one rank (to print its ranks, say) must not do it.
     """
 
-    __slots__ = ("_channel", "_connected", "_given", "_lacks_host")
+    __slots__ = ("_backend", "_channel", "_connected", "_given", "_lacks_host")
 
-    def __init__(self, world: World, ranks: tuple[int, ...], given: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, world: World, ranks: tuple[int, ...], given: dist.ProcessGroup | None = None, backend: GroupBackend = DEFAULT
+    ) -> None:
         super().__init__(world, ranks)
+        self._backend = backend
         self._connected = self._lacks_host = False
         # Weak, because a group that outlives destroy_process_group aborts the process at exit.
         self._given = None if given is None else weakref.ref(given)
@@ -63,9 +67,12 @@ class ProcessGroup(Group):
 
         Raises: LaunchEnvironmentError after destroy_process_group.
         """
-        if self._given is None and dist.is_initialized() and self.size == dist.get_world_size():
+        is_default = self._backend == DEFAULT
+        if self._given is None and is_default and dist.is_initialized() and self.size == dist.get_world_size():
             self._given = weakref.ref(_default_group())
-        return self._alive(self._given) if self._given is not None else self._channel_for(_CPU)
+        if self._given is not None:
+            return self._alive(self._given)
+        return self._channel_for(_CPU) if is_default else self.channel
 
     @property
     def channel(self) -> dist.ProcessGroup:
@@ -123,19 +130,21 @@ class ProcessGroup(Group):
                 "torch.distributed has no default process group, so this group has no process group either. "
                 "Call init_device_mesh(...) or torch.distributed.init_process_group(...) first."
             )
-        if self.size == dist.get_world_size() and (self.size == 1 or dist.get_backend() == "mpi"):  # MPI cannot make another group
+        is_whole = self.size == dist.get_world_size()
+        if is_whole and self._backend == DEFAULT and (self.size == 1 or dist.get_backend() == "mpi"):  # MPI cannot make another group
             return _default_group()
-        is_monitored = self.world.monitor is not None
-        timeout = timeouts.group_timeout(dist.get_backend_config()) if is_monitored else None
-        backends = without_host(dist.get_backend_config())
+        name, options = self._backend
+        is_monitored = self.world.monitor is not None and name != FAKE
+        timeout = timeouts.group_timeout(name or dist.get_backend_config()) if is_monitored else None
+        backends = without_host(dist.get_backend_config()) if name is None else name
         try:
-            made = new_group(self.ranks, self.world.job if isinstance(self.world, ProcessWorld) else "", timeout, backends)
+            made = new_group(self.ranks, self.world.job if isinstance(self.world, ProcessWorld) else "", timeout, backends, options)
         except RuntimeError as error:
             self._explain(error)
             raise
         if timeout is not None:
             timeouts.manage(made, is_own=True)
-        self._lacks_host = backends is not None
+        self._lacks_host = backends is not None and not has_host(backends)
         return made
 
     def _explain(self, error: RuntimeError) -> None:
@@ -327,6 +336,18 @@ class ProcessWorld(World):
 
     def _make_group(self, ranks: tuple[int, ...]) -> Group:
         return ProcessGroup(self, ranks)
+
+    def _backend_group(self, ranks: tuple[int, ...], backend: GroupBackend) -> Group:
+        """Return the group of these ascending ranks; a backend that is the default group's makes no
+        other group.
+        """
+        if backend.options is None and (backend.name is None or is_default_backend(backend.name)):
+            return super()._backend_group(ranks, DEFAULT)
+        key = ranks, backend
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = ProcessGroup(self, ranks, None, backend)
+        return group
 
     def group_from(self, handle: dist.ProcessGroup) -> Group:
         """Return the group over the ranks of an existing process group, which it uses instead of making another."""

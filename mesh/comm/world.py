@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import errors
 from ..monitor.recording.trace_buffer import TraceBuffer
+from .group_backend import DEFAULT, GroupBackend
 
 if TYPE_CHECKING:
     from ..monitor.monitor import Monitor
@@ -55,7 +56,7 @@ class World(ABC):
         self.comm_context = CommContext()
         self.epoch = 0
         self._trace_buffer: TraceBuffer | None = None
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[Any, Group] = {}  # by ranks; with another backend than the default one, by (ranks, backend)
 
     @property
     def trace_buffer(self) -> TraceBuffer:
@@ -80,19 +81,30 @@ class World(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        """Return the group of these global ranks, given in any order; the same object for the same ranks.
+    def group(self, ranks: Sequence[int], backend: GroupBackend = DEFAULT) -> Group:
+        """Return the group of these global ranks, given in any order; the same object for the same
+        ranks and backend.
 
         Raises: MeshError when a rank appears twice or does not exist, or this rank is not among them.
         Communication: none (a process group is made by its first collective).
         """
         key = tuple(ranks)
-        found = self._groups.get(key)
-        if found is None:
+        group = self._groups.get(key) if backend is DEFAULT else None
+        if group is None:
             ordered = self._sorted_ranks(key)
-            found = self._groups.get(ordered) or self._make_group(ordered)
-            self._groups[key] = self._groups[ordered] = found
-        return found
+            group = self._backend_group(ordered, backend)
+            if backend is DEFAULT:
+                self._groups[key] = group
+        return group
+
+    def _backend_group(self, ranks: tuple[int, ...], backend: GroupBackend) -> Group:
+        """Return the group of these ascending ranks. Only processes have backends: see
+        `ProcessWorld`.
+        """
+        group = self._groups.get(ranks)
+        if group is None:
+            group = self._groups[ranks] = self._make_group(ranks)
+        return group
 
     def _sorted_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         ordered = tuple(sorted(int(r) for r in ranks))

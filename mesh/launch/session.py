@@ -24,6 +24,7 @@ from .. import errors
 from ..comm.call_site import user_line
 from ..comm.current_world import current_world
 from ..comm.group import Group
+from ..comm.group_backend import DEFAULT, GroupBackend
 from ..comm.process import ProcessGroup
 from ..comm.world import World
 from ..monitor.monitor import monitor_of
@@ -152,7 +153,7 @@ class ClosedWorld(World):
         super().__init__(world.rank, world.size)
         self._why = why
 
-    def group(self, ranks: Sequence[int]) -> Group:
+    def group(self, ranks: Sequence[int], backend: GroupBackend = DEFAULT) -> Group:
         return self._make_group(tuple(ranks))
 
     def _make_group(self, ranks: tuple[int, ...]) -> NoReturn:

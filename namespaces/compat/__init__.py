@@ -7,18 +7,20 @@ docs/from_dtensor.md lists the differences.
 """
 
 from shardmesh.mesh import DeviceMesh, init_device_mesh
+from shardmesh.sharding.compat.context_parallel import context_parallel, context_parallel_unshard, set_rotate_method
 from shardmesh.sharding.compat.dtensor import CommDebugMode, DTensor, visualize_sharding
 from shardmesh.sharding.compat.local_map import local_map
+from shardmesh.sharding.compat.loss_parallel import loss_parallel
 from shardmesh.sharding.layout.spec import Partial, Placement, Replicate, Shard
 from shardmesh.sharding.ops.plain_operands import implicit_replication
 from shardmesh.sharding.ops.rules.register_sharding import register_sharding
-from shardmesh.sharding.parallel.context.attention import context_parallel
 from shardmesh.sharding.parallel.data.fully_shard import fully_shard
 from shardmesh.sharding.parallel.data.precision import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardmesh.sharding.parallel.module import distribute_module
 from shardmesh.sharding.parallel.tensor.plan import parallelize_module
 from shardmesh.sharding.parallel.tensor.torch_styles import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
@@ -35,6 +37,7 @@ __all__ = [
     "DTensor",
     "DeviceMesh",
     "MixedPrecisionPolicy",
+    "ParallelStyle",
     "Partial",
     "Placement",
     "PrepareModuleInput",
@@ -46,6 +49,7 @@ __all__ = [
     "Shard",
     "arange",
     "context_parallel",
+    "context_parallel_unshard",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -54,11 +58,13 @@ __all__ = [
     "implicit_replication",
     "init_device_mesh",
     "local_map",
+    "loss_parallel",
     "ones",
     "parallelize_module",
     "rand",
     "randn",
     "register_sharding",
+    "set_rotate_method",
     "visualize_sharding",
     "zeros",
 ]

@@ -26,6 +26,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.transforms import refuse_foreign
 from . import nonmember, plain_operands
 from .custom_function import take_over
+from .handles import TensorHandle, settled
 from .lineage import comm_context, drawn, mixed, piece_of, seed_of, with_drawn
 from .rules.aten import public_call
 from .rules.number_arguments import has_tensor_as_number, with_numbers
@@ -104,6 +105,8 @@ def torch_function(
     except TypeError:  # an argument that cannot be hashed
         strategy = None
     if strategy is None:
+        if any(isinstance(item, TensorHandle) for item in key):
+            return func(*settled(tuple(args)), **settled(kwargs))
         strategy = _make_strategy(func, args, kwargs, key, operands)
     if strategy.direct:
         out = strategy.wrap(strategy.func(*local_args, **local_kwargs))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from ...mesh.context import given_or_current
 from ...mesh.device_mesh import DeviceMesh
 from ..debug.module_repr import show_layouts_in_repr
+from ..ops.handles import settled
 from ..ops.prepared_modules import prepare
 from ..tensor.convert import distribute_tensor
 from ..tensor.sharded_tensor import ShardedTensor
@@ -63,10 +66,32 @@ def distribute_module(
     _tie(tied)
     prepare(module)
     if input_fn is not None:
-        module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
+        prepare_input = _with_module(input_fn, "input_fn")
+        module.register_forward_pre_hook(lambda m, inputs: settled(prepare_input(m, inputs, mesh)))
     if output_fn is not None:
-        module.register_forward_hook(lambda m, inputs, outputs: output_fn(m, outputs, mesh))
+        prepare_output = _with_module(output_fn, "output_fn")
+        module.register_forward_hook(lambda m, inputs, outputs: settled(prepare_output(m, outputs, mesh)))
     return module
+
+
+def _with_module(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """Return a hook that takes the module first; torch's older form `(values, mesh)` is accepted
+    with a warning.
+
+    Raises:
+        ValueError: a function of another number of arguments.
+    """
+    taken = inspect.signature(function).parameters.values()
+    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in taken)
+    if count >= 3 or any(p.kind is p.VAR_POSITIONAL for p in taken):
+        return function
+    if count != 2:
+        raise ValueError(
+            f"distribute_module: {what} takes {count} arguments; it is called with (module, values, device_mesh)"
+        )
+    text = f"distribute_module: {what} without the module is deprecated; write (module, values, device_mesh)"
+    warnings.warn(text, FutureWarning, stacklevel=3)
+    return lambda module, values, mesh: function(values, mesh)
 
 
 def shard_parameter(

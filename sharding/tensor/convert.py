@@ -165,7 +165,23 @@ class _FirstReplica(torch.autograd.Function):
 
 def _on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the tensor on the mesh's device type, as torch does; a tensor on "meta" stays there."""
+    if type(tensor).__name__ == "AsyncCollectiveTensor":  # of torch's functional collectives
+        tensor = _Awaited.apply(tensor)  # type: ignore[assignment]
     return tensor if tensor.is_meta or tensor.device.type == mesh.device_type else tensor.to(mesh.device)
+
+
+class _Awaited(torch.autograd.Function):
+    """From a tensor that torch's functional collectives return, which waits when it is first used,
+    to the plain one inside.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        return tensor.wait().detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 # -- local tensors out ------------------------------------------------------------------------------------------------

@@ -34,17 +34,27 @@ _WHERE = """
 
 
 def zeros(
-    *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: SpecLike = None,
 ) -> ShardedTensor:
     """Return a sharded tensor of zeros: `sm.zeros(4, 8, device_mesh=mesh, placements=[Shard(0)])` or `sm.zeros((4, 8), mesh, spec)`."""
-    return _constant(0, size, device_mesh, placements, options)
+    return _constant(0, size, device_mesh, placements, dtype, layout, requires_grad)
 
 
 def ones(
-    *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: SpecLike = None,
 ) -> ShardedTensor:
     """Return a sharded tensor of ones."""
-    return _constant(1, size, device_mesh, placements, options)
+    return _constant(1, size, device_mesh, placements, dtype, layout, requires_grad)
 
 
 def full(
@@ -52,15 +62,23 @@ def full(
     fill_value: float,
     device_mesh: DeviceMesh | SpecLike = None,
     placements: SpecLike = None,
-    **options: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
 ) -> ShardedTensor:
     """Return a sharded tensor filled with one value, whose type gives the dtype as in `torch.full`."""
-    options["dtype"] = options.get("dtype") or torch.full((), fill_value).dtype
-    return _constant(fill_value, (tuple(size),), device_mesh, placements, options)
+    dtype = dtype or torch.full((), fill_value).dtype
+    return _constant(fill_value, (tuple(size),), device_mesh, placements, dtype, layout, requires_grad)
 
 
 def empty(
-    *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: SpecLike = None,
 ) -> ShardedTensor:
     """Return a sharded tensor with uninitialized values."""
     return _new(
@@ -68,22 +86,34 @@ def empty(
         size,
         device_mesh,
         placements,
-        options,
+        dtype,
+        layout,
+        requires_grad,
     )
 
 
 def rand(
-    *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: SpecLike = None,
 ) -> ShardedTensor:
     """Return a sharded tensor of random numbers in [0, 1); the same global tensor on any mesh. Seeded by `manual_seed`."""
-    return _new(random.uniform, size, device_mesh, placements, options)
+    return _new(random.uniform, size, device_mesh, placements, dtype, layout, requires_grad)
 
 
 def randn(
-    *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: SpecLike = None,
 ) -> ShardedTensor:
     """Return a sharded tensor of Gaussian random numbers; the same global tensor on any mesh. Seeded by `manual_seed`."""
-    return _new(random.normal, size, device_mesh, placements, options)
+    return _new(random.normal, size, device_mesh, placements, dtype, layout, requires_grad)
 
 
 def randint(
@@ -94,6 +124,7 @@ def randint(
     placements: Any = None,
     *,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
 ) -> ShardedTensor:
     """Return a sharded tensor of random integers in [low, high); the same global tensor on any mesh. Seeded by `manual_seed`.
@@ -104,18 +135,24 @@ def randint(
         if is_mesh(size) or is_placement(size):
             device_mesh, placements = size, placements if device_mesh is None else device_mesh
         low, high, size = 0, low, high
-    options = {"dtype": dtype or torch.int64, "requires_grad": requires_grad}
-    return _new(lambda at: random.integers(at, low, high), (tuple(size),), device_mesh, placements, options)
+    return _new(
+        lambda at: random.integers(at, low, high), (tuple(size),), device_mesh, placements, dtype or torch.int64, layout, requires_grad
+    )
 
 
 def randperm(
-    n: int, device_mesh: DeviceMesh | SpecLike = None, placements: SpecLike = None, *, dtype: torch.dtype | None = None
+    n: int,
+    device_mesh: DeviceMesh | SpecLike = None,
+    placements: SpecLike = None,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
 ) -> ShardedTensor:
     """Return the numbers 0 ... n - 1 in random order, the same on any mesh. Seeded by `manual_seed`.
 
     Every rank sorts all n numbers, whatever part of them it holds.
     """
-    return _new(random.permutation, (n,), device_mesh, placements, {"dtype": dtype or torch.int64})
+    return _new(random.permutation, (n,), device_mesh, placements, dtype or torch.int64, layout)
 
 
 def arange(
@@ -126,6 +163,7 @@ def arange(
     device_mesh: DeviceMesh | None = None,
     placements: SpecLike = None,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
 ) -> ShardedTensor:
     """Return a 1-D sharded tensor of numbers from `start` to `end` by `step`, as `torch.arange`."""
@@ -140,7 +178,7 @@ def arange(
         )
         return (low + index * step).to(dtype)
 
-    return _new(values, (count,), device_mesh, placements, {"dtype": dtype, "requires_grad": requires_grad})
+    return _new(values, (count,), device_mesh, placements, dtype, layout, requires_grad)
 
 
 for _function in (zeros, ones, full, empty, rand, randn, randint, randperm):
@@ -152,32 +190,39 @@ def _mesh(layout: Layout) -> Any:
 
 
 def _constant(
-    value: float, size: Sequence[Any], mesh: Any, placements: SpecLike, options: dict[str, Any]
+    value: float,
+    size: Sequence[Any],
+    mesh: Any,
+    placements: SpecLike,
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
 ) -> ShardedTensor:
     def values(at: Layout) -> Tensor:
         return torch.full(at.local_shape, value, dtype=at.dtype, device=_mesh(at).device)
 
-    return _new(values, size, mesh, placements, options)
+    return _new(values, size, mesh, placements, dtype, layout, requires_grad)
 
 
 def _new(
-    values: Callable[[Layout], Tensor], size: Sequence[Any], mesh: Any, placements: SpecLike, options: dict[str, Any]
+    values: Callable[[Layout], Tensor],
+    size: Sequence[Any],
+    mesh: Any,
+    placements: SpecLike,
+    dtype: torch.dtype | None,
+    memory_layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
 ) -> ShardedTensor:
     size, mesh, placements = _positional(size, mesh, placements)
-    unknown = set(options) - {"dtype", "layout", "requires_grad"}
-    if unknown:
-        raise TypeError(
-            f"unexpected argument {sorted(unknown)[0]!r}; a factory takes dtype=, requires_grad=, device_mesh=, placements="
-        )
-    if options.get("layout", torch.strided) is not torch.strided:
-        raise ValueError(f"layout={options['layout']} is not supported: the parts of a sharded tensor are strided; leave layout out")
-    layout = Layout.of(mesh, placements, size, options.get("dtype") or torch.get_default_dtype())
+    if memory_layout is not torch.strided:
+        raise ValueError(f"layout={memory_layout} is not supported: the parts of a sharded tensor are strided; leave layout out")
+    layout = Layout.of(mesh, placements, size, dtype or torch.get_default_dtype())
     if layout.pending:
         raise ValueError(f"a new tensor cannot be pending, got {layout.spec}; leave those axes replicated")
     before = drawn.last
     out = ShardedTensor._make_guarded(values(layout), layout)
     out._lineage = with_drawn(out._lineage, before)
-    return out.requires_grad_() if options.get("requires_grad") else out
+    return out.requires_grad_() if requires_grad else out
 
 
 def _positional(size: Sequence[Any], mesh: Any, placements: SpecLike) -> tuple[tuple[int, ...], DeviceMesh, SpecLike]:

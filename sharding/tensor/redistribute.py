@@ -15,6 +15,7 @@ from ..functional.named_axes import current_captures
 from ..layout.layout import Layout, distinct_mesh_names
 from ..layout.spec import P, Sharding, SpecLike
 from ..ops import dispatch
+from ..ops.handles import TensorHandle
 from ..ops.lineage import comm_context, mixed
 from ..redistribute.autograd import redistribute_local, start_redistribute
 from ..redistribute.cross_mesh import redistribute_cross_mesh
@@ -27,8 +28,10 @@ from .sharded_tensor import DonatedTensor, ShardedTensor
 _PLACEMENTS = frozenset({P, list, tuple})  # as the only positional argument: placements on the tensor's own mesh
 
 
-class Resharding:
-    """A handle of `redistribute(..., async_op=True)`: `wait()` returns the tensor."""
+class Resharding(TensorHandle):
+    """A handle of `redistribute(..., async_op=True)`: `wait()` returns the tensor, and so does
+    every use as a tensor.
+    """
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         self._finish: Callable[[], Any] | None = finish
@@ -72,7 +75,8 @@ def redistribute(
         device_mesh: the tensor's own mesh, by default, or another one of the same world: with other axes, other ranks or
             the same ranks in another order. Then all ranks of both meshes call this, and backward; ranks outside a mesh hold
             empty parts.
-        async_op: return a handle while the (last) collective is in flight; its `wait()` returns the tensor.
+        async_op: return a handle while the (last) collective is in flight; its `wait()` returns the
+            tensor, and using the handle as a tensor waits.
         forward_dtype: cast to this dtype before communicating; the result has it.
         backward_dtype: dtype in which the gradient is communicated; the gradient of `x` has the dtype of `x`.
         max_bytes: upper limit of the bytes that a rank holds at a time (its part before, its part after, buffers); exchanges are

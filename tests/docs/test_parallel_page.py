@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardmesh as sm
+import shardmesh.compat
 import shardmesh.parallel
 from shardmesh import P
 from shardmesh.parallel import MixedPrecisionPolicy, data_parallel, fully_shard, parallelize
@@ -208,6 +210,35 @@ def test_programs_with_hugging_face_models(tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gradient_checkpointing_enable", FutureWarning)
         on_axes((2, 2), ("fsdp", "tp"), program)
+
+
+class Routed(nn.Module):
+    """The model of the program with a style of its own: an MLP whose output a router scales."""
+
+    def __init__(self, d: int = 8) -> None:
+        super().__init__()
+        self.router, self.up, self.down = nn.Linear(d, 1), nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+
+    def forward(self, x):
+        return torch.sigmoid(self.router(x)) * self.down(torch.tanh(self.up(x)))
+
+
+def test_program_with_a_style_of_its_own():
+    torch.manual_seed(0)
+    whole, x = Routed().double(), torch.randn(3, 8, dtype=torch.float64)
+    whole(x).square().sum().backward()
+
+    def program(mesh):
+        model = copy.deepcopy(whole).to(DEVICE)
+        model.zero_grad()
+        _run("class NoParallel(ParallelStyle)", vars(sm.compat) | {"mesh": mesh, "model": model})
+        y = model(x.to(DEVICE))
+        torch.testing.assert_close(y.cpu(), whole(x), rtol=1e-12, atol=1e-12)
+        y.square().sum().backward()
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor().cpu(), q.grad, rtol=1e-12, atol=1e-12)
+
+    on_axes((2,), ("tp",), program)
 
 
 def test_every_program_of_the_page_is_run():

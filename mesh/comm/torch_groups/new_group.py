@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,17 +20,25 @@ _times_made: Counter[tuple[str, tuple[int, ...]]] = Counter()  # by job, so that
 _lock = threading.Lock()
 
 
-def new_group(ranks: Sequence[int], job: str, timeout: timedelta | None, backends: str | None = None) -> dist.ProcessGroup:
+def new_group(
+    ranks: Sequence[int], job: str, timeout: timedelta | None, backends: str | None = None, options: Any = None
+) -> dist.ProcessGroup:
     """Return a new process group; called by these ranks only. NCCL runs on streams of high priority, so that it overlaps with computation.
 
     Args:
         job: a name of the default group.
         timeout: None for torch's own.
         backends: such as "cuda:nccl"; None for those of the default group.
+        options: of the backend; their timeout replaces `timeout`.
 
     Communication: waits for all of these ranks.
     """
-    options = _options(backends or dist.get_backend_config(), timeout)
+    if backends == "fake":  # torch registers this backend when its module is imported
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    if options is None:
+        options = _options(backends or dist.get_backend_config(), timeout)
+    else:
+        timeout = options._timeout
     with _lock, _names_from_ranks(job), _no_bound_device():
         made: dist.ProcessGroup = dist.new_group(  # type: ignore[assignment]
             list(ranks), backend=backends, use_local_synchronization=True, timeout=timeout, pg_options=options
@@ -56,6 +65,25 @@ def without_host(backends: str) -> str | None:
     parts = backends.split(",")
     others = [part for part in parts if part != "cpu:gloo"]
     return ",".join(others) if len(others) < len(parts) and others and not any(part.endswith(":gloo") for part in others) else None
+
+
+def has_host(backends: str) -> bool:
+    """Return whether these backends include one for the CPU.
+
+    >>> has_host("cuda:nccl"), has_host("nccl"), has_host("gloo")
+    (False, False, True)
+    """
+    return "cpu" in _by_device(backends)
+
+
+def is_default_backend(name: str) -> bool:
+    """Return whether the default group has this backend, for the same devices."""
+    return dist.is_initialized() and _by_device(name) == _by_device(dist.get_backend_config())
+
+
+def _by_device(backends: str) -> dict[str, Any]:
+    name: Any = dist.Backend(backends)
+    return distributed_c10d.BackendConfig(name).get_device_backend_map()
 
 
 def add_host(group: dist.ProcessGroup, timeout: timedelta) -> None:

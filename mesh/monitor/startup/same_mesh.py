@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _TO_COME_S = 0.3  # how long to wait for other ranks before votes decide which are the outliers
 _PAUSE_S = 0.01
-_FIELDS = ("device type", "shape", "axis names", "rank order")
+_FIELDS = ("device type", "shape", "axis names", "rank order", "backends")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ def compare(mesh: DeviceMesh) -> None:
 
 def _fields_of(mesh: DeviceMesh) -> dict[str, Any]:
     order = hashlib.sha1(mesh.ranks.tobytes(), usedforsecurity=False).hexdigest()  # a list of thousands of ranks would fill the store
-    values = mesh.device_type, list(mesh.shape), list(mesh.axis_names), order
+    backends = [backend.name for backend in mesh.backends]
+    values = mesh.device_type, list(mesh.shape), list(mesh.axis_names), order, backends
     return dict(zip(_FIELDS, values, strict=True))
 
 

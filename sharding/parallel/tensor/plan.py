@@ -31,7 +31,7 @@ from .activations import HookSite, InputHook, OutputHook, along
 from .hf_plan import with_styles
 from .plain_calls import return_whole_outputs_plain
 from .styles import Style, axis_of, shard_params
-from .torch_styles import own_style
+from .torch_styles import applies_itself, own_style
 
 Matches = Callable[[str, str], bool]  # (path, pattern)
 
@@ -90,7 +90,9 @@ def parallelize_module(
     Args:
         module: any module.
         device_mesh: a mesh, of one axis where inputs are plain tensors; by default that of `set_mesh`.
-        parallelize_plan: patterns of module paths with their styles, or one style; torch's or ours. None does nothing, with a warning.
+        parallelize_plan: patterns of module paths with their styles, or one style; torch's, ours,
+            or the program's own, whose `_apply(module, device_mesh)` is called, after all others
+            (see `ParallelStyle`). None does nothing, with a warning.
         src_data_rank: as in `distribute_tensor`.
 
     Raises:
@@ -123,22 +125,45 @@ def apply_plan(
     named, tensors = dict(module.named_modules()), _tensors(module)
     _check_matched(plan, matches, [*named, *tensors], type(module).__name__)
     uses = list(_uses(plan, mesh, named, tensors, matches))
+    own = [use for use in uses if applies_itself(use.style)]
+    uses = [use for use in uses if not applies_itself(use.style)]
     layouts = _layouts(uses, tensors, mesh)
     hooks = _hooks(uses)
     if rest:
         for path, tensor in tensors.items():
-            if id(tensor) not in layouts and not isinstance(tensor, ShardedTensor):
+            if id(tensor) not in layouts and not isinstance(tensor, ShardedTensor) and not _is_inside(path, own):
                 layouts[id(tensor)] = _PlannedLayout(_layout(mesh, tensor, P(), path), path, "")
     tensors.clear()  # so that each whole tensor is freed when its sharded one exists
     _replace_tensors(module, {key: placed.layout for key, placed in layouts.items()}, src_data_rank)
     for submodule, hook in hooks:
         _register(submodule, hook)
+    for use in own:
+        replacement = _apply_itself(use, mesh, src_data_rank)
+        module = replacement if use.site.path == "" else module
     if rest:
         return_whole_outputs_plain(module)
     for submodule in named.values():
         show_layouts_in_repr(submodule)
     prepare(module)
     return module
+
+
+def _apply_itself(use: _StyleUse, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
+    """Call `_apply` of a program's own style; return the module, which torch lets it replace at the
+    top.
+    """
+    use.style.src_data_rank = src_data_rank
+    result = use.style._apply(use.module, mesh)
+    if not isinstance(result, nn.Module):
+        raise TypeError(f"{use.site}: _apply must return the module, got {result!r}")
+    return result
+
+
+def _is_inside(path: str, uses: Iterable[_StyleUse]) -> bool:
+    """Return whether a parameter belongs to a module that a style of the program's own
+    distributes.
+    """
+    return any(use.site.path == "" or path.startswith(f"{use.site.path}.") for use in uses)
 
 
 # -- matching ----------------------------------------------------------------------------------------------------------
@@ -174,7 +199,8 @@ def _uses_of(
     Raises:
         ValueError: it is for modules and the pattern matches parameters, or the reverse.
     """
-    axis, text = axis_of(style, mesh, pattern), f"{style!r} of plan[{pattern!r}]"
+    axis = mesh.axis_names[0] if applies_itself(style) else axis_of(style, mesh, pattern)  # its own methods have the whole mesh
+    text = f"{style!r} of plan[{pattern!r}]"
     of_tensors = isinstance(style, shard_params) and not isinstance(style.specs, Mapping)
     paths = [path for path in (tensors if of_tensors else named) if matches(path, pattern)]
     if not paths:

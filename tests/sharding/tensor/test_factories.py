@@ -73,7 +73,7 @@ def test_invalid_arguments_raise():
     mesh = sm.simulate(1)(lambda: sm.init_device_mesh(DEVICE, (1,), axis_names=("a",)))()[0]
     with pytest.raises(TypeError, match="give the mesh"):
         sm.zeros(4, 4)
-    with pytest.raises(TypeError, match="unexpected argument 'device'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'device'"):
         sm.zeros((4,), mesh, device="cpu")
     with pytest.raises(ValueError, match="cannot be pending"):
         sm.zeros((4,), mesh, sm.P(unreduced={"a"}))

@@ -1,0 +1,375 @@
+"""`context_parallel` in torch's form: plain buffers are this rank's part of the sequence in the block.
+
+    tokens [b, 16] on 2 ranks    in the block    rank 0  [b, 8]: positions 0 1 2 3 12 13 14 15
+                                                 rank 1  [b, 8]: positions 4 5 6 7 8 9 10 11
+
+The order is that of `balance_sequence`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.world import World
+from ...mesh.device_mesh import DeviceMesh, as_device_mesh
+from ..layout.spec import P
+from ..ops.recomputation import register_state
+from ..parallel.context import attention
+from ..parallel.context.attention import context_parallel_attention
+from ..parallel.context.load_balance import balanced, balanced_sizes, unbalance_sequence
+from ..tensor.convert import from_local, to_local
+from ..tensor.sharded_tensor import ShardedTensor
+
+_METHODS = {"allgather": "all_gather", "alltoall": "ring"}
+_methods: weakref.WeakKeyDictionary[World, str] = weakref.WeakKeyDictionary()
+
+
+def set_rotate_method(rotate_method: str) -> None:
+    """Choose how `context_parallel` moves keys and values, from now on: "allgather" (the default)
+    gathers them, "alltoall" rotates them.
+
+    They are the methods "all_gather" and "ring" of `sm.parallel.context_parallel_attention`;
+    results are the same.
+
+    Raises:
+        NotImplementedError: another method.
+
+    Communication: none.
+
+    Example:
+        >>> set_rotate_method("alltoall")
+    """
+    if rotate_method not in _METHODS:
+        raise NotImplementedError(
+            f"set_rotate_method({rotate_method!r}): write one of {', '.join(map(repr, _METHODS))}"
+        )
+    _methods[current_world()] = _METHODS[rotate_method]
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: list[Tensor] | None = None,
+    buffer_seq_dims: list[int] | None = None,
+    no_restore_buffers: set[Tensor] | None = None,
+) -> Iterator[None]:
+    """with context_parallel(mesh["cp"], buffers=[...], buffer_seq_dims=[...]): attention over
+    sequences split over the mesh, in torch's form.
+
+    In the block each buffer is this rank's part of its sequence, in the balanced order of
+    `balance_sequence`, and `F.scaled_dot_product_attention` of plain tensors computes as
+    `context_parallel_attention`. A loss is that of this rank's positions; average losses and
+    gradients over the ranks, as under data parallelism. `sm.parallel.context_parallel(axis)` is the
+    form for sharded tensors.
+
+    Activation checkpointing (`use_reentrant=False`) recomputes attention as forward ran it, also after
+    the block; buffers that it reads must be in `no_restore_buffers` then.
+
+    Args:
+        mesh: the mesh of the axis, or axes, that split the sequence.
+        buffers: plain tensors with a dim of positions, whole and the same on every rank: tokens,
+            labels, positional embeddings. They get other data in place, and their own again after
+            the block.
+        buffer_seq_dims: that dim of each. The sequence is as long as the first buffer; of longer
+            ones the first positions are used.
+        no_restore_buffers: those of the buffers that keep this rank's part after the block.
+
+    Raises:
+        TypeError: something else than a mesh; a buffer that is a parameter or a sharded tensor, or
+            requires grad.
+        ValueError: another number of dims than buffers, a buffer that is shorter than the first, or
+            one in `no_restore_buffers` that is not in `buffers`. Later, from attention: masks or
+            dropout, and what `context_parallel_attention` raises.
+
+    Communication: none by itself; attention's as in `context_parallel_attention`.
+
+    Example:
+        >>> with context_parallel(mesh["cp"], buffers=[tokens, labels], buffer_seq_dims=[1, 1], no_restore_buffers={tokens, labels}):
+        ...     loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        ...     loss.backward()
+    """
+    mesh = as_device_mesh(mesh)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"context_parallel({mesh!r}): the first argument is a mesh, as in torch; the form that takes an axis is "
+            "sm.parallel.context_parallel(axis, method=, balanced=)"
+        )
+    buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    kept = [] if no_restore_buffers is None else list(no_restore_buffers)
+    length = _check_buffers(buffers, dims, kept)
+    ranks, index = mesh.size(), mesh.index_along(mesh.axis_names)
+    originals: list[tuple[Tensor, Tensor]] = []
+    method = _methods.get(current_world(), "all_gather")
+    try:
+        for buffer, dim in zip(buffers, dims, strict=True):
+            whole = buffer.detach().view_as(buffer)
+            if not any(buffer is other for other in kept):
+                originals.append((buffer, whole))
+            runs = (
+                [
+                    whole.narrow(dim, start, stop - start)
+                    for start, stop in balanced(length, ranks)[index]
+                ]
+                if ranks > 1
+                else [whole]
+            )
+            with torch.no_grad():
+                buffer.set_(torch.cat(runs, dim) if ranks > 1 else whole)  # type: ignore[call-overload]
+        block = _Block(mesh, length, method)
+        with attention.context_parallel(mesh.axis_names, method=method, balanced=True), _in(block):
+            yield
+    finally:
+        for buffer, whole in originals:
+            with torch.no_grad():
+                buffer.set_(whole)  # type: ignore[call-overload]
+
+
+def _check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor]) -> int:
+    """Return the length of the sequence, that of the first buffer, 0 without buffers."""
+    if len(buffers) != len(dims):
+        raise ValueError(
+            f"context_parallel: {len(buffers)} buffers and {len(dims)} buffer_seq_dims; give one dim for each buffer"
+        )
+    if not all(any(x is buffer for buffer in buffers) for x in kept):
+        raise ValueError(
+            "context_parallel: no_restore_buffers has a tensor that is not in buffers; it must be a subset of them"
+        )
+    for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if (
+            not isinstance(buffer, Tensor)
+            or isinstance(buffer, nn.Parameter | ShardedTensor)
+            or buffer.requires_grad
+        ):
+            what = (
+                "requires grad"
+                if isinstance(buffer, Tensor) and buffer.requires_grad
+                else f"is a {type(buffer).__name__}"
+            )
+            raise TypeError(
+                f"context_parallel: buffer {i} {what}; buffers are plain tensors that are the same on every rank"
+            )
+        if not -buffer.ndim <= dim < buffer.ndim:
+            raise ValueError(
+                f"context_parallel: buffer {i} has shape {list(buffer.shape)} and no dim {dim}"
+            )
+    length = buffers[0].shape[dims[0]] if buffers else 0
+    short = [
+        i
+        for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True))
+        if buffer.shape[dim] < length
+    ]
+    if short:
+        sizes = [buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)]
+        raise ValueError(
+            f"context_parallel: buffer {short[0]} has fewer positions than buffer 0; their lengths are {sizes}"
+        )
+    return length
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The mesh, the length of the sequences and the method of an active `context_parallel`."""
+
+    mesh: DeviceMesh
+    length: int
+    method: str
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if any(isinstance(x, ShardedTensor) for x in (query, key, value)):
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+        if attn_mask is not None or dropout_p:
+            given = (
+                f"dropout_p={dropout_p}"
+                if attn_mask is None
+                else f"attn_mask of shape {list(attn_mask.shape)}"
+            )
+            raise ValueError(
+                f"scaled_dot_product_attention in context_parallel: {given}; keys of other ranks are processed with is_causal or no mask, "
+                "without dropout"
+            )
+        if query.ndim > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
+            raise ValueError(
+                f"scaled_dot_product_attention in context_parallel: {query.shape[-3]} query heads and {key.shape[-3]} key heads need "
+                "enable_gqa=True"
+            )
+        laid = [self._sequence(x) for x in (query, key, value)]
+        options = {
+            "axis": self.mesh.axis_names,
+            "is_causal": is_causal,
+            "scale": scale,
+            "method": self.method,
+            "balanced": True,
+        }
+        return to_local(context_parallel_attention(*laid, **options))  # type: ignore[arg-type]
+
+    def _sequence(self, part: Tensor) -> ShardedTensor:
+        """Return the sequence of which this is the part: as long as the buffers, or else of equal
+        parts.
+        """
+        ranks, own = self.mesh.size(), part.shape[-2]
+        sizes = balanced_sizes(self.length, ranks)
+        total = (
+            self.length
+            if sizes[self.mesh.index_along(self.mesh.axis_names)] == own
+            else own * ranks
+        )
+        return _of_balanced_part(part, self.mesh, part.ndim - 2, balanced_sizes(total, ranks))
+
+
+class _ActiveBlock(threading.local):
+    """The block that this thread is in, None outside.
+
+    Attributes:
+        depth: how many modes of blocks this thread has entered.
+        restored: the mode that recomputation has entered outside of all blocks.
+    """
+
+    block: _Block | None = None
+    depth: int = 0
+    restored: TorchFunctionMode | None = None
+
+
+_active = _ActiveBlock()
+
+
+@contextmanager
+def _in(block: _Block) -> Iterator[None]:
+    before, _active.block = _active.block, block
+    _active.depth += 1
+    try:
+        with _PlainAttention():
+            yield
+    finally:
+        _active.depth -= 1
+        _active.block = before
+
+
+def _block() -> _Block | None:
+    return _active.block
+
+
+def _restore(block: _Block | None) -> None:
+    """Set the block around recomputation, which may run after the `with` block or in another thread."""
+    _active.block = block
+    if block is not None and _active.depth == 0 and _active.restored is None:
+        _active.restored = _PlainAttention()
+        _active.restored.__enter__()
+    elif block is None and _active.restored is not None:
+        _active.restored.__exit__(None, None, None)
+        _active.restored = None
+
+
+register_state(_block, _restore)
+
+
+class _PlainAttention(TorchFunctionMode):
+    """Compute `scaled_dot_product_attention` of plain tensors over the mesh of the block."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        block = _active.block
+        if func is not F.scaled_dot_product_attention or block is None or block.mesh.size() == 1:
+            return func(*args, **kwargs)
+        _active.block = None  # the computation may call torch's attention on this rank's parts
+        try:
+            return block._attention(*args, **kwargs)
+        finally:
+            _active.block = block
+
+
+def _of_balanced_part(
+    part: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int]
+) -> ShardedTensor:
+    spec = P(*[None] * dim, mesh.axis_names, sizes={mesh.axis_names: list(sizes)})
+    return from_local(
+        part, mesh, spec, shape=(*part.shape[:dim], sum(sizes), *part.shape[dim + 1 :])
+    )
+
+
+@torch.no_grad()
+def context_parallel_unshard(
+    mesh: DeviceMesh, buffers: list[Tensor], seq_dims: list[int], load_balancer: Any = None
+) -> list[Tensor]:
+    """context_parallel_unshard(mesh, parts, dims) -> the whole tensors, in the order of positions,
+    without gradients.
+
+    Args:
+        mesh: that of `context_parallel`.
+        buffers: this rank's parts, such as logits of the block's tokens, of any balanced lengths.
+        seq_dims: the dim of positions of each.
+        load_balancer: None for the order of `context_parallel`; else an object whose
+            `_generate_indices(restore=True)` returns where each position is, [1, length] or [batch,
+            length].
+
+    Raises:
+        ValueError: another number of dims than buffers.
+
+    Communication: for each buffer a small all_gather of lengths, an all_to_all to the order of
+        positions, and an all_gather.
+
+    Example:
+        >>> (logits,) = context_parallel_unshard(mesh["cp"], [logits], [1])
+    """
+    mesh = as_device_mesh(mesh)
+    if len(buffers) != len(seq_dims):
+        raise ValueError(
+            f"context_parallel_unshard: {len(buffers)} buffers and {len(seq_dims)} seq_dims; give one dim for each"
+        )
+    return [
+        _unsharded(mesh, buffer.detach(), dim % buffer.ndim, load_balancer)
+        for buffer, dim in zip(buffers, seq_dims, strict=True)
+    ]
+
+
+def _unsharded(mesh: DeviceMesh, part: Tensor, dim: int, load_balancer: Any) -> Tensor:
+    group = mesh.group()
+    lengths = group.all_gather_object(part.shape[dim])
+    sizes = [lengths[group.ranks.index(int(rank))] for rank in mesh.ranks.flatten()]
+    x = _of_balanced_part(part, mesh, dim, sizes)
+    if load_balancer is None:
+        return (unbalance_sequence(x, dim, mesh.axis_names) if mesh.size() > 1 else x).full_tensor()
+    whole, indices = x.full_tensor(), load_balancer._generate_indices(restore=True)
+    if indices is None:
+        return whole
+    if len(indices) == 1:
+        return whole.index_select(dim, indices[0])
+    return torch.stack(
+        [row.index_select(dim - 1, index) for row, index in zip(whole, indices, strict=True)]
+    )
