@@ -11,7 +11,8 @@ from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh, common_mesh
 from ...tensor.sharded_tensor import ShardedTensor
 from .grads.offloaded_grads import OffloadedGrads
-from .precision import CPUOffloadPolicy, MixedPrecisionPolicy, offload_of, precision_of
+from .inputs import is_slice
+from .precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, offload_of, precision_of
 from .schedule import units_in
 from .slot import UnitOptions
 from .wrap import Units, wrap
@@ -26,7 +27,7 @@ def fully_shard(
     units: Units | None = None,
     reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: CPUOffloadPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Collection[nn.Parameter] = (),
     find_unused_parameters: bool = False,
     transport: str | None = None,
@@ -80,6 +81,23 @@ def fully_shard(
         >>> sm.parallel.fully_shard(model, mesh)
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
+    options, keep = fully_shard_options(
+        module, mesh, axes, reshard_after_forward, mp_policy, offload_policy, find_unused_parameters, transport
+    )
+    return wrap(module, options, units, keep, ignored_params, src_data_rank)
+
+
+def fully_shard_options(
+    module: nn.Module,
+    mesh: DeviceMesh | None,
+    axes: Axes | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    find_unused_parameters: bool = False,
+    transport: str | None = None,
+) -> tuple[UnitOptions, str | None]:
+    """Return the options of the units that `fully_shard` makes, and what they keep after forward; arguments and errors are its."""
     given = _mesh_of("fully_shard", "axes", mesh)
     names, mesh = _axes(module, given, axes), _with_tensor_axes(module, given)
     stage, offload = make_zero_stage(mesh, names, names, names), offload_of(offload_policy)
@@ -87,9 +105,9 @@ def fully_shard(
         _check_offload(module, mesh, stage)
     pinned = offload is not None and offload.pin_memory and is_asynchronous(mesh.device_type)
     offloaded = OffloadedGrads(mesh.device) if pinned else None
-    options = UnitOptions(mesh, stage, precision_of(mp_policy), transport, find_unused_parameters, offload, offloaded)
-    keep = _what_to_keep(mesh, stage, reshard_after_forward)
-    return wrap(module, options, units, keep, ignored_params, src_data_rank)
+    data = _data_axes(module, given, stage)
+    options = UnitOptions(mesh, stage, precision_of(mp_policy), transport, find_unused_parameters, offload, offloaded, data)
+    return options, _what_to_keep(mesh, stage, reshard_after_forward)
 
 
 def data_parallel(
@@ -126,9 +144,11 @@ def data_parallel(
     Example:
         >>> sm.parallel.data_parallel(model, mesh, optimizer="dp")       # ZeRO-1
     """
-    mesh = _with_tensor_axes(module, _mesh_of("data_parallel", "parameter", mesh))
+    given = _mesh_of("data_parallel", "parameter", mesh)
+    mesh = _with_tensor_axes(module, given)
     stage = make_zero_stage(mesh, parameter, gradient, optimizer)
-    options = UnitOptions(mesh, stage, precision_of(mp_policy), transport, find_unused_parameters)
+    data = _data_axes(module, given, stage)
+    options = UnitOptions(mesh, stage, precision_of(mp_policy), transport, find_unused_parameters, data_axes=data)
     return wrap(module, options, units, None, ignored_params, src_data_rank)
 
 
@@ -174,18 +194,32 @@ def _axes(module: nn.Module, mesh: DeviceMesh, axes: Axes | None) -> Axes:
 
 
 def _with_tensor_axes(module: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh extended by the axes of sharded parameters, if their mesh and this one are slices of one mesh."""
-    found = {x.mesh for x in module.parameters() if isinstance(x, ShardedTensor)}
+    """Return the mesh extended by the axes of sharded parameters, if their mesh and this one are slices of one mesh.
+
+    Nested units extend it if their mesh contains this one: others have their parameters on a mesh of their own, as experts do.
+    """
+    found = {x.mesh for x in _sharded_outside_units(module)}
+    found |= {unit.options.mesh for unit in units_in(module) if is_slice(mesh, unit.options.mesh)}
     others = [other for other in found if not set(other.axis_names) <= set(mesh.axis_names)]
     return (common_mesh([mesh, *others]) if others else None) or mesh
 
 
+def _sharded_outside_units(module: nn.Module) -> list[ShardedTensor]:
+    """Return the sharded parameters that are in no unit yet."""
+    taken = {id(slot.value) for unit in units_in(module) for slot in unit.slots}
+    return [x for x in module.parameters() if isinstance(x, ShardedTensor) and id(x) not in taken]
+
+
 def _axes_in_use(module: nn.Module) -> set[str]:
     """Return the axes that split parameters in use (tensor parallelism)."""
-    units = units_in(module)
-    taken = {id(slot.value) for unit in units for slot in unit.slots}
-    others = [x for x in module.parameters() if isinstance(x, ShardedTensor) and id(x) not in taken]
-    return {axis for unit in units for axis in unit.tensor_axes} | {axis for x in others for axis in x.spec.axes}
+    outside = {axis for x in _sharded_outside_units(module) for axis in x.spec.axes}
+    return outside.union(*(unit.tensor_axes for unit in units_in(module)))
+
+
+def _data_axes(module: nn.Module, mesh: DeviceMesh, stage: ZeroStage) -> tuple[str, ...]:
+    """Return the axes along which plain inputs may differ: those that split parameters, and others without tensor parallelism."""
+    used = _axes_in_use(module)
+    return tuple(axis for axis in mesh.axis_names if axis in stage.optimizer or axis not in used)
 
 
 def _what_to_keep(mesh: DeviceMesh, stage: ZeroStage, reshard: bool | int | None) -> str | None:

@@ -1,0 +1,44 @@
+"""Gradients that a unit holds back over several backward passes, until one that reduces them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from ....tensor.sharded_tensor import ShardedTensor
+from ..storage.gather_op import Grads
+from .grad_reduction import Bucket
+
+
+class HeldGrads:
+    """The gradients that a unit holds back.
+
+    Attributes:
+        buckets: buckets whose unreduced gradients accumulate, and the factor of these gradients.
+        parts: by parameter number, gradients in the layout dual to the parameter's: reduced over the axes that split it,
+            pending over those that replicate it.
+    """
+
+    def __init__(self) -> None:
+        self.buckets: dict[Bucket, float] = {}
+        self.parts: dict[int, Tensor] = {}
+
+    def add(self, parts: Mapping[int, Tensor | None]) -> None:
+        """Add to the held parts."""
+        for i, part in parts.items():
+            if part is not None:
+                held = self.parts.get(i)
+                self.parts[i] = part.clone() if held is None else held.add_(part)
+
+    def exchange(self, parts: Grads, parameters: Sequence[ShardedTensor], *, keep: bool) -> Grads:
+        """Return the parts with those held so far added, or keep back the ones that are still to be reduced over an axis."""
+        if not keep and not self.parts:
+            return parts
+        numbers = {i for i, x in enumerate(parameters) if x._layout.dual is not x._layout.grad} if keep else set()
+        self.add({i: parts[i] for i in numbers})
+        found = [None if i in numbers else part for i, part in enumerate(parts)]
+        for i in self.parts.keys() - numbers:
+            held, part = self.parts.pop(i), found[i]
+            found[i] = held if part is None else part.add_(held)
+        return found
