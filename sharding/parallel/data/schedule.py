@@ -123,6 +123,10 @@ class Schedule:
         found = {axis for unit in self.units if unit.options.mesh is mesh for axis in unit.tensor_axes}
         return tuple(axis for axis in mesh.axis_names if axis in found)
 
+    def is_running(self, unit: Unit) -> bool:
+        """Return whether a call of the unit is running."""
+        return any(other is unit for other in self._running_units)
+
     def enter(self, unit: Unit) -> None:
         self._running_units.append(unit)
         if engine_hooks.current_backward() == -1:

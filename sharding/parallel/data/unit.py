@@ -52,6 +52,7 @@ class Unit:
         module: the module, or a list of the modules that are one unit.
         roots: the module, or those of the list: gathered before the first one's forward, freed after the last one's.
         controls: what the program may change between steps.
+        parts: the units of those of its parameters that are on other meshes.
         slots: its parameters, without those of nested units.
         calls: interception of its modules' calls, which become calls of `call`.
         computes_on: during forward, the mesh of its sharded inputs; None for plain ones.
@@ -62,6 +63,7 @@ class Unit:
         self.name, self.module, self.options = name, module, options
         self.roots = tuple(module) if isinstance(module, UnitModules) else (module,)
         self.controls = UnitControls()
+        self.parts: tuple[Unit, ...] = ()
         self._keep = keep if options.stage.parameter else "all"
         self.slots: list[Slot] = []
         self.calls = CallInterception(())
@@ -206,8 +208,19 @@ class Unit:
             self.computes_on = None
             self._put_unsharded()
 
+    def hide_unsharded(self) -> None:
+        """Set the sharded parameters in the modules, except during a forward."""
+        if not self.schedule.is_running(self):
+            self._put_sharded()
+
     def reshard(self) -> None:
-        """Set the sharded parameters in the modules and free the gathered ones."""
+        """Set the sharded parameters in the modules and free the gathered ones.
+
+        Raises:
+            RuntimeError: a forward of the unit is running.
+        """
+        if self.schedule.is_running(self):
+            raise RuntimeError(f"reshard() inside of a forward of {self.display_name}, which uses the parameters")
         self._put_sharded()
         self._unsharded = self._prefetched = None
         for bucket in self._buckets:
@@ -527,6 +540,8 @@ class Unit:
                 grads: Grads = [None] * len(self.slots)
                 filled = self._with_held(bucket, grads)
                 parts = self._start_reduce(bucket, grads, scale, filled)()
+                if self.options.offloaded is not None:
+                    self.options.offloaded.wait()
                 self._held.add(dict(zip(bucket.numbers, parts, strict=True)))
         if self.controls.all_reduces_grads:
             rest = self._held.exchange([None] * len(self.slots), parameters, keep=False)
