@@ -14,7 +14,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..parallel.data.controls import UnitControls
 from ..parallel.data.schedule import unit_of, units_in
 from ..parallel.data.unit import Unit
 

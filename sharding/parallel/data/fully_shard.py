@@ -12,7 +12,7 @@ from ....mesh.device_mesh import DeviceMesh, common_mesh
 from ...tensor.sharded_tensor import ShardedTensor
 from .grads.offloaded_grads import OffloadedGrads
 from .inputs import is_slice
-from .precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, offload_of, precision_of
+from .precision import MixedPrecisionPolicy, OffloadPolicy, offload_of, precision_of
 from .schedule import units_in
 from .slot import UnitOptions
 from .wrap import Units, wrap

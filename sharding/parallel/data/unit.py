@@ -383,7 +383,9 @@ class Unit:
 
     def _is_deferred(self) -> bool:
         """Return whether the running backward defers the reduction: to a later one, or to the end of `accumulate_grads()`."""
-        return not self.controls.reduces_grads or self.options.stage.defers_reduction and leaf_grads.is_accumulating(self.options.mesh.world)
+        if not self.controls.reduces_grads:
+            return True
+        return self.options.stage.defers_reduction and leaf_grads.is_accumulating(self.options.mesh.world)
 
     def _grad_buffers(self) -> dict[int, tuple[GradBufferSource, int]]:
         """Return the buffer, and the index in it, that each parameter's gradient is written to, by the parameter's number."""

@@ -64,7 +64,7 @@ class FlatBucket:
         cuts, dim, counts = list(base.spec.cuts), self.dims[i], _rows_by_part(base, self.dims[i])
         sizes = [stop - start for count in counts for start, stop in self._rows(i, count)]
         outer = tuple(axis for one in cuts[dim] for axis in one.axes)
-        cuts[dim] = [Cut((*outer, *self.axes), tuple(sizes))]
+        cuts[dim] = (Cut((*outer, *self.axes), tuple(sizes)),)
         return base.replace(P.of_cuts(cuts, base.pending))
 
     def _rows(self, i: int, count: int) -> Iterator[tuple[int, int]]:
