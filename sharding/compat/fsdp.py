@@ -259,10 +259,10 @@ def replicate(
 
     Source: `torch.distributed._composable.replicate` and `torch.distributed._composable.replicate_with_fsdp.replicate`.
     """
+    for one in (module,) if isinstance(module, nn.Module) else module:
+        if isinstance(one, FSDPModule) and not isinstance(one, ReplicateModule):
+            raise RuntimeError(f"replicate({type(one).__name__}): fully_shard was applied to this module")
     roots, target = _roots("replicate", module)
-    for root in roots:
-        if isinstance(root, FSDPModule):
-            raise RuntimeError(f"replicate({type(root).__name__}): fully_shard was applied to this module")
     _check_ddp_options(ddp_options)
     if offload_of(offload_policy) is not None:
         raise NotImplementedError("replicate with CPUOffloadPolicy: gradients would be reduced on the host; use fully_shard")

@@ -61,8 +61,7 @@ class FSDPModule:
         if make is not copyreg.__newobj__:  # the module's class has a way of its own
             return make, args, *state
         cls = type(self)
-        base = cls.__mro__[cls._own_class_index - 1]
-        return _restore, (base, cls.__mro__[cls._own_class_index], *args[1:]), *state
+        return _restore, (cls.__mro__[1], cls.__mro__[cls._own_class_index], *args[1:]), *state
 
     # -- gathering -----------------------------------------------------------------------------------------------------
 

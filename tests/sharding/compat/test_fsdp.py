@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -231,13 +230,13 @@ class WithReduce(nn.Linear):
 @every_rank(2)
 def test_copies_and_pickles_keep_the_class(mesh):
     made = shard(mesh)
-    for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(copy.deepcopy(made)))) if False else (copy.deepcopy(made),):
-        assert type(copied) is type(made)
-        copied.set_requires_gradient_sync(False)
-        step(made, mesh)
-        step(copied, mesh)
-        assert all(x.grad is None for x in copied.parameters())
-        check_equal(gradients(made), expected_gradients())
+    copied = copy.deepcopy(made)
+    assert type(copied) is type(made)
+    copied.set_requires_gradient_sync(False)
+    step(made, mesh)
+    step(copied, mesh)
+    assert all(x.grad is None for x in copied.parameters())
+    check_equal(gradients(made), expected_gradients())
     shallow = copy.copy(made.blocks[0])
     assert type(shallow) is type(made.blocks[0])
     own = fully_shard(WithReduce(2, 3), mesh=mesh)
@@ -322,7 +321,7 @@ def test_state_and_conversions_are_those_of_the_sharded_parameters(mesh):
 def test_reshard_inside_of_a_forward_raises(mesh):
     made = shard(mesh)
     made.blocks[0][1].register_forward_hook(lambda *_: made.blocks[0].reshard())
-    with pytest.raises(RuntimeError, match=r"reshard\(\) inside of a forward of Sequential"):
+    with pytest.raises(RuntimeError, match=r"reshard\(\) inside of a forward of FSDPSequential"):
         step(made, mesh)
 
 
@@ -331,8 +330,9 @@ def test_reshard_after_forward_and_backward_at_run_time(mesh):
     made = shard(mesh)
 
     def gathers():
+        x = part(mesh, rows()).requires_grad_()  # so that the root, too, needs its parameters in backward
         with collectives() as records:
-            step(made, mesh)
+            loss_of(made, x).backward()
         return launched(records).count("all_gather")
 
     assert [gathers(), gathers()] == [7, 7]
@@ -363,11 +363,6 @@ def test_reshard_after_forward_and_backward_at_run_time(mesh):
         made.set_reshard_after_forward(2)
 
 
-def gathered(records):
-    """Return the tags of the all_gathers, in the order of their launch."""
-    return [str(record.tag).split(":")[0] for record in records if record.op == "all_gather"]
-
-
 @every_rank(2)
 def test_explicit_prefetch(mesh):
     made = net(blocks=4)
@@ -385,15 +380,15 @@ def test_explicit_prefetch(mesh):
         made.zero_grad()
         order = []
         for i, unit in enumerate(units):
-            unit[1].register_forward_pre_hook(lambda *_, i=i: order.append((i, len(gathered(records)))))
+            unit[1].register_forward_pre_hook(lambda *_, i=i: order.append((i, launched(records).count("all_gather"))))
         with collectives() as records:
             loss = loss_of(made, part(mesh, rows()))
-            forward = len(gathered(records))
+            forward = launched(records).count("all_gather")
             loss.backward()
         assert order[0] == (0, 5)  # the root and four blocks
         assert order[1] == (1, 6)  # and the last unit
         assert forward == 6
-        assert len(gathered(records)) == 6 + 4
+        assert launched(records).count("all_gather") == 6 + 4
         check_equal(gradients(made), gradients(expected))
         for unit in units:
             unit[1]._forward_pre_hooks.clear()
@@ -564,11 +559,10 @@ def test_divide_factor_with_inputs_that_are_sharded_in_part_raises():
 @every_rank(2)
 def test_unused_parameters(mesh):
     made, plain = shard(mesh), net()
-    blocks = [[0], [0, 1]][mesh.get_rank()]
     made.set_reduce_scatter_unused_params(True)
-    step(made, mesh, blocks=blocks)
-    for i, used in enumerate([[0], [0, 1]]):
-        (loss_of(plain, rows().chunk(2)[i], blocks=used) / 2).backward()
+    step(made, mesh, head=mesh.get_rank() == 1)
+    for i, used in enumerate([False, True]):
+        (loss_of(plain, rows().chunk(2)[i], head=used) / 2).backward()
     check_equal(gradients(made), gradients(plain))
 
 
@@ -840,7 +834,8 @@ class Block(nn.Module):
         if self.group is None:
             return self.experts(x)
         mesh = self.group
-        rows_of_all = sm.from_local(x, mesh, P("ep")).redistribute(P()).to_local()
+        whole = sm.from_local(x, mesh, P("ep")).redistribute(P())
+        rows_of_all = whole.to_local(grad_placements=[sm.Partial()])
         return sm.from_local(self.experts(rows_of_all), mesh, P(unreduced={"ep"})).redistribute(P("ep")).to_local()
 
 
@@ -867,9 +862,9 @@ def mixture():
 PLAN = {"up": sm.compat.ColwiseParallel(), "down": sm.compat.RowwiseParallel()}
 
 
-def two_meshes():
+def two_meshes(ep=2):
     dense = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("fsdp", "tp"))
-    sparse = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("efsdp", "ep"))
+    sparse = sm.init_device_mesh(DEVICE, (4 // ep, ep), axis_names=("efsdp", "ep"))
     return dense, sparse
 
 
@@ -886,16 +881,19 @@ def experts_by_placement(block, dense, sparse):
     fully_shard(block, mesh=dense["fsdp"], shard_placement_fn=place)
     assert not isinstance(block.experts, FSDPModule)
     assert block.experts.w1.spec.dims == (("ep",), ("efsdp",), ())
-    for unit in block.experts._shardmesh_unit, block._shardmesh_unit:
-        assert not unit.controls.prefetched_in_backward or unit.controls.divide_factor is None
+    block.unshard()
+    assert not isinstance(block.up.bias, ShardedTensor) or block.up.bias.mesh.axis_names == ("tp",)
+    assert block.experts.w1.mesh is sparse["ep"]
+    block.reshard()
+    assert block.experts.w1.mesh is sparse
 
 
-@pytest.mark.parametrize("form", [experts_by_unit, experts_by_placement])
-def test_experts_on_a_mesh_of_their_own(form):
+@pytest.mark.parametrize(("form", "ep"), [(experts_by_unit, 2), (experts_by_unit, 4), (experts_by_placement, 2)])
+def test_experts_on_a_mesh_of_their_own(form, ep):
     """The form of torchtitan: rows differ along fsdp and are equal along tp; the ranks along ep exchange them."""
 
     def main():
-        dense, sparse = two_meshes()
+        dense, sparse = two_meshes(ep)
         made, plain = mixture(), mixture()
         for block in made.blocks:
             sm.compat.parallelize_module(block, dense["tp"], PLAN)
@@ -926,3 +924,98 @@ def test_experts_on_a_mesh_of_their_own(form):
         check_equal({n: whole(x) for n, x in made.named_parameters()}, dict(plain.named_parameters()))
 
     sm.simulate(4)(main)()
+
+
+@every_rank(4)
+def test_errors_of_two_meshes(_):
+    dense, sparse = two_meshes()
+    block = mixture().blocks[0]
+    for name in ("w1", "w2"):
+        value = sm.distribute_tensor(getattr(block.experts, name), sparse["ep"], P("ep"))
+        setattr(block.experts, name, nn.Parameter(value))
+    block.group = sparse["ep"]
+    infos = [FSDPMeshInfo(sparse["efsdp"], 0), FSDPMeshInfo(dense["fsdp"], 0)]
+    one_each = lambda x: ShardPlacementResult(None, infos[x is block.experts.w2])  # noqa: E731
+    with pytest.raises(NotImplementedError, match="returned several meshes for parameters of experts"):
+        fully_shard(block, mesh=dense["fsdp"], shard_placement_fn=one_each)
+    fully_shard(block.experts, mesh=sparse["efsdp"])
+    fully_shard(block, mesh=dense)
+    x = sm.distribute_tensor(rows(), dense, P("fsdp"), src_data_rank=None)
+    hidden = block.up(x)
+    assert hidden.mesh is dense
+    with pytest.raises(ValueError, match="Expert was called with plain tensors inside of .*Block, which computes on"):
+        block.forward = lambda x: block.experts(x.to_local())
+        block(x)
+    with pytest.raises(ValueError, match="an input of FSDPExpert is on DeviceMesh"):
+        block.experts(x)
+
+
+@every_rank(4)
+def test_sharded_inputs_on_two_meshes(_):
+    """The loss of a global batch: an expert layer whose inputs are moved to its mesh needs no divide factor."""
+    dense, sparse = two_meshes()
+    made = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)).double().to(DEVICE)
+    torch.manual_seed(1)
+    for x in made.parameters():
+        x.data = torch.randn(x.shape, dtype=x.dtype).to(DEVICE)
+    plain = copy.deepcopy(made)
+    for i, sharding in enumerate((sm.NamedSharding(sparse, P("efsdp")), sm.NamedSharding(dense, P("fsdp")))):
+        made[i].register_forward_hook(lambda *call, sharding=sharding: sm.device_put(call[-1], sharding))
+    fully_shard(made[1], mesh=sparse)
+    fully_shard(made, mesh=dense)
+    values = torch.randn(8, 4, dtype=torch.float64).to(DEVICE)
+    made(sm.distribute_tensor(values, dense, P("fsdp"), src_data_rank=None)).square().mean().backward()
+    plain(values).square().mean().backward()
+    check_equal(gradients(made), gradients(plain))
+
+
+# -- replicate ---------------------------------------------------------------------------------------------------------
+
+
+@every_rank(2)
+def test_replicate(mesh):
+    made = replicate(net(), device_mesh=mesh, bucket_cap_mb=25, find_unused_parameters=True)
+    assert isinstance(made, ReplicateModule)
+    assert isinstance(made, FSDPModule)
+    assert type(made).__name__ == "ReplicateNet"
+    assert type(made.blocks[0][:1]) is nn.Sequential
+    assert type(copy.deepcopy(made)) is type(made)
+    step(made, mesh, blocks=[0])
+    expected = expected_gradients(0, blocks=[0])
+    expected = {name: torch.zeros_like(x) if expected[name] is None else expected[name] for name, x in net().named_parameters()}
+    check_equal(gradients(made), expected)
+    with pytest.raises(AssertionError, match="its parameters are not split"):
+        made.set_reshard_after_forward(True)
+
+
+@every_rank(2, 2)
+def test_replicate_of_dims_and_ignored_modules(mesh):
+    made = net()
+    replicate(made, [made.first], mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="b"), ignored_params={made.head.bias})
+    assert type(made.first.weight) is nn.Parameter
+    assert type(made.head.bias) is nn.Parameter
+    loss_of(made, part(mesh["b"], rows())).backward()
+    expected = expected_gradients()
+    for name, x in made.named_parameters():
+        if isinstance(x, ShardedTensor):
+            torch.testing.assert_close(whole(x.grad), expected[name], rtol=1e-12, atol=1e-13)
+
+
+@every_rank(2, 2)
+def test_errors_of_replicate(mesh):
+    row = mesh["a"]
+    with pytest.raises(ValueError, match="takes a mesh with one axis, and .* has 2"):
+        replicate(net(), mesh=mesh)
+    with pytest.raises(ValueError, match="takes replicate= only"):
+        replicate(net(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="a"))
+    with pytest.raises(RuntimeError, match="fully_shard was applied"):
+        replicate(fully_shard(net(), mesh=row), mesh=row)
+    with pytest.raises(AssertionError, match="was applied to ReplicateNet before"):
+        fully_shard(replicate(net(), mesh=row), mesh=row)
+    with pytest.raises(NotImplementedError, match="reduced on the host"):
+        replicate(net(), mesh=row, offload_policy=CPUOffloadPolicy())
+    for name in ("process_group", "mixed_precision", "broadcast_buffers"):
+        with pytest.raises(NotImplementedError, match=rf"replicate\({name}=1\) is not supported"):
+            replicate(net(), mesh=row, **{name: 1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_mb'"):
+        replicate(net(), mesh=row, bucket_mb=1)
