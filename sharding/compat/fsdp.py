@@ -20,7 +20,7 @@ from ...mesh.context import get_mesh, given_or_current
 from ...mesh.device_mesh import DeviceMesh, init_device_mesh
 from ...mesh.launch.process_groups import start_processes
 from ..layout.spec import Shard
-from ..parallel.data.fully_shard import fully_shard_options
+from ..parallel.data.fully_shard import fully_shard_options, what_to_keep
 from ..parallel.data.module_calls import intercept_method
 from ..parallel.data.precision import MixedPrecisionPolicy, OffloadPolicy, offload_of
 from ..parallel.data.schedule import unit_of, units_in
@@ -170,7 +170,7 @@ def fully_shard(
         module: a module, or a list of modules that become one unit: gathered before the forward of the first that runs and
             freed after that of the last, or when the model's forward ends.
         mesh: 1-D, or 2-D for HSDP, where the first axis replicates; by default the current mesh, else all ranks.
-        reshard_after_forward: as in `sm.parallel.fully_shard`.
+        reshard_after_forward: as in `sm.parallel.fully_shard`; a number that divides the ranks and is the size of no axis means True.
         shard_placement_fn: parameter -> the dim to split as `Shard(dim)`, a `ShardPlacementResult` with a mesh as well, or None for
             `Shard(0)`. The dim may have any size.
         mp_policy, offload_policy: ours or torch's.
@@ -391,10 +391,25 @@ def _options(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
 ) -> tuple[UnitOptions, str | None]:
-    options, keep = fully_shard_options(
-        module, on.mesh, on.shard, reshard_after_forward, mp_policy, offload_policy, ignored=ignored
-    )
+    options, keep = fully_shard_options(module, on.mesh, on.shard, None, mp_policy, offload_policy, ignored=ignored)
+    keep = _what_to_keep(options, reshard_after_forward)
     return options if on.axes is None else replace(options, data_axes=on.axes), keep
+
+
+def _what_to_keep(options: UnitOptions, reshard: bool | int | None) -> str | None:
+    """Return what the units keep after forward.
+
+    Raises:
+        ValueError: a number that does not divide the number of ranks.
+    """
+    axes = options.stage.optimizer
+    size = options.mesh.size(axes)
+    if isinstance(reshard, int) and not isinstance(reshard, bool):
+        if reshard < 1 or size % reshard:
+            raise ValueError(f"reshard_after_forward={reshard} does not divide the {size} ranks that parameters are split over")
+        if reshard not in {1, size, *(options.mesh.size(axis) for axis in axes)}:
+            return what_to_keep(options.mesh, options.stage, True)
+    return what_to_keep(options.mesh, options.stage, reshard)
 
 
 def _placements(

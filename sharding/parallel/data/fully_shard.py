@@ -109,7 +109,7 @@ def fully_shard_options(
     offloaded = OffloadedGrads(mesh.device) if pinned else None
     data = _data_axes(used, given, stage)
     options = UnitOptions(mesh, stage, precision_of(mp_policy), transport, find_unused_parameters, offload, offloaded, data)
-    return options, _what_to_keep(mesh, stage, reshard_after_forward)
+    return options, what_to_keep(mesh, stage, reshard_after_forward)
 
 
 def data_parallel(
@@ -222,7 +222,7 @@ def _data_axes(used: set[str], mesh: DeviceMesh, stage: ZeroStage) -> tuple[str,
     return tuple(axis for axis in mesh.axis_names if axis in stage.optimizer or axis not in used)
 
 
-def _what_to_keep(mesh: DeviceMesh, stage: ZeroStage, reshard: bool | int | None) -> str | None:
+def what_to_keep(mesh: DeviceMesh, stage: ZeroStage, reshard: bool | int | None) -> str | None:
     """Return which parameters a unit keeps after its forward, None for the default."""
     if reshard is None or isinstance(reshard, bool):
         return {None: None, True: "rest", False: "all"}[reshard]

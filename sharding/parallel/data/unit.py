@@ -26,7 +26,7 @@ from .controls import UnitControls
 from .grads.grad_bucketing import UnitGrads
 from .grads.grad_places import ContiguousGrads, GradBuffer, GradBufferSource, GradWriter
 from .grads.grad_reduction import Bucket, accumulate_later, differentiable, merge_parts, reduction_tag
-from .grads.held_grads import HeldGrads
+from .grads.held_grads import HeldGrads, refuse_recording
 from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
 from .module_calls import CallInterception
 from .schedule import Schedule, own_modules, running_schedule, set_unit
@@ -171,7 +171,11 @@ class Unit:
             self.calls.start()
 
     def _pre_forward(self, args: Any, kwargs: Any) -> None:
-        self._put_sharded()  # after `unshard`
+        if self._sharded:  # by `unshard`
+            self._put_sharded()
+            self.gather()  # if parameters were written since
+            if not all(bucket.storage.is_gathered for bucket in self._buckets):
+                self._unsharded = None
         self.controls.wait_for_optimizer()
         schedule = running_schedule(self)
         self.computes_on = mesh_of_inputs((args, kwargs), self.options.mesh, self.display_name) or schedule.enclosing_mesh(self)
@@ -511,6 +515,7 @@ class Unit:
 
     def _hold(self, grads: Grads, scale: float) -> Callable[[], Grads]:
         """Accumulate unreduced gradients until a backward that reduces them."""
+        refuse_recording()
         for bucket in self._buckets:
             bucket.defer([grads[i] for i in bucket.numbers])
             self._held.buckets[bucket] = scale
@@ -520,6 +525,7 @@ class Unit:
 
     def _with_held(self, bucket: Bucket, grads: Grads) -> GradBuffer:
         """Add a bucket's held gradients to those in `grads`; return the buffer that has the sums."""
+        refuse_recording()
         del self._held.buckets[bucket]
         bucket.defer([grads[i] for i in bucket.numbers])
         whole = bucket.deferred

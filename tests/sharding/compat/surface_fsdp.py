@@ -13,7 +13,7 @@ STATUS: dict[str, tuple[str, str]] = {
     "fully_shard": (WORKS, "parameters come from rank 0, as with `distribute_tensor`; containers without `forward` are accepted"),
     "fully_shard(module)": (WORKS, "a module, or a list of modules as one unit"),
     "fully_shard(mesh)": (WORKS, "by default the current mesh, else all ranks"),
-    "fully_shard(reshard_after_forward)": (WORKS, "a number is the size of an axis of the mesh"),
+    "fully_shard(reshard_after_forward)": (WORKS, "a number that is the size of no axis of the mesh means True"),
     "fully_shard(shard_placement_fn)": (
         WORKS,
         "any dim of any size; `ShardPlacementResult` with a mesh for the parameters of whole modules, which become a unit of their own",

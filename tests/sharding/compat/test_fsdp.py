@@ -28,7 +28,7 @@ from shardmesh.compat import (
     share_comm_ctx,
 )
 from tests.device import DEVICE
-from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, same_error
+from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, run_programs, same_error
 
 ROWS, WIDTH = 8, 6
 
@@ -301,6 +301,20 @@ def test_a_forward_uses_what_unshard_gathered_and_reshards(mesh):
     assert made.blocks[0][0].weight is sharded
     loss.backward()
     check_equal(gradients(made), expected_gradients())
+
+
+@every_rank(2)
+def test_a_forward_after_unshard_uses_values_written_since(mesh):
+    made, plain = shard(mesh), net()
+    sharded = list(made.parameters())
+    for module in (made, made.head, *made.blocks):
+        module.unshard()
+    with torch.no_grad():
+        for x in (*sharded, *plain.parameters()):
+            x.mul_(1.5)
+    step(made, mesh)
+    loss_of(plain, rows()).backward()
+    check_equal(gradients(made), gradients(plain))
 
 
 @every_rank(2)
@@ -647,6 +661,19 @@ def test_reset_after_an_exception(where):
     on_mesh((2,), main)
 
 
+@pytest.mark.parametrize("method", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_holding_gradients_back_over_calls_of_sm_jit_raises(method):
+    def main(mesh):
+        made = shard(mesh)
+        getattr(made, method)(False)
+        f = sm.jit(lambda x: loss_of(made, x).backward(), backend="eager")
+        with pytest.raises(NotImplementedError, match=r"inside of sm.accumulate_grads\(\)"):
+            for _ in range(2):
+                f(part(mesh, rows()))
+
+    on_mesh((2, 2), main)
+
+
 # -- methods -----------------------------------------------------------------------------------------------------------
 
 
@@ -805,6 +832,20 @@ def test_the_default_mesh_is_all_ranks(mesh):
         assert fully_shard(nn.Linear(2, 2)).weight.mesh is mesh
 
 
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_a_number_of_ranks_to_reshard_to(number):
+    def main(mesh):
+        made = shard(mesh, reshard_after_forward=number)
+        with collectives() as records:
+            step(made, mesh)
+        assert launched(records).count("all_gather") == (4 if number == 1 else 7)
+        check_equal(gradients(made), expected_gradients())
+        with pytest.raises(ValueError, match="reshard_after_forward=3 does not divide the 4 ranks"):
+            shard(mesh, reshard_after_forward=3)
+
+    on_mesh((4,), main)
+
+
 # -- two meshes of the same ranks --------------------------------------------------------------------------------------
 
 
@@ -888,42 +929,42 @@ def experts_by_placement(block, dense, sparse):
     assert block.experts.w1.mesh is sparse
 
 
+def train_mixture(form, ep):
+    """Train as torchtitan does: rows differ along fsdp and are equal along tp; the ranks along ep exchange them."""
+    dense, sparse = two_meshes(ep)
+    made, plain = mixture(), mixture()
+    for block in made.blocks:
+        sm.compat.parallelize_module(block, dense["tp"], PLAN)
+        for name in ("w1", "w2"):
+            value = sm.distribute_tensor(getattr(block.experts, name), sparse["ep"], P("ep"))
+            setattr(block.experts, name, nn.Parameter(value))
+        block.group = sparse["ep"]
+        form(block, dense, sparse)
+    fully_shard(made, mesh=dense["fsdp"])
+    for module in made.modules():
+        if form is experts_by_placement and isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    scale = 1.0 if form is experts_by_unit else 0.5
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (made, plain)]
+    for seed in range(3):
+        (scale * loss_of(made, part(dense["fsdp"], rows(seed)))).backward()
+        loss_of(plain, rows(seed)).backward()
+        if form is experts_by_placement:
+            for x in (x for block in made.blocks for x in block.experts.parameters()):
+                x.grad /= 2  # rows are equal along tp: each expert has seen them twice
+        check_equal(gradients(made), gradients(plain))
+        norms = [sm.training.clip_grad_norm_(m.parameters(), 0.1) for m in (made, plain)]
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-12, atol=0)
+        check_equal(gradients(made), gradients(plain))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    check_equal({n: whole(x) for n, x in made.named_parameters()}, dict(plain.named_parameters()))
+
+
 @pytest.mark.parametrize(("form", "ep"), [(experts_by_unit, 2), (experts_by_unit, 4), (experts_by_placement, 2)])
 def test_experts_on_a_mesh_of_their_own(form, ep):
-    """The form of torchtitan: rows differ along fsdp and are equal along tp; the ranks along ep exchange them."""
-
-    def main():
-        dense, sparse = two_meshes(ep)
-        made, plain = mixture(), mixture()
-        for block in made.blocks:
-            sm.compat.parallelize_module(block, dense["tp"], PLAN)
-            for name in ("w1", "w2"):
-                value = sm.distribute_tensor(getattr(block.experts, name), sparse["ep"], P("ep"))
-                setattr(block.experts, name, nn.Parameter(value))
-            block.group = sparse["ep"]
-            form(block, dense, sparse)
-        fully_shard(made, mesh=dense["fsdp"])
-        for module in made.modules():
-            if form is experts_by_placement and isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-        scale = 1.0 if form is experts_by_unit else 0.5
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (made, plain)]
-        for seed in range(3):
-            for m, x, factor in ((made, part(dense["fsdp"], rows(seed)), scale), (plain, rows(seed), 1.0)):
-                (factor * loss_of(m, x)).backward()
-            if form is experts_by_placement:
-                for x in (x for block in made.blocks for x in block.experts.parameters()):
-                    x.grad /= 2  # rows are equal along tp: each expert has seen them twice
-            check_equal(gradients(made), gradients(plain))
-            norms = [sm.training.clip_grad_norm_(m.parameters(), 0.1) for m in (made, plain)]
-            torch.testing.assert_close(norms[0], norms[1], rtol=1e-12, atol=0)
-            check_equal(gradients(made), gradients(plain))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        check_equal({n: whole(x) for n, x in made.named_parameters()}, dict(plain.named_parameters()))
-
-    sm.simulate(4)(main)()
+    sm.simulate(4)(train_mixture)(form, ep)
 
 
 @every_rank(4)
@@ -1019,3 +1060,12 @@ def test_errors_of_replicate(mesh):
             replicate(net(), mesh=row, **{name: 1})
     with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_mb'"):
         replicate(net(), mesh=row, bucket_mb=1)
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def test_on_processes(world4):
+    names = ["test_explicit_prefetch", "test_gradients_accumulate_with_reduce_scatters_only", "test_dims_of_a_mesh"]
+    assert sum(world4(run_programs, __name__, names)) == 2 + 4 + 4
+    world4(train_mixture, experts_by_unit, 2)

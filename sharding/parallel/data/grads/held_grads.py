@@ -6,9 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from .....mesh.comm.tracing import tracing
 from ....tensor.sharded_tensor import ShardedTensor
 from ..storage.gather_op import Grads
 from .grad_reduction import Bucket
+
+
+def refuse_recording() -> None:
+    """Raise a NotImplementedError in a recording of `sm.jit`, whose calls would not see what an earlier one held back."""
+    if tracing.recorder is not None:
+        raise NotImplementedError(
+            "sm.jit of a backward that holds gradients back for a later call (set_requires_gradient_sync(False) or "
+            "set_requires_all_reduce(False)): call backward of all micro-batches in the function, inside of sm.accumulate_grads()"
+        )
 
 
 class HeldGrads:
@@ -28,6 +38,7 @@ class HeldGrads:
         """Add to the held parts."""
         for i, part in parts.items():
             if part is not None:
+                refuse_recording()
                 held = self.parts.get(i)
                 self.parts[i] = part.clone() if held is None else held.add_(part)
 
@@ -39,6 +50,7 @@ class HeldGrads:
         self.add({i: parts[i] for i in numbers})
         found = [None if i in numbers else part for i, part in enumerate(parts)]
         for i in self.parts.keys() - numbers:
+            refuse_recording()
             held, part = self.parts.pop(i), found[i]
             found[i] = held if part is None else part.add_(held)
         return found
