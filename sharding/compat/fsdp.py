@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -402,12 +403,12 @@ def _what_to_keep(options: UnitOptions, reshard: bool | int | None) -> str | Non
     Raises:
         ValueError: a number that does not divide the number of ranks.
     """
-    axes = options.stage.optimizer
-    size = options.mesh.size(axes)
+    sizes = [options.mesh.size(axis) for axis in options.stage.optimizer]
+    size = math.prod(sizes)
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         if reshard < 1 or size % reshard:
             raise ValueError(f"reshard_after_forward={reshard} does not divide the {size} ranks that parameters are split over")
-        if reshard not in {1, size, *(options.mesh.size(axis) for axis in axes)}:
+        if reshard not in {1, size, *sizes}:
             return what_to_keep(options.mesh, options.stage, True)
     return what_to_keep(options.mesh, options.stage, reshard)
 

@@ -1066,6 +1066,6 @@ def test_errors_of_replicate(mesh):
 
 
 def test_on_processes(world4):
-    names = ["test_explicit_prefetch", "test_gradients_accumulate_with_reduce_scatters_only", "test_dims_of_a_mesh"]
-    assert sum(world4(run_programs, __name__, names)) == 2 + 4 + 4
+    names = ["test_gradients_accumulate_with_reduce_scatters_only"]
+    assert world4(run_programs, __name__, names) == [1] * 4
     world4(train_mixture, experts_by_unit, 2)
