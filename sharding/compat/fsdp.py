@@ -1,8 +1,10 @@
-"""The names of `torch.distributed.fsdp` (FSDP2) and `replicate`, over the units of `sm.parallel.fully_shard`.
+"""The names of `torch.distributed.fsdp` (FSDP2), and `replicate`.
 
-    fully_shard([norm, head], mesh=mesh)      one unit, gathered before `norm` and freed after `head`
-    isinstance(norm, FSDPModule)              its class is one of its own, with the methods of `FSDPModule`
+    fully_shard([norm, head], mesh=mesh)      one unit, gathered before `norm`, freed after `head`
+    isinstance(norm, FSDPModule)              its class is made here, with FSDPModule's methods
     norm.set_requires_gradient_sync(False)    a switch of the unit: `UnitControls`
+
+They make the units of `sm.parallel.fully_shard`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ Modules = nn.Module | Sequence[nn.Module]
 
 @dataclass
 class DataParallelMeshDims:
-    """DataParallelMeshDims(shard="dp_shard", replicate="dp_replicate"): which axes of a mesh are data-parallel.
+    """DataParallelMeshDims(shard="dp_shard"): which axes of a mesh are data-parallel.
 
     Args:
         shard: names of the axes that split parameters.
@@ -70,7 +72,7 @@ class DataParallelMeshDims:
 
 @dataclass
 class FSDPMeshInfo:
-    """FSDPMeshInfo(mesh, shard_mesh_dim=0): the mesh of some parameters, for `ShardPlacementResult`.
+    """FSDPMeshInfo(mesh, shard_mesh_dim=0): the mesh of a `ShardPlacementResult`.
 
     Args:
         mesh: the mesh of data parallelism.
@@ -78,7 +80,8 @@ class FSDPMeshInfo:
         replicate_mesh_dim: the number of the axis over which they are replicated (HSDP).
         dp_mesh_dims: the axes by name, of `spmd_mesh`, instead of the above.
 
-    Source: `FSDPMeshInfo` and `HSDPMeshInfo` in `torch.distributed.fsdp._fully_shard`, which are accepted as well.
+    Source: `FSDPMeshInfo` and `HSDPMeshInfo` in `torch.distributed.fsdp._fully_shard`, which
+        are accepted as well.
     """
 
     mesh: DeviceMesh
@@ -93,7 +96,9 @@ HSDPMeshInfo = FSDPMeshInfo
 
 @dataclass
 class ShardPlacementResult:
-    """ShardPlacementResult(placement, mesh_info): a result of `shard_placement_fn` with a mesh of its own.
+    """ShardPlacementResult(placement, mesh_info): a dim to split, and the mesh to split it over.
+
+    `shard_placement_fn` returns it for parameters with a mesh of their own.
 
     Args:
         placement: `Shard(dim)`; None for `Shard(0)`.
@@ -108,7 +113,7 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True)
 class _DataMesh:
-    """A mesh, its axes that split parameters (None for the default of `fully_shard`), and all its data-parallel axes."""
+    """A mesh, its axes that split parameters, and all its data-parallel axes; None for defaults."""
 
     mesh: DeviceMesh
     shard: tuple[str, ...] | None = None
@@ -129,7 +134,9 @@ def _data_mesh(mesh: Any, dims: Any, default_name: str) -> _DataMesh:
         raise ValueError("dp_mesh_dims needs at least one of shard= and replicate=")
     unknown = [name for name in (*shard, *copies) if name not in mesh.axis_names]
     if unknown:
-        raise ValueError(f"dp_mesh_dims names {unknown}, but the axes of {mesh} are {list(mesh.axis_names)}")
+        raise ValueError(
+            f"dp_mesh_dims names {unknown}, but the axes of {mesh} are {list(mesh.axis_names)}"
+        )
     return _DataMesh(mesh, shard, (*copies, *shard))
 
 
@@ -138,7 +145,9 @@ def _default_mesh(name: str) -> DeviceMesh:
     current = get_mesh()
     if current is not None:
         return current
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     device_type = "cpu" if accelerator is None else accelerator.type
     world = active_world() or start_processes(device_type)
     return init_device_mesh(device_type, (world.size,), axis_names=(name,))
@@ -162,30 +171,37 @@ def fully_shard(
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
-    """fully_shard(module, mesh=mesh) -> the module, its parameters split over the ranks: torch's function of this name.
+    """fully_shard(module, mesh=mesh) -> the module, its parameters split over the ranks.
 
-    It is `sm.parallel.fully_shard` with torch's arguments; the class of the module becomes a subclass of its own and of
-    `FSDPModule`.
+    It is `sm.parallel.fully_shard` with torch's arguments; the class of the module becomes a
+    subclass of its own and of `FSDPModule`.
 
     Args:
-        module: a module, or a list of modules that become one unit: gathered before the forward of the first that runs and
-            freed after that of the last, or when the model's forward ends.
-        mesh: 1-D, or 2-D for HSDP, where the first axis replicates; by default the current mesh, else all ranks.
-        reshard_after_forward: as in `sm.parallel.fully_shard`; a number that divides the ranks and is the size of no axis means True.
-        shard_placement_fn: parameter -> the dim to split as `Shard(dim)`, a `ShardPlacementResult` with a mesh as well, or None for
-            `Shard(0)`. The dim may have any size.
+        module: a module, or a list of modules that become one unit: gathered before the forward
+            of the first that runs and freed after that of the last, or when the model's forward
+            ends.
+        mesh: 1-D, or 2-D for HSDP, where the first axis replicates; by default the current
+            mesh, else all ranks.
+        reshard_after_forward: as in `sm.parallel.fully_shard`; a number that divides the ranks
+            and is the size of no axis means True.
+        shard_placement_fn: parameter -> the dim to split as `Shard(dim)`, a
+            `ShardPlacementResult` with a mesh as well, or None for `Shard(0)`. The dim may have
+            any size.
         mp_policy, offload_policy: ours or torch's.
         ignored_params: parameters to leave unchanged.
-        dp_mesh_dims: which axes of `mesh` are data-parallel; parameters may be split over the others.
+        dp_mesh_dims: which axes of `mesh` are data-parallel; parameters may be split over the
+            others.
 
     Returns:
         `module`.
 
     Raises:
         AssertionError: it was applied to a module before.
-        ValueError: no module; names that are not axes of the mesh; a result of `shard_placement_fn` of another type, or a dim that
-            the parameter lacks; and as `sm.parallel.fully_shard`.
-        NotImplementedError: a module that owns, or contains, parameters on several meshes of `shard_placement_fn`.
+        ValueError: no module; names that are not axes of the mesh; a result of
+            `shard_placement_fn` of another type, or a dim that the parameter lacks; and as
+            `sm.parallel.fully_shard`.
+        NotImplementedError: a module that owns, or contains, parameters on several meshes of
+            `shard_placement_fn`.
 
     Communication: as `sm.parallel.fully_shard`.
 
@@ -209,7 +225,8 @@ def fully_shard(
     calls = [(_several(modules), on, ignored) for on, modules in owners.items()]
     calls.append((target, default, [*ignored, *elsewhere]))
     options = [
-        _options(inner, on, left_out, reshard_after_forward, mp_policy, offload_policy) for inner, on, left_out in calls
+        _options(inner, on, left_out, reshard_after_forward, mp_policy, offload_policy)
+        for inner, on, left_out in calls
     ]
     for (inner, _, left_out), (unit_options, keep) in zip(calls, options, strict=True):
         wrap(inner, unit_options, None, keep, left_out, 0, dims)
@@ -230,9 +247,10 @@ def replicate(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     **ddp_options: Any,
 ) -> Any:
-    """replicate(module) -> the module, its gradients averaged over the ranks (DDP): both of torch's functions of this name.
+    """replicate(module) -> the module, its gradients averaged over the ranks (DDP).
 
-    It is `sm.parallel.data_parallel`; the class of the module becomes a subclass of its own and of `ReplicateModule`.
+    It is `sm.parallel.data_parallel`; the class of the module becomes a subclass of its own and of
+    `ReplicateModule`.
 
     Args:
         module: a module, or a list of modules that become one unit.
@@ -241,9 +259,11 @@ def replicate(
         mp_policy: ours or torch's.
         offload_policy: `OffloadPolicy()`.
         ignored_params: parameters to leave unchanged.
-        dp_mesh_dims: which axes of `mesh` are data-parallel, as `replicate=` of `DataParallelMeshDims`.
-        **ddp_options: options of `DistributedDataParallel`. `device_mesh`, `find_unused_parameters` and `init_sync` have their meaning;
-            those about devices, buckets and memory have no effect.
+        dp_mesh_dims: which axes of `mesh` are data-parallel, as `replicate=` of
+            `DataParallelMeshDims`.
+        **ddp_options: options of `DistributedDataParallel`. `device_mesh`,
+            `find_unused_parameters` and `init_sync` have their meaning; those about devices,
+            buckets and memory have no effect.
 
     Returns:
         `module`.
@@ -253,30 +273,48 @@ def replicate(
         RuntimeError: `fully_shard` was applied to the module.
         ValueError: a mesh with several axes; `dp_mesh_dims` with `shard=`.
         TypeError: an option that torch does not have.
-        NotImplementedError: offloading, and options that would change results: `process_group`, `mixed_precision`,
-            `broadcast_buffers=True`, `delay_all_reduce_named_params`, `param_to_hook_all_reduce`.
+        NotImplementedError: offloading, and options that would change results: `process_group`,
+            `mixed_precision`, `broadcast_buffers=True`, `delay_all_reduce_named_params`,
+            `param_to_hook_all_reduce`.
 
     Communication: as `sm.parallel.data_parallel`.
 
-    Source: `torch.distributed._composable.replicate` and `torch.distributed._composable.replicate_with_fsdp.replicate`.
+    Source: `torch.distributed._composable.replicate` and
+        `torch.distributed._composable.replicate_with_fsdp.replicate`.
     """
     for one in (module,) if isinstance(module, nn.Module) else module:
         if isinstance(one, FSDPModule) and not isinstance(one, ReplicateModule):
-            raise RuntimeError(f"replicate({type(one).__name__}): fully_shard was applied to this module")
+            raise RuntimeError(
+                f"replicate({type(one).__name__}): fully_shard was applied to this module"
+            )
     roots, target = _roots("replicate", module)
     _check_ddp_options(ddp_options)
     if offload_of(offload_policy) is not None:
-        raise NotImplementedError("replicate with CPUOffloadPolicy: gradients would be reduced on the host; use fully_shard")
+        raise NotImplementedError(
+            "replicate with CPUOffloadPolicy: gradients would be reduced on the host; use fully_shard"
+        )
     mesh = ddp_options.get("device_mesh") if mesh is None else mesh
     on = _data_mesh(mesh, dp_mesh_dims, "replicate")
     if on.shard:
-        raise ValueError("replicate with dp_mesh_dims takes replicate= only; use fully_shard to split parameters")
+        raise ValueError(
+            "replicate with dp_mesh_dims takes replicate= only; use fully_shard to split parameters"
+        )
     if on.axes is None and on.mesh.ndim != 1:
-        raise ValueError(f"replicate takes a mesh with one axis, and {on.mesh} has {on.mesh.ndim}; pass a slice of it")
-    ignored = [*(ignored_params or ()), *(x for inner in ignored_modules or () for x in inner.parameters())]
+        raise ValueError(
+            f"replicate takes a mesh with one axis, and {on.mesh} has {on.mesh.ndim}; pass a slice of it"
+        )
+    ignored = [
+        *(ignored_params or ()),
+        *(x for inner in ignored_modules or () for x in inner.parameters()),
+    ]
     find_unused = bool(ddp_options.get("find_unused_parameters"))
     options, keep = fully_shard_options(
-        target, on.mesh, (), mp_policy=mp_policy, find_unused_parameters=find_unused, ignored=ignored
+        target,
+        on.mesh,
+        (),
+        mp_policy=mp_policy,
+        find_unused_parameters=find_unused,
+        ignored=ignored,
     )
     if on.axes is not None:
         options = replace(options, data_axes=on.axes)
@@ -312,15 +350,17 @@ _DDP_REFUSED = {
 def _check_ddp_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name in _DDP_REFUSED and value:
-            raise NotImplementedError(f"replicate({name}={value!r}) is not supported: {_DDP_REFUSED[name]}")
+            raise NotImplementedError(
+                f"replicate({name}={value!r}) is not supported: {_DDP_REFUSED[name]}"
+            )
         if name not in {*_DDP_WITH_MEANING, *_DDP_WITHOUT_EFFECT, *_DDP_REFUSED}:
             raise TypeError(f"replicate() got an unexpected keyword argument {name!r}")
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """register_fsdp_forward_method(module, "encode"): gather the unit's parameters for calls of this method, as for `forward`.
+    """register_fsdp_forward_method(module, "encode"): gather parameters for calls of this method.
 
-    Nothing happens if the module is not a unit's.
+    Calls of `forward` do so by themselves. Nothing happens if the module is not a unit's.
 
     Args:
         module: a module of `fully_shard`.
@@ -342,7 +382,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """share_comm_ctx(modules): accepted without effect: all units of a process use the same streams.
+    """share_comm_ctx(modules): accepted without effect, since all units use the same streams.
 
     Raises:
         ValueError: something that is not an `FSDPModule`.
@@ -367,7 +407,9 @@ def _roots(function: str, module: Any) -> tuple[tuple[nn.Module, ...], nn.Module
     given: tuple[Any, ...] = (module,) if single else tuple(module)
     for one in given:
         if not isinstance(one, nn.Module):
-            raise TypeError(f"{function} takes a module or a list of modules, got {type(one).__name__}")
+            raise TypeError(
+                f"{function} takes a module or a list of modules, got {type(one).__name__}"
+            )
     if not given:
         raise ValueError(f"{function}([]): the list has no module")
     target = module if single else _several(list(dict.fromkeys(given)))
@@ -375,7 +417,9 @@ def _roots(function: str, module: Any) -> tuple[tuple[nn.Module, ...], nn.Module
     for root in roots:
         unit = unit_of(root)
         if unit is not None and root in unit.roots:
-            raise AssertionError(f"{function} or another form of data parallelism was applied to {type(root).__name__} before")
+            raise AssertionError(
+                f"{function} or another form of data parallelism was applied to {type(root).__name__} before"
+            )
     return roots, target
 
 
@@ -392,7 +436,9 @@ def _options(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
 ) -> tuple[UnitOptions, str | None]:
-    options, keep = fully_shard_options(module, on.mesh, on.shard, None, mp_policy, offload_policy, ignored=ignored)
+    options, keep = fully_shard_options(
+        module, on.mesh, on.shard, None, mp_policy, offload_policy, ignored=ignored
+    )
     keep = _what_to_keep(options, reshard_after_forward)
     return options if on.axes is None else replace(options, data_axes=on.axes), keep
 
@@ -407,7 +453,9 @@ def _what_to_keep(options: UnitOptions, reshard: bool | int | None) -> str | Non
     size = math.prod(sizes)
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         if reshard < 1 or size % reshard:
-            raise ValueError(f"reshard_after_forward={reshard} does not divide the {size} ranks that parameters are split over")
+            raise ValueError(
+                f"reshard_after_forward={reshard} does not divide the {size} ranks that parameters are split over"
+            )
         if reshard not in {1, size, *sizes}:
             return what_to_keep(options.mesh, options.stage, True)
     return what_to_keep(options.mesh, options.stage, reshard)
@@ -419,7 +467,9 @@ def _placements(
     default: _DataMesh,
     function: Callable[[Any], Any] | None,
 ) -> tuple[dict[int, _DataMesh], dict[int, int]]:
-    """Return the mesh of each parameter that is in no unit yet, and the dim to split where it is not the first, by id.
+    """Return by id the mesh of each parameter that is in no unit yet, and the dim to split.
+
+    Dims that are the first are left out.
 
     Raises:
         ValueError: the function returns something else, or a dim that the parameter lacks.
@@ -428,7 +478,9 @@ def _placements(
     dims: dict[int, int] = {}
     if function is None:
         return meshes, dims
-    left_out = {id(x) for x in ignored} | {id(slot.value) for unit in units_in(target) for slot in unit.slots}
+    left_out = {id(x) for x in ignored} | {
+        id(slot.value) for unit in units_in(target) for slot in unit.slots
+    }
     for name, x in target.named_parameters():
         if id(x) in left_out:
             continue
@@ -436,10 +488,14 @@ def _placements(
         if hasattr(result, "mesh_info"):  # ShardPlacementResult, ours or torch's
             result, on = result.placement, _mesh_of_info(result.mesh_info)
         if result is not None and not isinstance(result, Shard | TorchShard):
-            raise ValueError(f"shard_placement_fn returned {result!r} for {name}: return Shard(dim), a ShardPlacementResult, or None")
+            raise ValueError(
+                f"shard_placement_fn returned {result!r} for {name}: return Shard(dim), a ShardPlacementResult, or None"
+            )
         dim = 0 if result is None else result.dim
         if not -x.ndim <= dim < max(x.ndim, 1):
-            raise ValueError(f"shard_placement_fn returned Shard({dim}) for {name} of shape {list(x.shape)}")
+            raise ValueError(
+                f"shard_placement_fn returned Shard({dim}) for {name} of shape {list(x.shape)}"
+            )
         meshes[id(x)] = on
         if x.ndim and dim % x.ndim:
             dims[id(x)] = dim % x.ndim
@@ -465,7 +521,8 @@ def _owners_of_other_meshes(
     """
     owners: dict[_DataMesh, list[nn.Module]] = {}
     for path, inner in target.named_modules():
-        own = {meshes[id(x)] for x in inner.parameters(recurse=False) if id(x) in meshes} - {default}
+        own = {meshes[id(x)] for x in inner.parameters(recurse=False) if id(x) in meshes}
+        own.discard(default)
         inside = {meshes[id(x)] for x in inner.parameters() if id(x) in meshes}
         if own and len(inside) > 1:
             raise NotImplementedError(

@@ -1,6 +1,7 @@
-"""`FSDPModule`: the class of what `compat.fully_shard` returns, with the methods of torch's class of this name.
+"""`FSDPModule`: the class of what `compat.fully_shard` returns.
 
-The class of a module becomes a subclass of `FSDPModule` and of its own class, as in torch. Its copies and pickles keep it.
+The class of a module becomes a subclass of `FSDPModule` and of its own class, as in torch. Its
+copies and pickles keep it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class FSDPModule:
     Source: `torch.distributed.fsdp.FSDPModule`.
     """
 
-    _own_class_index = 2  # in the order of classes: the class made here, FSDPModule, the module's own
+    _own_class_index = 2  # of: the class made here, FSDPModule, the module's own
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Make a module of the own class, such as a slice of an `nn.Sequential`."""
@@ -66,10 +67,13 @@ class FSDPModule:
     # -- gathering -----------------------------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters and put the plain ones in the module, until `reshard` or the end of its forward.
+        """Gather the parameters and put the plain ones in the module.
+
+        They stay there until `reshard` or the end of the module's forward.
 
         Args:
-            async_op: return at once a handle, whose `wait` puts them in the module; a forward waits as well.
+            async_op: return at once a handle, whose `wait` puts them in the module; a forward
+                waits as well.
 
         Communication: one all_gather per dtype; none if they are gathered.
         """
@@ -99,7 +103,9 @@ class FSDPModule:
         """
         schedule = _units(self)[-1].schedule
         if schedule.units[0] is not _units(self)[-1]:
-            raise RuntimeError(f"reset_iter_state() of {type(self).__name__}: call it on the outermost module of fully_shard")
+            raise RuntimeError(
+                f"reset_iter_state() of {type(self).__name__}: call it on the outermost module of fully_shard"
+            )
         schedule.reset()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -113,20 +119,32 @@ class FSDPModule:
             raise ValueError(f"reshard_after_forward is a bool, got {reshard_after_forward!r}")
         units = list(_units_of(self, recurse))
         if not all(unit.options.stage.parameter for unit in units):
-            raise AssertionError("set_reshard_after_forward of replicate: its parameters are not split")
+            raise AssertionError(
+                "set_reshard_after_forward of replicate: its parameters are not split"
+            )
         for unit in units:
             unit.reshard_after_forward(reshard_after_forward)
 
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether to free the gathered parameters after backward; a forward after a step of the optimizer gathers them anew."""
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether to free the gathered parameters after backward.
+
+        Those that were kept are gathered anew after a step of the optimizer.
+        """
         self._set(recurse, reshards_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether other units gather this one ahead of its backward. A backward that needs the parameters gathers them anyway."""
+        """Set whether other units gather this one ahead of its backward.
+
+        A backward that needs the parameters gathers them anyway.
+        """
         self._set(False, prefetched_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Set which modules to gather when this one's forward begins, instead of the one that followed in the last forward.
+        """Set which modules to gather when this one's forward begins.
+
+        By default it is the one that followed in the last forward.
 
         Raises:
             ValueError: something that is not an `FSDPModule`.
@@ -134,7 +152,9 @@ class FSDPModule:
         self._set(False, forward_prefetch=_prefetched(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Set which modules to gather when this one's backward begins, instead of the one that ran before it.
+        """Set which modules to gather when this one's backward begins.
+
+        By default it is the one that ran before it.
 
         Raises:
             ValueError: something that is not an `FSDPModule`.
@@ -142,7 +162,10 @@ class FSDPModule:
         self._set(False, backward_prefetch=_prefetched(modules))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Set an event, recorded after a step of the optimizer in another stream, that the next forward waits for."""
+        """Set an event that the next forward waits for, once.
+
+        It was recorded after a step of the optimizer in another stream.
+        """
         self._set(False, optimizer_event=event)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
@@ -150,21 +173,33 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted without effect: each backward ends with its reductions."""
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients; if not, whole gradients accumulate until a backward that does.
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward reduces gradients.
+
+        If not, whole gradients accumulate until a backward that does.
 
         Communication: none in a backward that does not reduce.
         """
-        self._set(recurse, reduces_grads=requires_gradient_sync, all_reduces_grads=requires_gradient_sync)
+        self._set(
+            recurse, reduces_grads=requires_gradient_sync, all_reduces_grads=requires_gradient_sync
+        )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients over the axes that replicate parameters (HSDP); until then they are held back."""
+        """Set whether backward reduces gradients over the axes that replicate parameters (HSDP).
+
+        If not, they accumulate after the reduce_scatter until a backward that does.
+        """
         self._set(recurse, all_reduces_grads=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set what the sum of gradients over the data-parallel ranks is divided by, instead of their number.
+        """Set what to divide the sum of gradients over the data-parallel ranks by.
 
-        Of sharded inputs, whose loss is that of the global batch, gradients are summed, whatever the factor.
+        By default it is their number.
+
+        Of sharded inputs, whose loss is that of the global batch, gradients are summed, whatever
+        the factor.
         """
         self._set(False, divide_factor=float(factor))
 
@@ -172,16 +207,24 @@ class FSDPModule:
         """Do the same as `set_gradient_divide_factor`, torch's earlier name of which this is."""
         self.set_gradient_divide_factor(factor)
 
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Set `find_unused_parameters`: a parameter without a gradient on this rank counts as zeros."""
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether a parameter without a gradient on this rank counts as zeros.
+
+        It is `find_unused_parameters` of `sm.parallel.fully_shard`.
+        """
         for unit in _units_of(self, recurse):
             unit.options = replace(unit.options, find_unused=reduce_scatter_unused_params)
 
-    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.cuda.Stream | None = None) -> None:
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
         """Set a function of this rank's flat piece of reduced gradients, which it may write.
 
         Args:
-            hook: called once per dtype and backward, with averaged gradients, before they are added to `.grad`.
+            hook: called once per dtype and backward, with averaged gradients, before they are
+                added to `.grad`.
             stream: the stream to call it in.
 
         Raises:
@@ -191,7 +234,10 @@ class FSDPModule:
         units = _units(self)
         if len(units) > 1:
             raise ValueError("set_all_reduce_hook: the module has parameters on several meshes")
-        stage, copies = units[0].options.stage, set(units[0].options.data_axes) - set(units[0].options.stage.optimizer)
+        stage, copies = (
+            units[0].options.stage,
+            set(units[0].options.data_axes) - set(units[0].options.stage.optimizer),
+        )
         if copies or not stage.optimizer:
             raise NotImplementedError(
                 f"set_all_reduce_hook with parameters replicated over {sorted(copies)}: their gradients are reduced together with "
@@ -204,7 +250,9 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted without effect: gradients are always summed and then scaled."""
 
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
         """Accepted without effect: a buffer of gradients lives until its reduction is complete.
 
         Raises:
@@ -215,8 +263,11 @@ class FSDPModule:
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers={max_input_buffers}: give a positive number")
 
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Accepted without effect: gathers and reductions use one process group per set of ranks."""
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Accepted without effect: gathers and reductions use one process group per set of ranks.
+        """
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accepted without effect: buffers are torch's."""
@@ -225,7 +276,9 @@ class FSDPModule:
         """Accepted without effect; see `sm.symmetric_memory`."""
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Raise NotImplementedError: collectives are planned, recorded and compared between ranks before they run."""
+        """Raise NotImplementedError: collectives are planned, recorded and compared between ranks
+        before they run.
+        """
         raise NotImplementedError(_NO_CUSTOM_COLLECTIVE.format("set_custom_all_gather"))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
@@ -270,7 +323,8 @@ _NO_CUSTOM_COLLECTIVE = (
 
 
 class _HookInStream:
-    """A hook that is called in a stream, between what comes before and after it in the current one."""
+    """A hook that is called in a stream, between what comes before and after it in the current one.
+    """
 
     def __init__(self, hook: Callable[[Tensor], Any], stream: Any) -> None:
         self._hook, self._stream = hook, stream
@@ -291,13 +345,19 @@ def _units(module: Any) -> list[Unit]:
     """Return the units of a module: one, after those of its parameters on other meshes."""
     unit = unit_of(module)
     if unit is None:
-        raise AssertionError(f"{type(module).__name__} has the class of a module of fully_shard, but is none")
+        raise AssertionError(
+            f"{type(module).__name__} has the class of a module of fully_shard, but is none"
+        )
     return [*unit.parts, unit]
 
 
 def _units_of(module: Any, recurse: bool) -> Iterator[Unit]:
     """Yield the units of a module, and of those inside it that are an `FSDPModule`."""
-    modules = [inner for inner in module.modules() if isinstance(inner, FSDPModule)] if recurse else [module]
+    modules = (
+        [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
+        if recurse
+        else [module]
+    )
     yield from dict.fromkeys(unit for inner in modules for unit in _units(inner))
 
 
@@ -334,7 +394,9 @@ def _class_of(base: type, own: type) -> type:
     made = _classes.get((base, own))
     if made is None:
         prefix = base.__name__.removesuffix("Module")
-        made = _classes[base, own] = type(f"{prefix}{own.__name__}", (base, own), {"__module__": own.__module__})
+        made = _classes[base, own] = type(
+            f"{prefix}{own.__name__}", (base, own), {"__module__": own.__module__}
+        )
     return made
 
 

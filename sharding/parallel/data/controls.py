@@ -18,11 +18,13 @@ class UnitControls:
 
     Attributes:
         reduces_grads: whether backward reduces gradients; if not, whole gradients accumulate.
-        all_reduces_grads: whether backward reduces gradients over axes that replicate parameters (HSDP).
+        all_reduces_grads: whether backward reduces gradients over axes that replicate
+            parameters (HSDP).
         reshards_after_backward: whether backward frees the gathered parameters.
         prefetched_in_backward: whether other units gather this one ahead of its backward.
         divide_factor: the divisor of gradients summed over data-parallel axes; None to average.
-        forward_prefetch, backward_prefetch: the units to gather ahead; None for the order of the last forward.
+        forward_prefetch, backward_prefetch: the units to gather ahead; None for the order of
+            the last forward.
         reduce_hook: called with each reduced flat buffer of gradients, which it may write.
         optimizer_event: an event that the next forward of the outermost unit waits for.
     """

@@ -1,14 +1,15 @@
-"""The same programs on torch's FSDP2 and on shardmesh.compat, in processes: the same gradients, in the same order of calls."""
+"""The same programs on torch's FSDP2 and on shardmesh.compat, in processes: the same gradients, in
+the same order of calls.
+"""
 
 from __future__ import annotations
 
 import importlib
+import itertools
 
 import pytest
 import torch
 from torch import nn
-
-import shardmesh as sm
 
 LIBRARIES = {
     "torch": (
@@ -35,7 +36,9 @@ class Names:
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH)) for _ in range(3)
+        )
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4, bias=False)
 
     def forward(self, x, skip_head=False):
@@ -60,7 +63,9 @@ def build(names, shape, **options):
 
 def rows(seed):
     rank = torch.distributed.get_rank()
-    return torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * seed + rank))
+    return torch.randn(
+        4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * seed + rank)
+    )
 
 
 def backward(model, seed):
@@ -72,7 +77,10 @@ def units(names, model):
 
 
 def results(model):
-    return {name: None if x.grad is None else x.grad.full_tensor() for name, x in model.named_parameters()}
+    return {
+        name: None if x.grad is None else x.grad.full_tensor()
+        for name, x in model.named_parameters()
+    }
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------
@@ -119,7 +127,7 @@ def other_dims(names):
 def hooks_and_prefetch(names):
     model = build(names, (4,))
     layers = list(model.layers)
-    for one, following in zip(layers, layers[1:], strict=False):
+    for one, following in itertools.pairwise(layers):
         one.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([one])
     layers[-1].set_modules_to_forward_prefetch([model.norm, model.head])
@@ -172,11 +180,21 @@ def replicas(names):
     return {name: x.grad.full_tensor() for name, x in model.named_parameters()}
 
 
-PROGRAMS = [average, without_division, gradients_without_sync, other_dims, hooks_and_prefetch, chunked_loss, replicas]
+PROGRAMS = [
+    average,
+    without_division,
+    gradients_without_sync,
+    other_dims,
+    hooks_and_prefetch,
+    chunked_loss,
+    replicas,
+]
 
 
 def run_both(program):
-    """Run a program on both libraries; return whether each rank's results are equal, after the differences."""
+    """Run a program on both libraries; return whether each rank's results are equal, after the
+    differences.
+    """
     theirs, ours = (program(Names(library)) for library in LIBRARIES)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     return True

@@ -13,11 +13,15 @@ from .grad_reduction import Bucket
 
 
 def refuse_recording() -> None:
-    """Raise a NotImplementedError in a recording of `sm.jit`, whose calls would not see what an earlier one held back."""
+    """Raise a NotImplementedError in a recording of `sm.jit`.
+
+    Its calls would not see what an earlier one held back.
+    """
     if tracing.recorder is not None:
         raise NotImplementedError(
-            "sm.jit of a backward that holds gradients back for a later call (set_requires_gradient_sync(False) or "
-            "set_requires_all_reduce(False)): call backward of all micro-batches in the function, inside of sm.accumulate_grads()"
+            "sm.jit of a backward that holds gradients back for a later call "
+            "(set_requires_gradient_sync(False) or set_requires_all_reduce(False)): call backward "
+            "of all micro-batches in the function, inside of sm.accumulate_grads()"
         )
 
 
@@ -26,8 +30,8 @@ class HeldGrads:
 
     Attributes:
         buckets: buckets whose unreduced gradients accumulate, and the factor of these gradients.
-        parts: by parameter number, gradients in the layout dual to the parameter's: reduced over the axes that split it,
-            pending over those that replicate it.
+        parts: by parameter number, gradients in the layout dual to the parameter's: reduced
+            over the axes that split it, pending over those that replicate it.
     """
 
     def __init__(self) -> None:
@@ -43,10 +47,15 @@ class HeldGrads:
                 self.parts[i] = part.clone() if held is None else held.add_(part)
 
     def exchange(self, parts: Grads, parameters: Sequence[ShardedTensor], *, keep: bool) -> Grads:
-        """Return the parts with those held so far added, or keep back the ones that are still to be reduced over an axis."""
-        if not keep and not self.parts:
+        """Return the parts with the held ones added.
+
+        With `keep`, hold back those of parameters that are replicated over an axis instead.
+        """
+        numbers: set[int] = set()
+        if keep:
+            numbers = {i for i, x in enumerate(parameters) if x._layout.dual is not x._layout.grad}
+        elif not self.parts:
             return parts
-        numbers = {i for i, x in enumerate(parameters) if x._layout.dual is not x._layout.grad} if keep else set()
         self.add({i: parts[i] for i in numbers})
         found = [None if i in numbers else part for i, part in enumerate(parts)]
         for i in self.parts.keys() - numbers:
