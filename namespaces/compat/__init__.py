@@ -1,4 +1,4 @@
-"""The names of `torch.distributed.tensor`, for programs that are ported by changing their imports.
+"""The names of `torch.distributed.tensor` and of FSDP2, for programs that are ported by changing their imports.
 
     - from torch.distributed.tensor import DTensor, Shard, distribute_tensor
     + from shardmesh.compat import DTensor, Shard, distribute_tensor
@@ -9,13 +9,23 @@ docs/from_dtensor.md lists the differences.
 from shardmesh.mesh import DeviceMesh, init_device_mesh
 from shardmesh.sharding.compat.context_parallel import context_parallel, context_parallel_unshard, set_rotate_method
 from shardmesh.sharding.compat.dtensor import CommDebugMode, DTensor, visualize_sharding
+from shardmesh.sharding.compat.fsdp import (
+    DataParallelMeshDims,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+    fully_shard,
+    register_fsdp_forward_method,
+    replicate,
+    share_comm_ctx,
+)
+from shardmesh.sharding.compat.fsdp_module import FSDPModule, ReplicateModule, UnshardHandle
 from shardmesh.sharding.compat.local_map import local_map
 from shardmesh.sharding.compat.loss_parallel import loss_parallel
 from shardmesh.sharding.layout.spec import Partial, Placement, Replicate, Shard
 from shardmesh.sharding.ops.plain_operands import implicit_replication
 from shardmesh.sharding.ops.rules.register_sharding import register_sharding
-from shardmesh.sharding.parallel.data.fully_shard import fully_shard
-from shardmesh.sharding.parallel.data.precision import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardmesh.sharding.parallel.data.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardmesh.sharding.parallel.module import distribute_module
 from shardmesh.sharding.parallel.tensor.plan import parallelize_module
 from shardmesh.sharding.parallel.tensor.torch_styles import (
@@ -35,8 +45,13 @@ __all__ = [
     "ColwiseParallel",
     "CommDebugMode",
     "DTensor",
+    "DataParallelMeshDims",
     "DeviceMesh",
+    "FSDPMeshInfo",
+    "FSDPModule",
+    "HSDPMeshInfo",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ParallelStyle",
     "Partial",
     "Placement",
@@ -44,9 +59,12 @@ __all__ = [
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "Replicate",
+    "ReplicateModule",
     "RowwiseParallel",
     "SequenceParallel",
     "Shard",
+    "ShardPlacementResult",
+    "UnshardHandle",
     "arange",
     "context_parallel",
     "context_parallel_unshard",
@@ -63,8 +81,11 @@ __all__ = [
     "parallelize_module",
     "rand",
     "randn",
+    "register_fsdp_forward_method",
     "register_sharding",
+    "replicate",
     "set_rotate_method",
+    "share_comm_ctx",
     "visualize_sharding",
     "zeros",
 ]

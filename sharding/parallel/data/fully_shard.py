@@ -11,7 +11,8 @@ from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh, common_mesh
 from ...tensor.sharded_tensor import ShardedTensor
 from .grads.offloaded_grads import OffloadedGrads
-from .precision import CPUOffloadPolicy, MixedPrecisionPolicy, offload_of, precision_of
+from .inputs import is_slice
+from .precision import MixedPrecisionPolicy, OffloadPolicy, offload_of, precision_of
 from .schedule import units_in
 from .slot import UnitOptions
 from .wrap import Units, wrap
@@ -26,7 +27,7 @@ def fully_shard(
     units: Units | None = None,
     reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: CPUOffloadPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Collection[nn.Parameter] = (),
     find_unused_parameters: bool = False,
     transport: str | None = None,
@@ -80,16 +81,35 @@ def fully_shard(
         >>> sm.parallel.fully_shard(model, mesh)
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
+    options, keep = fully_shard_options(
+        module, mesh, axes, reshard_after_forward, mp_policy, offload_policy, find_unused_parameters, transport, ignored_params
+    )
+    return wrap(module, options, units, keep, ignored_params, src_data_rank)
+
+
+def fully_shard_options(
+    module: nn.Module,
+    mesh: DeviceMesh | None,
+    axes: Axes | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    find_unused_parameters: bool = False,
+    transport: str | None = None,
+    ignored: Collection[nn.Parameter] = (),
+) -> tuple[UnitOptions, str | None]:
+    """Return the options of the units that `fully_shard` makes, and what they keep after forward; arguments and errors are its."""
     given = _mesh_of("fully_shard", "axes", mesh)
-    names, mesh = _axes(module, given, axes), _with_tensor_axes(module, given)
+    used = _axes_in_use(module, ignored)
+    names, mesh = _axes(used, given, axes), _with_tensor_axes(module, given, ignored)
     stage, offload = make_zero_stage(mesh, names, names, names), offload_of(offload_policy)
     if offload:
-        _check_offload(module, mesh, stage)
+        _check_offload(used, mesh, stage)
     pinned = offload is not None and offload.pin_memory and is_asynchronous(mesh.device_type)
     offloaded = OffloadedGrads(mesh.device) if pinned else None
-    options = UnitOptions(mesh, stage, precision_of(mp_policy), transport, find_unused_parameters, offload, offloaded)
-    keep = _what_to_keep(mesh, stage, reshard_after_forward)
-    return wrap(module, options, units, keep, ignored_params, src_data_rank)
+    data = _data_axes(used, given, stage)
+    options = UnitOptions(mesh, stage, precision_of(mp_policy), transport, find_unused_parameters, offload, offloaded, data)
+    return options, what_to_keep(mesh, stage, reshard_after_forward)
 
 
 def data_parallel(
@@ -126,18 +146,20 @@ def data_parallel(
     Example:
         >>> sm.parallel.data_parallel(model, mesh, optimizer="dp")       # ZeRO-1
     """
-    mesh = _with_tensor_axes(module, _mesh_of("data_parallel", "parameter", mesh))
+    given = _mesh_of("data_parallel", "parameter", mesh)
+    mesh = _with_tensor_axes(module, given, ignored_params)
     stage = make_zero_stage(mesh, parameter, gradient, optimizer)
-    options = UnitOptions(mesh, stage, precision_of(mp_policy), transport, find_unused_parameters)
+    data = _data_axes(_axes_in_use(module, ignored_params), given, stage)
+    options = UnitOptions(mesh, stage, precision_of(mp_policy), transport, find_unused_parameters, data_axes=data)
     return wrap(module, options, units, None, ignored_params, src_data_rank)
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def _check_offload(module: nn.Module, mesh: DeviceMesh, stage: ZeroStage) -> None:
+def _check_offload(used: set[str], mesh: DeviceMesh, stage: ZeroStage) -> None:
     """Raise a ValueError if gradients would have to be reduced on the host."""
-    copies = [axis for axis in mesh.axis_names if mesh.size(axis) > 1 and axis not in {*stage.optimizer, *_axes_in_use(module)}]
+    copies = [axis for axis in mesh.axis_names if mesh.size(axis) > 1 and axis not in {*stage.optimizer, *used}]
     if copies:
         raise ValueError(
             f"offload_policy with parameters replicated over {copies} of {mesh}: their gradients would be reduced on the host; "
@@ -159,11 +181,10 @@ def _mesh_of(layer: str, argument: str, mesh: DeviceMesh | None) -> DeviceMesh:
     return given_or_current(mesh)
 
 
-def _axes(module: nn.Module, mesh: DeviceMesh, axes: Axes | None) -> Axes:
+def _axes(used: set[str], mesh: DeviceMesh, axes: Axes | None) -> Axes:
     """Return the axes over which to split parameters."""
     if axes is not None:
         return axes
-    used = _axes_in_use(module)
     free = [axis for axis in mesh.axis_names if axis not in used]
     if len(free) not in (1, 2):
         raise ValueError(
@@ -173,22 +194,35 @@ def _axes(module: nn.Module, mesh: DeviceMesh, axes: Axes | None) -> Axes:
     return free[-1]
 
 
-def _with_tensor_axes(module: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh extended by the axes of sharded parameters, if their mesh and this one are slices of one mesh."""
-    found = {x.mesh for x in module.parameters() if isinstance(x, ShardedTensor)}
+def _with_tensor_axes(module: nn.Module, mesh: DeviceMesh, ignored: Collection[nn.Parameter]) -> DeviceMesh:
+    """Return the mesh extended by the axes of sharded parameters, if their mesh and this one are slices of one mesh.
+
+    Nested units extend it if their mesh contains this one: others have their parameters on a mesh of their own, as experts do.
+    """
+    found = {x.mesh for x in _sharded_outside_units(module, ignored)}
+    found |= {unit.options.mesh for unit in units_in(module) if is_slice(mesh, unit.options.mesh)}
     others = [other for other in found if not set(other.axis_names) <= set(mesh.axis_names)]
     return (common_mesh([mesh, *others]) if others else None) or mesh
 
 
-def _axes_in_use(module: nn.Module) -> set[str]:
+def _sharded_outside_units(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[ShardedTensor]:
+    """Return the sharded parameters that are in no unit yet, without the ignored ones."""
+    taken = {id(slot.value) for unit in units_in(module) for slot in unit.slots} | {id(x) for x in ignored}
+    return [x for x in module.parameters() if isinstance(x, ShardedTensor) and id(x) not in taken]
+
+
+def _axes_in_use(module: nn.Module, ignored: Collection[nn.Parameter]) -> set[str]:
     """Return the axes that split parameters in use (tensor parallelism)."""
-    units = units_in(module)
-    taken = {id(slot.value) for unit in units for slot in unit.slots}
-    others = [x for x in module.parameters() if isinstance(x, ShardedTensor) and id(x) not in taken]
-    return {axis for unit in units for axis in unit.tensor_axes} | {axis for x in others for axis in x.spec.axes}
+    outside = {axis for x in _sharded_outside_units(module, ignored) for axis in x.spec.axes}
+    return outside.union(*(unit.tensor_axes for unit in units_in(module)))
 
 
-def _what_to_keep(mesh: DeviceMesh, stage: ZeroStage, reshard: bool | int | None) -> str | None:
+def _data_axes(used: set[str], mesh: DeviceMesh, stage: ZeroStage) -> tuple[str, ...]:
+    """Return the axes along which plain inputs may differ: those that split parameters, and others without tensor parallelism."""
+    return tuple(axis for axis in mesh.axis_names if axis in stage.optimizer or axis not in used)
+
+
+def what_to_keep(mesh: DeviceMesh, stage: ZeroStage, reshard: bool | int | None) -> str | None:
     """Return which parameters a unit keeps after its forward, None for the default."""
     if reshard is None or isinstance(reshard, bool):
         return {None: None, True: "rest", False: "all"}[reshard]

@@ -11,7 +11,7 @@ While a unit runs, its calls are not intercepted, so that a compiler sees plain 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -52,6 +52,11 @@ class CallInterception:
             if compiled is not None:
                 attributes[_COMPILED] = compiled
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a call of the unit is running."""
+        return _CALL not in self.modules[0].__dict__
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without compiled code, as `nn.Module` does."""
         return {"modules": self.modules, "_compiled": [None] * len(self.modules)}
@@ -65,6 +70,36 @@ class CallInterception:
 @not_compiled("fully_shard and data_parallel gather a unit's parameters here, outside of any graph")
 def _call_unit(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return unit_of(module).call(module, args, kwargs)  # type: ignore[union-attr]
+
+
+class _ForwardMethod:
+    """A method of a unit's module whose calls gather the unit's parameters, as those of the module do.
+
+    Args:
+        module: the module.
+        name: of the method.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = module, name
+        self._instead = module.__dict__.get(name)  # of the module itself; of its class it is looked up at each call
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._instead or MethodType(getattr(type(self._module), self._name), self._module)
+
+    @not_compiled("fully_shard and data_parallel gather a unit's parameters here, outside of any graph")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method, unit = self.__wrapped__, unit_of(self._module)
+        if unit is None or unit.calls.is_stopped:
+            return method(*args, **kwargs)
+        return unit.call(self._module, args, kwargs, lambda _, *args, **kwargs: method(*args, **kwargs))
+
+
+def intercept_method(module: nn.Module, name: str) -> None:
+    """Gather the parameters of a module's unit for calls of this method, as for calls of the module."""
+    if not isinstance(module.__dict__.get(name), _ForwardMethod):
+        module.__dict__[name] = _ForwardMethod(module, name)
 
 
 def _compile(module: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -48,7 +48,12 @@ class MixedPrecisionPolicy:
 
 
 @dataclass(frozen=True)
-class CPUOffloadPolicy:
+class OffloadPolicy:
+    """OffloadPolicy(): torch's; sharded parameters stay on the device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
     """CPUOffloadPolicy(pin_memory=True): torch's, with the same meaning.
 
     Sharded parameters, their gradients and the optimizer's state are kept in host memory, and the optimizer steps there. It changes

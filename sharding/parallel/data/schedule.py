@@ -6,7 +6,7 @@ A forward is expected to have the order of the last one, the first forward that 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,10 +15,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ....mesh.device_mesh import DeviceMesh
+from ...layout.layout import distinct_mesh_names
 from ...tensor.autograd import engine_hooks, leaf_grads
 from ...tensor.sharded_tensor import ShardedTensor
 from .grads.grad_bucketing import GradBucketer
 from .grads.offloaded_grads import OffloadedGrads
+from .inputs import is_slice
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -39,12 +41,13 @@ def set_unit(module: nn.Module, unit: Unit) -> None:
 
 def units_in(module: nn.Module) -> list[Unit]:
     """Return the units of a module and its submodules, the outermost first."""
-    return [unit for inner in module.modules() if (unit := unit_of(inner)) is not None and unit.module is inner]
+    roots = (inner for inner in module.modules() if (unit := unit_of(inner)) is not None and inner in unit.roots)
+    return list(dict.fromkeys(unit_of(inner) for inner in roots))  # type: ignore[arg-type]
 
 
 def own_modules(unit: Unit) -> Iterator[nn.Module]:
     """Yield the modules whose parameters belong to the unit: its module, and submodules outside nested units."""
-    todo = [unit.module]
+    todo: list[nn.Module] = [unit.module]
     while todo:
         module = todo.pop()
         yield module
@@ -97,6 +100,17 @@ class Schedule:
             for unit in units:
                 unit.schedule = self
 
+    def reset(self) -> None:
+        """Drop all state of the running step, accumulated gradients included: a forward or backward has failed."""
+        _running.schedule = None
+        self._running_units.clear()
+        self._order = []
+        self._recover()
+        self._release()
+        for unit in self.units:
+            unit.drop_held()
+            unit.reshard()
+
     def _recover(self) -> None:
         """Release the state that a failed backward left."""
         leaf_grads.drop_started(self.units[0].options.mesh.world)
@@ -104,11 +118,14 @@ class Schedule:
         if self._backward != -1:
             self._release()
 
-    @property
-    def tensor_axes(self) -> tuple[str, ...]:
-        """The axes that split parameters in use (tensor parallelism), in mesh order."""
-        found = {axis for unit in self.units for axis in unit.tensor_axes}
-        return tuple(axis for axis in self.units[0].options.mesh.axis_names if axis in found)
+    def tensor_axes(self, mesh: DeviceMesh) -> tuple[str, ...]:
+        """Return the axes of a mesh that split parameters in use (tensor parallelism), in mesh order."""
+        found = {axis for unit in self.units if unit.options.mesh is mesh for axis in unit.tensor_axes}
+        return tuple(axis for axis in mesh.axis_names if axis in found)
+
+    def is_running(self, unit: Unit) -> bool:
+        """Return whether a call of the unit is running."""
+        return any(other is unit for other in self._running_units)
 
     def enter(self, unit: Unit) -> None:
         self._running_units.append(unit)
@@ -122,14 +139,32 @@ class Schedule:
         if not self._running_units:
             _running.schedule = None
             if engine_hooks.current_backward() == -1:
-                self._last_order, self._order = self._order or self._last_order, []
+                order, self._order = self._order or self._last_order, []
+                if order and (order[0] is self.units[0] or self._last_order[:1] != self.units[:1]):
+                    self._last_order = order  # not that of an inner unit called alone, as in a loss computed in chunks
                 for other in self.units:
                     other.drop_prefetched()
 
     def enclosing_mesh(self, unit: Unit) -> DeviceMesh | None:
-        """Return the mesh that the enclosing unit computes on."""
+        """Return the mesh that the enclosing unit computes on; None if this unit's parameters are on another one.
+
+        Raises:
+            ValueError: the enclosing unit computes the loss of a global batch, and this unit's parameters are on another
+                mesh, so that the scale of its gradients is unknown.
+        """
         enclosing = [other for other in self._running_units if other is not unit]
-        return enclosing[-1].computes_on if enclosing else None
+        mesh = enclosing[-1].computes_on if enclosing else None
+        if mesh is None or is_slice(mesh, unit.options.mesh):
+            return mesh
+        is_global = not set(enclosing[-1].options.data_axes).isdisjoint(mesh.axis_names)
+        if is_global and unit.controls.divide_factor is None:
+            here, there = distinct_mesh_names(mesh, unit.options.mesh)
+            raise ValueError(
+                f"{unit.display_name} was called with plain tensors inside of {enclosing[-1].display_name}, which computes "
+                f"on {here}, but its parameters are on {there}: it is unknown which ranks have the same inputs. Pass "
+                "sharded tensors on its mesh, or say by set_gradient_divide_factor what to divide its gradients by"
+            )
+        return None
 
     # -- prefetching ---------------------------------------------------------------------------------------------------
 
@@ -140,6 +175,10 @@ class Schedule:
         """
         if engine_hooks.current_backward() != -1:
             return self.prefetch_backward(unit)
+        if unit.controls.forward_prefetch is not None:
+            for other in unit.controls.forward_prefetch:
+                other.prefetch()
+            return None
         next_unit = self._next_unit(len(self._order))
         if next_unit is not None and next_unit is not unit:
             next_unit.prefetch()
@@ -163,9 +202,19 @@ class Schedule:
         return outputs
 
     def _on_first_gradient(self, _: Any) -> None:
-        last = next((unit for unit in reversed(self._last_order) if unit.saved), None)
-        if last is not None:
-            last.gather()
+        for unit in reversed(self._last_order):
+            explicit = unit.controls.backward_prefetch
+            if unit.saved and unit.controls.prefetched_in_backward:
+                unit.gather()
+                return
+            if explicit is not None and unit is not self.units[0]:  # its backward gathers nothing: it kept its parameters
+                self._gather_saved(explicit)
+                return
+
+    def _gather_saved(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if unit.saved and unit.controls.prefetched_in_backward:
+                unit.gather()
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Gather the unit that ran before this one; if a reduction is under way, at half of this unit's backward.
@@ -173,7 +222,11 @@ class Schedule:
         Communication: as `prefetch`.
         """
         self.on_backward()
-        before = [other for other in self._last_order[: _last_index(self._last_order, unit)] if other.saved]
+        if unit.controls.backward_prefetch is not None:
+            self._gather_saved(unit.controls.backward_prefetch)
+            return
+        order = self._last_order[: _last_index(self._last_order, unit)]
+        before = [other for other in order if other.saved and other is not unit and other.controls.prefetched_in_backward]
         if not before:
             return
         if self._reductions and not unit.options.find_unused:
@@ -210,6 +263,7 @@ class Schedule:
         self._release()
         for unit in self.units:
             unit.fill_unused()
+            unit.reduce_held()
 
     @property
     def _offloaded(self) -> list[OffloadedGrads]:

@@ -37,6 +37,7 @@ class Slot:
         base: its layout in use.
         rest: its sharded layout, between uses.
         own: its mesh before; None if it was a plain tensor.
+        dim: the dim that is split between uses.
     """
 
     path: str
@@ -44,6 +45,7 @@ class Slot:
     base: Layout
     rest: Layout
     own: DeviceMesh | None = None
+    dim: int = 0
 
     @property
     def value(self) -> Any:
@@ -105,6 +107,7 @@ class UnitOptions:
         find_unused: whether a parameter may have a gradient on some ranks only.
         offload: whether sharded parameters are kept on the host.
         offloaded: their gradients, if they are copied while backward continues.
+        data_axes: the axes along which ranks may have different plain inputs, so that gradients are averaged.
     """
 
     mesh: DeviceMesh
@@ -114,6 +117,7 @@ class UnitOptions:
     find_unused: bool = False
     offload: CPUOffloadPolicy | None = None
     offloaded: OffloadedGrads | None = None
+    data_axes: tuple[str, ...] = ()
 
     @property
     def inside(self) -> UnitOptions:

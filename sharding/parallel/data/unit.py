@@ -23,9 +23,11 @@ from ...ops.torch_compile import refuse_jit_trace
 from ...tensor.autograd import engine_hooks, leaf_grads
 from ...tensor.sharded_tensor import ShardedTensor
 from .buffers import BuffersInUse, any_sharded
+from .controls import UnitControls
 from .grads.grad_bucketing import UnitGrads
 from .grads.grad_places import ContiguousGrads, GradBuffer, GradBufferSource, GradWriter
 from .grads.grad_reduction import Bucket, accumulate_later, differentiable, merge_parts, reduction_tag
+from .grads.held_grads import HeldGrads, refuse_recording
 from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
 from .module_calls import CallInterception
 from .schedule import Schedule, own_modules, running_schedule, set_unit
@@ -39,12 +41,19 @@ _GATHERING = seed_of("gather a unit")
 _REDUCING = seed_of("sum gradients of a unit")
 
 
+class UnitModules(nn.ModuleList):
+    """The modules of a unit that has several."""
+
+
 class Unit:
     """Parameters of a module that are gathered together.
 
     Attributes:
         name: the path of the module, used in messages.
-        module: the module.
+        module: the module, or a list of the modules that are one unit.
+        roots: the module, or those of the list: gathered before the first one's forward, freed after the last one's.
+        controls: what the program may change between steps.
+        parts: the units of those of its parameters that are on other meshes.
         slots: its parameters, without those of nested units.
         calls: interception of its modules' calls, which become calls of `call`.
         computes_on: during forward, the mesh of its sharded inputs; None for plain ones.
@@ -53,6 +62,9 @@ class Unit:
 
     def __init__(self, name: str, module: nn.Module, options: UnitOptions, keep: str | None) -> None:
         self.name, self.module, self.options = name, module, options
+        self.roots = tuple(module) if isinstance(module, UnitModules) else (module,)
+        self.controls = UnitControls()
+        self.parts: tuple[Unit, ...] = ()
         self._keep = keep if options.stage.parameter else "all"
         self.slots: list[Slot] = []
         self.calls = CallInterception(())
@@ -65,6 +77,8 @@ class Unit:
         self._unsharded: tuple[GatherOp, tuple[Tensor, ...]] | None = None  # the unsharded values; at most until the model's forward ends
         self._with_graph = False
         self._prefetched: tuple[GatherOp, list[Tensor], tuple[Tensor, ...]] | None = None
+        self._still_to_run: set[nn.Module] = set()  # the other roots, once one has run in the model's forward
+        self._held = HeldGrads()
         self._buffers, self._saving = BuffersInUse(), None
         self._projects_buffers = False
 
@@ -107,14 +121,16 @@ class Unit:
 
     def _bucket(self, dtype: torch.dtype, numbers: list[int]) -> Bucket:
         options, slots = self.options, [self.slots[i] for i in numbers]
-        flat = FlatBucket(options.mesh, options.stage.optimizer, [slot.base for slot in slots], options.transport)
+        bases, dims = [slot.base for slot in slots], [slot.dim for slot in slots]
+        flat = FlatBucket(options.mesh, options.stage.optimizer, bases, options.transport, dims)
         for slot, layout in zip(slots, flat.layouts, strict=True):
             slot.rest = layout
-        return Bucket(numbers, ParamStorage(flat, dtype, options, self._display_name), options.policy)
+        return Bucket(numbers, ParamStorage(flat, dtype, options, self.display_name), options.policy)
 
     @property
-    def _display_name(self) -> str:
-        return self.name or type(self.module).__name__
+    def display_name(self) -> str:
+        """The name of the unit in messages."""
+        return self.name or " + ".join(type(root).__name__ for root in self.roots)
 
     def flatten_params(self) -> None:
         """Make the local parts views of the flat shards, so that an all_gather copies nothing first."""
@@ -134,10 +150,10 @@ class Unit:
         own = list(own_modules(self))
         for module in own:
             set_unit(module, self)
-        self.calls = CallInterception(x for x in own if x is self.module or any(p is not None for p in x._parameters.values()))
+        self.calls = CallInterception(x for x in own if x in self.roots or any(p is not None for p in x._parameters.values()))
 
-    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call a module of the unit with the unsharded parameters set.
+    def call(self, module: nn.Module, args: Any, kwargs: Any, forward: Callable[..., Any] = nn.Module.__call__) -> Any:
+        """Call a module of the unit, or another function of it, with the unsharded parameters set.
 
         Raises:
             RuntimeError: under `torch.jit.trace`.
@@ -147,26 +163,26 @@ class Unit:
         self.calls.stop()
         try:
             self._pre_forward(args, kwargs)
-            if module is not self.module:
-                return nn.Module.__call__(module, *args, **kwargs)
+            if module not in self.roots:
+                return forward(module, *args, **kwargs)
             args, kwargs = policy.inputs((args, kwargs))
-            return self.schedule.before_backward(self, policy.outputs(nn.Module.__call__(module, *args, **kwargs)))
+            return self.schedule.before_backward(self, policy.outputs(forward(module, *args, **kwargs)))
         finally:
-            self._post_forward()
+            self._post_forward(module)
             self.calls.start()
 
     @not_recomputed
     def _pre_forward(self, args: Any, kwargs: Any) -> None:
+        if self._sharded:  # by `unshard`
+            self._put_sharded()
+            self.gather()  # if parameters were written since
+            if not all(bucket.storage.is_gathered for bucket in self._buckets):
+                self._unsharded = None
+        self.controls.wait_for_optimizer()
         schedule = running_schedule(self)
-        self.computes_on = mesh_of_inputs((args, kwargs), self.options.mesh, self._display_name) or schedule.enclosing_mesh(self)
+        self.computes_on = mesh_of_inputs((args, kwargs), self.options.mesh, self.display_name) or schedule.enclosing_mesh(self)
         schedule.enter(self)
-        if self._unsharded is None or self._with_graph != torch.is_grad_enabled():
-            self._unsharded, self._with_graph = self._gather_params(), torch.is_grad_enabled()
-        meshes = self._param_meshes()
-        self._unsharded[0].set_grad_scale(self._grad_scales(meshes))
-        self._sharded = [slot.value for slot in self.slots]
-        for slot, sharded, value, mesh in zip(self.slots, self._sharded, self._unsharded[1], meshes, strict=True):
-            slot.put(self._wrap_value(mesh, slot.base, sharded, value))
+        self._put_unsharded()
         if self.computes_on is not None:
             self._buffers.wrap(own_modules(self), self.computes_on)
         elif self._projects_buffers:
@@ -176,6 +192,52 @@ class Unit:
             self._saving = saved_param_hooks(self._find_buffer, self._regather)
             self._saving.__enter__()
 
+    def _put_unsharded(self) -> None:
+        """Set the unsharded parameters in the modules. Communication: as `gather`."""
+        if self._unsharded is None or self._with_graph != torch.is_grad_enabled():
+            self._unsharded, self._with_graph = self._gather_params(), torch.is_grad_enabled()
+        meshes = self._param_meshes()
+        self._unsharded[0].set_grad_scale(self._grad_scales(meshes))
+        self._sharded = [slot.value for slot in self.slots]
+        for slot, sharded, value, mesh in zip(self.slots, self._sharded, self._unsharded[1], meshes, strict=True):
+            slot.put(self._wrap_value(mesh, slot.base, sharded, value))
+
+    def _put_sharded(self) -> None:
+        """Set the sharded parameters in the modules, if the unsharded ones are there."""
+        for slot, sharded in zip(self.slots, self._sharded, strict=False):
+            slot.put(sharded)
+        self._sharded = []
+
+    def unshard(self) -> None:
+        """Gather the parameters and leave them in the modules, until `reshard` or the end of a forward. Communication: as `gather`."""
+        if not self._sharded:
+            self.computes_on = None
+            self._put_unsharded()
+
+    def hide_unsharded(self) -> None:
+        """Set the sharded parameters in the modules, except during a forward."""
+        if not self.schedule.is_running(self):
+            self._put_sharded()
+
+    def reshard(self) -> None:
+        """Set the sharded parameters in the modules and free the gathered ones.
+
+        Raises:
+            RuntimeError: a forward of the unit is running.
+        """
+        if self.schedule.is_running(self):
+            raise RuntimeError(f"reshard() inside of a forward of {self.display_name}, which uses the parameters")
+        self._put_sharded()
+        self._unsharded = self._prefetched = None
+        for bucket in self._buckets:
+            bucket.storage.drop_pending()
+            bucket.storage.after_backward()
+
+    def reshard_after_forward(self, reshard: bool) -> None:
+        """Change what the unit keeps between forward and backward."""
+        if self.options.stage.parameter:
+            self._keep = "rest" if reshard else "all"
+
     def _param_meshes(self) -> list[DeviceMesh | None]:
         """Return the mesh on which each parameter is used, None for a plain tensor."""
         if self.computes_on is not None or all(slot.own is None for slot in self.slots):
@@ -184,28 +246,38 @@ class Unit:
 
     def _plain_input_mesh(self, own: DeviceMesh | None) -> DeviceMesh | None:
         """Return the mesh on which a parameter or buffer of mesh `own` is used when inputs are plain."""
-        return mesh_of_parameter(own, self.options.mesh, self.options.stage.optimizer, self.schedule.tensor_axes)
+        return mesh_of_parameter(own, self.options.mesh, self.options.stage.optimizer, self.schedule.tensor_axes(self.options.mesh))
 
     def _grad_scales(self, meshes: Sequence[DeviceMesh | None]) -> list[float]:
         """Return the factor for each parameter's gradient."""
-        by_mesh = {mesh: gradient_scale(self.options.mesh, mesh) for mesh in set(meshes)}
+        data, factor = self.options.data_axes, self.controls.divide_factor
+        by_mesh = {mesh: gradient_scale(self.options.mesh, mesh, data, factor) for mesh in set(meshes)}
         return [by_mesh[mesh] for mesh in meshes]
 
     @not_recomputed
-    def _post_forward(self) -> None:
+    def _post_forward(self, module: nn.Module) -> None:
         if self._saving is not None:
             self._saving.__exit__()
         self._saving = None
-        for slot, sharded in zip(self.slots, self._sharded, strict=False):  # `_sharded` is empty if `_pre_forward` raised
-            slot.put(sharded)
-        self._sharded = []
+        self._put_sharded()  # nothing if `_pre_forward` raised
         self._buffers.unwrap()
-        if self.keep != "all":
-            self._unsharded = None
-            if engine_hooks.current_backward() == -1:
-                for bucket in self._buckets:
-                    bucket.storage.after_forward(self.keep)
+        if self.keep != "all" and not self._awaits_another(module):
+            self._free_after_forward()
         self.schedule.leave(self)
+
+    def _awaits_another(self, module: nn.Module) -> bool:
+        """Return whether other modules of the unit are to run in the model's forward, after this one."""
+        if len(self.roots) == 1 or engine_hooks.current_backward() != -1:
+            return False
+        self._still_to_run = (self._still_to_run or set(self.roots)) - {module}
+        return bool(self._still_to_run)
+
+    def _free_after_forward(self) -> None:
+        self._unsharded = None
+        self._still_to_run = set()
+        if engine_hooks.current_backward() == -1:
+            for bucket in self._buckets:
+                bucket.storage.after_forward(self.keep)
 
     # -- gathering -----------------------------------------------------------------------------------------------------
 
@@ -219,7 +291,7 @@ class Unit:
         Communication: one all_gather per dtype; none if the parameters are whole already.
         """
         if not self._sharded:
-            check_parameters(self.slots, [bucket.numbers for bucket in self._buckets], self._display_name)
+            check_parameters(self.slots, [bucket.numbers for bucket in self._buckets], self.display_name)
         parameters = self._sharded_parameters()
         with torch.no_grad(), comm_context(self.options.mesh.world, mixed(_GATHERING, parameters)):
             for bucket in self._buckets:
@@ -239,6 +311,8 @@ class Unit:
         if engine_hooks.current_backward() == -1:
             for bucket in self._buckets:
                 bucket.storage.drop_pending()
+        if self._still_to_run:
+            self._free_after_forward()
 
     def _gather_params(self) -> tuple[GatherOp, tuple[Tensor, ...]]:
         """Return the unsharded values and the autograd op that made them."""
@@ -313,10 +387,13 @@ class Unit:
         self._unsharded = None
         for bucket in self._buckets:
             bucket.storage.drop_pending()
-            bucket.storage.after_backward()
+            if self.controls.reshards_after_backward:
+                bucket.storage.after_backward()
 
     def _is_deferred(self) -> bool:
-        """Return whether the running backward defers the reduction to the end of `accumulate_grads()`."""
+        """Return whether the running backward defers the reduction: to a later one, or to the end of `accumulate_grads()`."""
+        if not self.controls.reduces_grads:
+            return True
         return self.options.stage.defers_reduction and leaf_grads.is_accumulating(self.options.mesh.world)
 
     def _grad_buffers(self) -> dict[int, tuple[GradBufferSource, int]]:
@@ -347,10 +424,16 @@ class Unit:
         """
         self.schedule.on_backward()
         self.release()
+        if not self.controls.reduces_grads:
+            return self._hold(grads, scale)
         if self._is_deferred():
             return self._defer(grads, scale)
+        filled = {bucket: writer.buffers.pop(bucket, None) for bucket in self._buckets}
+        for bucket in self._buckets:
+            if bucket in self._held.buckets:
+                filled[bucket] = self._with_held(bucket, grads)
         with comm_context(self.options.mesh.world, mixed(_REDUCING, self._sharded_parameters())):
-            waits = [(bucket, self._start_reduce(bucket, grads, scale, writer.buffers.pop(bucket, None))) for bucket in self._buckets]
+            waits = [(bucket, self._start_reduce(bucket, grads, scale, filled[bucket])) for bucket in self._buckets]
         unsharded = self._unsharded_grads(grads, scale, writer)  # not in `wait`, which would keep all gradients alive
         if not waits:
             found = self._accumulate(unsharded, writer)
@@ -368,7 +451,8 @@ class Unit:
         parameters = self._sharded_parameters()
         trained = {i: self.slots[i].path for i in bucket.numbers if parameters[i].requires_grad}
         missing = [path for i, path in trained.items() if grads[i] is None]
-        return bucket.start(self._display_name, [grads[i] for i in bucket.numbers], scale, missing, self.options.find_unused, filled)
+        mine, fill = [grads[i] for i in bucket.numbers], self.options.find_unused
+        return bucket.start(self.display_name, mine, scale, missing, fill, filled, self.controls.reduce_hook)
 
     def _unsharded_grads(self, grads: Grads, scale: float, writer: GradWriter | None = None) -> Grads:
         """Return the gradients of unsharded parameters, None for the others."""
@@ -390,6 +474,7 @@ class Unit:
         Communication: where parameters are replicated, one all_reduce per dtype; for units without sharded parameters see `GradBucketer`.
         """
         parameters, nodes = self._sharded_parameters(), writer.leaves
+        parts = self._held.exchange(parts, parameters, keep=not self.controls.all_reduces_grads)
         if self.options.offloaded is not None:
             parts = self.options.offloaded.defer(parameters, parts, nodes)
         numbers = [i for i in self._reduced_per_unit() if parts[i] is not None]
@@ -403,9 +488,9 @@ class Unit:
             source: Any = sources[0] if len(sources) == 1 else None
             leaves, grads = [parameters[i] for i in mine], [parts[i] for i in mine]
             alone = self.schedule.units[0] is self
-            self.schedule.bucketer.add(UnitGrads(self._display_name, leaves, grads, missing, own, source, alone))  # type: ignore[arg-type]
+            self.schedule.bucketer.add(UnitGrads(self.display_name, leaves, grads, missing, own, source, alone))  # type: ignore[arg-type]
             return [None if i in mine else part for i, part in enumerate(parts)]
-        tag = reduction_tag(self._display_name, len(mine), missing)
+        tag = reduction_tag(self.display_name, len(mine), missing)
         # Not the lineage of the loss: with plain inputs each rank along the data-parallel axes has its own loss.
         with comm_context(self.options.mesh.world, mixed(_REDUCING, parameters)):
             leaf_grads.start([parameters[i] for i in mine], [parts[i] for i in mine], tag, donate=own)  # type: ignore[misc]
@@ -419,7 +504,7 @@ class Unit:
 
     def fill_unused(self) -> None:
         """Give parameters without a gradient a gradient of zeros, with `find_unused_parameters` and unsharded parameters."""
-        if self.options.find_unused and not self.options.stage.optimizer:
+        if self.options.find_unused and not self.options.stage.optimizer and self.controls.reduces_grads:
             for x in self._sharded_parameters():
                 if x.requires_grad and x._local.grad is None:
                     leaf_grads.add(x, torch.zeros_like(x._local))
@@ -432,6 +517,53 @@ class Unit:
             bucket.defer([grads[i] for i in bucket.numbers])
         found = self._unsharded_grads(grads, scale)
         return lambda: found
+
+    def _hold(self, grads: Grads, scale: float) -> Callable[[], Grads]:
+        """Accumulate unreduced gradients until a backward that reduces them."""
+        refuse_recording()
+        for bucket in self._buckets:
+            bucket.defer([grads[i] for i in bucket.numbers])
+            self._held.buckets[bucket] = scale
+        nothing: Grads = [None] * len(grads)
+        self._held.add(dict(enumerate(self._unsharded_grads(grads, scale))))
+        return lambda: nothing
+
+    def _with_held(self, bucket: Bucket, grads: Grads) -> GradBuffer:
+        """Add a bucket's held gradients to those in `grads`; return the buffer that has the sums."""
+        refuse_recording()
+        del self._held.buckets[bucket]
+        bucket.defer([grads[i] for i in bucket.numbers])
+        whole = bucket.deferred
+        if whole is None:
+            return bucket.make()
+        for i, grad in zip(bucket.numbers, bucket.take_deferred(), strict=True):
+            grads[i] = grad
+        return GradBuffer(whole, bucket.flat.wholes_in(whole))
+
+    def reduce_held(self) -> None:
+        """Reduce held gradients of parameters that the ended backward did not reach, once gradients are to be reduced.
+
+        Communication: as a backward of the unit, or none.
+        """
+        if not self.controls.reduces_grads:
+            return
+        parameters = self._sharded_parameters()
+        with torch.no_grad(), comm_context(self.options.mesh.world, mixed(_REDUCING, parameters)):
+            for bucket, scale in list(self._held.buckets.items()):
+                grads: Grads = [None] * len(self.slots)
+                filled = self._with_held(bucket, grads)
+                parts = self._start_reduce(bucket, grads, scale, filled)()
+                if self.options.offloaded is not None:
+                    self.options.offloaded.wait()
+                self._held.add(dict(zip(bucket.numbers, parts, strict=True)))
+        if self.controls.all_reduces_grads:
+            rest = self._held.exchange([None] * len(self.slots), parameters, keep=False)
+            accumulate_later(parameters, rest)
+
+    def drop_held(self) -> None:
+        """Drop held gradients."""
+        self._held = HeldGrads()
+        self._drop_deferred()
 
     def _reduce_deferred(self, scale: float) -> None:
         """Reduce the accumulated gradients and add them to `.grad`. Communication: one reduce_scatter per dtype."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from ...tensor.convert import distribute_tensor
 from ...tensor.sharded_tensor import ShardedTensor
 from .schedule import unit_of, units_in
 from .slot import Place, Slot, UnitOptions, slot_of_replaced
-from .unit import Unit
+from .unit import Unit, UnitModules
 
 OneKind = type[nn.Module] | str | Callable[[str, nn.Module], bool]
 Units = OneKind | Iterable[OneKind]  # classes, names of classes, patterns of paths, functions of path and module
@@ -35,10 +35,13 @@ def wrap(
     keep: str | None,
     ignored: Collection[nn.Parameter],
     src: int | None,
+    dims: Mapping[int, int] | None = None,
 ) -> nn.Module:
-    """Make units of a module and of its submodules that `units` matches."""
-    if unit_of(module) is not None and unit_of(module).module is module:  # type: ignore[union-attr]
-        raise ValueError(f"{type(module).__name__} is a unit already; call fully_shard once per module, on the inner ones first")
+    """Make units of a module and of its submodules that `units` matches; `dims` has dims to split, by the id of the parameter."""
+    for root in module if isinstance(module, UnitModules) else (module,):
+        unit = unit_of(root)
+        if unit is not None and root in unit.roots:
+            raise ValueError(f"{type(root).__name__} is a unit already; call fully_shard once per module, on the inner ones first")
     modules = {"": module} | dict(_matching_modules(module, units))
     found = _parameters(module, ignored)
     bases = [_base_layout(one, options.mesh) for one in found]  # check all before any communication
@@ -46,7 +49,7 @@ def wrap(
     unit_names = [_unit_for(one, made) for one in found]
     for name, unit in reversed(made.items()):  # inner ones first
         mine = [(one, base) for one, base, whose in zip(found, bases, unit_names, strict=True) if whose == name]
-        slots = [Slot(path, places, base, base, getattr(_parameter_at(places), "mesh", None)) for (path, places), base in mine]
+        slots = [_slot(one, base, dims or {}) for one, base in mine]
         unit.shard_params(slots, partial(_shard, src=src, offload=options.offload is not None))
         unit.intercept()
     made[""].schedule.set_units(units_in(module))
@@ -124,6 +127,12 @@ def _unit_for(found: Found, made: dict[str, Unit]) -> str:
     """Return the name of the innermost unit that contains all owners of a parameter."""
     inside = {name: set(unit.module.modules()) for name, unit in made.items()}
     return max((name for name in made if all(owner in inside[name] for owner, _ in found[1])), key=len)
+
+
+def _slot(found: Found, base: Layout, dims: Mapping[int, int]) -> Slot:
+    path, places = found
+    x = _parameter_at(places)
+    return Slot(path, places, base, base, getattr(x, "mesh", None), dims.get(id(x), 0))
 
 
 def _parameter_at(places: Sequence[Place]) -> Any:

@@ -54,7 +54,14 @@ class Bucket:
         return self.flat.new_grad_buffer(self.sum_dtype)
 
     def start(
-        self, unit: str, grads: Grads, scale: float, missing: Sequence[str], fill: bool, filled: GradBuffer | None
+        self,
+        unit: str,
+        grads: Grads,
+        scale: float,
+        missing: Sequence[str],
+        fill: bool,
+        filled: GradBuffer | None,
+        hook: Callable[[Tensor], object] | None = None,
     ) -> Callable[[], Grads]:
         """Launch the reduce_scatter; the returned function waits and gives the gradients of the local parts.
 
@@ -65,6 +72,7 @@ class Bucket:
             missing: the paths of trained parameters without a gradient.
             fill: whether to use zeros for these, since other ranks may have a gradient.
             filled: a buffer that already has some of the gradients; it is consumed.
+            hook: called with this rank's piece of the reduced gradients, scaled, which it may write.
 
         Communication: one reduce_scatter, none if there is no gradient.
         """
@@ -78,10 +86,12 @@ class Bucket:
         wait, given = self.flat.start_reduce(whole, tag), [grad is not None for grad in grads]
         if fill and missing:
             given = [True] * len(grads)
-        return lambda: self._parts(wait(), scale_after, given)
+        return lambda: self._parts(wait(), scale_after, given, hook)
 
-    def _parts(self, piece: Tensor, scale: float, given: Sequence[bool]) -> Grads:
+    def _parts(self, piece: Tensor, scale: float, given: Sequence[bool], hook: Callable[[Tensor], object] | None) -> Grads:
         scaled = piece if scale == 1 else piece.mul_(scale)
+        if hook is not None:
+            hook(scaled)
         parts = self.flat.shards_in(self.storage.as_shard(scaled))
         return [part if there else None for part, there in zip(parts, given, strict=True)]
 

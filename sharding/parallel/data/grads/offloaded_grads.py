@@ -49,7 +49,7 @@ class OffloadedGrads:
         here = [grad is not None and grad.device.type == "cpu" for grad in grads]
         mine = [there and _is_simple(leaf, node) for leaf, there, node in zip(leaves, here, nodes, strict=True)]
         if here != mine:
-            self._wait()
+            self.wait()
         self._waiting += [(leaf, grad) for leaf, grad, later in zip(leaves, grads, mine, strict=True) if later]
         return [None if later else grad for grad, later in zip(grads, mine, strict=True)]
 
@@ -57,7 +57,7 @@ class OffloadedGrads:
         """Wait for all copies and add the gradients to `.grad`: backward has ended."""
         waiting, self._waiting = self._waiting, []
         if waiting:
-            self._wait()
+            self.wait()
         for leaf, grad in waiting:
             leaf_grads.add(leaf, grad)
 
@@ -65,7 +65,8 @@ class OffloadedGrads:
         """Drop what a failed backward left."""
         self._waiting = []
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for all copies."""
         if self._stream is not None:
             self._stream.wait()
 

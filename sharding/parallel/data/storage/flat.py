@@ -35,26 +35,37 @@ class FlatBucket:
 
     Attributes:
         bases: their layouts in use: not split over `axes`.
-        layouts: their sharded layouts: `axes` split the first dim of each, minor to the axes that split it in use.
+        dims: the dim of each that `axes` split; its rows below are the parts of index 1 along that dim.
+        layouts: their sharded layouts: `axes` split that dim, minor to the axes that split it in use.
     """
 
-    def __init__(self, mesh: DeviceMesh, axes: tuple[str, ...], bases: Sequence[Layout], transport: str | None = None) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        axes: tuple[str, ...],
+        bases: Sequence[Layout],
+        transport: str | None = None,
+        dims: Sequence[int] | None = None,
+    ) -> None:
         self.mesh, self.axes, self.bases, self._transport = mesh, axes, tuple(bases), transport
-        self._largest = [base.largest_local_shape for base in bases]  # so that buffers have the same size on all ranks
+        self.dims = tuple(dims or [0] * len(bases))
+        # The largest part, so that buffers have the same size on all ranks, with the split dim first, as it is stored.
+        self._largest = [_dim_first(base.largest_local_shape, dim) for base, dim in zip(bases, self.dims, strict=True)]
         lengths, rows = (tuple(math.prod(s[i:]) for s in self._largest) for i in (0, 1))
         self.layout = make_flat_layout(lengths, tuple(r if n else 0 for n, r in zip(lengths, rows, strict=True)), mesh.size(axes))
         self.layouts = [self._sharded_layout(i, base) for i, base in enumerate(bases)]
         self._others = tuple(axis for axis in mesh.axis_names if axis not in axes)
         self._flats: dict[Any, Layout] = {}
-        self._strides = [torch.empty(shape, device="meta").stride() for shape in self._largest]
+        self._strides = [_strides_of_stored(shape, dim) for shape, dim in zip(self._largest, self.dims, strict=True)]
 
     # -- positions of parameters ---------------------------------------------------------------------------------------
 
     def _sharded_layout(self, i: int, base: Layout) -> Layout:
-        (before, *_), counts = base.spec.cuts, _rows_by_part(base)
+        cuts, dim, counts = list(base.spec.cuts), self.dims[i], _rows_by_part(base, self.dims[i])
         sizes = [stop - start for count in counts for start, stop in self._rows(i, count)]
-        outer = tuple(axis for one in before for axis in one.axes)
-        return base.replace(P.of_cuts([[Cut((*outer, *self.axes), tuple(sizes))], *base.spec.cuts[1:]], base.pending))
+        outer = tuple(axis for one in cuts[dim] for axis in one.axes)
+        cuts[dim] = (Cut((*outer, *self.axes), tuple(sizes)),)
+        return base.replace(P.of_cuts(cuts, base.pending))
 
     def _rows(self, i: int, count: int) -> Iterator[tuple[int, int]]:
         """Yield the rows in each piece of a parameter with `count` rows."""
@@ -75,17 +86,23 @@ class FlatBucket:
 
     @cached_property
     def _in_shard(self) -> list[_View]:
-        counts, first = [base.local_shape[0] for base in self.bases], self._part * self.layout.piece
+        counts, first = self._counts, self._part * self.layout.piece
         return [self._view(i, *self.layout.rows_of(i, self._part, count), first) for i, count in enumerate(counts)]
 
     @cached_property
     def _in_whole(self) -> list[_View]:
-        return [self._view(i, 0, base.local_shape[0], 0) for i, base in enumerate(self.bases)]
+        return [self._view(i, 0, count, 0) for i, count in enumerate(self._counts)]
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        """The rows of each parameter that this rank uses."""
+        return [base.local_shape[dim] for base, dim in zip(self.bases, self.dims, strict=True)]
 
     def _view(self, i: int, start: int, stop: int, first: int) -> _View:
         """Return the view of a parameter's rows in a buffer that begins at element `first`."""
-        strides = self._strides[i]
-        return (stop - start, *self.bases[i].local_shape[1:]), strides, self.layout.offsets[i] + start * strides[0] - first
+        strides, dim, shape = self._strides[i], self.dims[i], list(self.bases[i].local_shape)
+        shape[dim] = stop - start
+        return tuple(shape), strides, self.layout.offsets[i] + start * strides[dim] - first
 
     def empty_shard(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a piece of zeros, so that gaps between parameters are zero."""
@@ -133,8 +150,8 @@ class FlatBucket:
     def _gaps(self) -> list[tuple[int, int]]:
         """The ranges between parameters; the whole buffer if one of them is not contiguous in it."""
         found, end = [], 0
-        for shape, strides, start in self._in_whole:
-            if math.prod(shape) and strides != torch.empty(shape, device="meta").stride():
+        for (shape, strides, start), dim in zip(self._in_whole, self.dims, strict=True):
+            if math.prod(shape) and strides != _strides_of_stored(_dim_first(shape, dim), dim):
                 return [(0, self.layout.length)]
             found.append((end, start))
             end = start + math.prod(shape)
@@ -181,15 +198,24 @@ def _views(buffer: Tensor, places: Sequence[_View]) -> list[Tensor]:
     ]
 
 
-def _rows_by_part(base: Layout) -> list[int]:
-    """Return the number of rows of each part of the first dim, in the order of the axes that split it."""
-    axes = base.spec.dims[0]
+def _dim_first(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (shape[dim], *shape[:dim], *shape[dim + 1 :])
+
+
+def _strides_of_stored(stored: Sequence[int], dim: int) -> tuple[int, ...]:
+    """Return the strides of a tensor whose memory has the shape `stored`, its dim `dim` first."""
+    return torch.empty(stored, device="meta").movedim(0, dim).stride()
+
+
+def _rows_by_part(base: Layout, dim: int) -> list[int]:
+    """Return the number of rows of each part of a dim, in the order of the axes that split it."""
+    axes = base.spec.dims[dim]
     sizes = [base.mesh.size(axis) for axis in axes]
     counts = []
     for places in np.ndindex(*sizes):
         coordinate = [0] * len(base.mesh.shape)
         for axis, place in zip(axes, places, strict=True):
             coordinate[base.mesh.axis_index(axis)] = place
-        start, stop = base.box_at(coordinate)[0]
+        start, stop = base.box_at(coordinate)[dim]
         counts.append(stop - start)
     return counts
