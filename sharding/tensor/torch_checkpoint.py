@@ -64,7 +64,7 @@ def create_chunk_list(x: ShardedTensor) -> list[Any]:
 
     Communication: none.
     """
-    if not x._local.is_inference():  # will be written, where it is not empty: a change on every rank
+    if not x._local.is_inference():  # written where it is not empty: a change on every rank
         torch.autograd.graph.increment_version(x._local)
     return _chunks(x._layout, "dcp.load")
 

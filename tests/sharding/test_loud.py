@@ -421,15 +421,15 @@ def _grown(mesh):
     return parameter
 
 
-def _clips_by_a_plain_norm(mesh):
-    parameter = _grown(mesh)
-    total = get_total_norm([parameter.grad]).full_tensor()
-    clip_grads_with_norm_([parameter], 0.5, total)
+def _scales_by_a_number_on_the_device_of_results(mesh):
+    grads = [_grown(mesh).grad * 2]
+    ((device, _),) = torch._C._group_tensors_by_device_and_dtype([grads], False)
+    torch._foreach_mul_(grads, torch.tensor(0.5).to(device))
 
 
 def test_numbers_that_torch_puts_on_meta_raise():
     def program():
         with pytest.raises(RuntimeError, match=r"plain tensor on 'meta'.* use sm.training.clip_grad_norm_ or sm.training.GradScaler"):
-            _clips_by_a_plain_norm(sm.init_device_mesh(DEVICE, (2,), axis_names=("x",)))
+            _scales_by_a_number_on_the_device_of_results(sm.init_device_mesh(DEVICE, (2,), axis_names=("x",)))
 
     sm.simulate(2)(program)()
