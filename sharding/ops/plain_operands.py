@@ -203,12 +203,11 @@ def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     operands = [x for x in tensors if is_plain_operand(x) and not is_number(x, targets)]
     if any(x.is_meta for x in targets):
         refuse_without_value(func, sharded)
-    if operands and not thread_state.implicit_replication:
-        if not may_replicate() or not _check_replicated(func, operands, sharded):
-            refuse(operands[0], func)
-    for x in targets:
-        if is_dtensor(x):
-            refuse(x, func)
+    checked = thread_state.implicit_replication or not operands
+    if not checked and not (may_replicate() and _check_replicated(func, operands, sharded)):
+        refuse(operands[0], func)
+    for x in filter(is_dtensor, targets):
+        refuse(x, func)
     if any(x.mesh.coordinate is None for x in sharded):
         return _write_nothing(targets[0], sharded)
     args, kwargs = _whole(args), dict(zip(kwargs, _whole(kwargs.values()), strict=True))
