@@ -42,7 +42,7 @@ class _SavedWrapper(ShardedTensor):
     Under a dispatch mode the call comes from Python, where `__torch_function__` would be first.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
