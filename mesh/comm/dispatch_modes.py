@@ -1,9 +1,9 @@
 """Run the library's own operators outside of dispatch modes that are for the program's operators.
 
 Selective recomputation (`torch.utils.checkpoint.create_selective_checkpoint_contexts`) saves the results of a program's operators
-by their number, in a `TorchDispatchMode`, and expects the same operators in the same order when it recomputes. What the library does may differ
-between the two: parameters are gathered once for both, a strategy is chosen on tensors on "meta" when an operator is first called. A mode
-that counts (`FlopCounterMode`) must not count those either. A mode of fake tensors and the library's own modes stay.
+by their number, in a `TorchDispatchMode`, and expects the same operators in the same order when it recomputes. What the library does
+may differ between the two: parameters are gathered once for both, and a strategy is chosen on tensors on "meta" when an operator is
+first called. A mode that counts (`FlopCounterMode`) must not count those either. Fake tensors and the library's own modes stay.
 """
 
 from __future__ import annotations

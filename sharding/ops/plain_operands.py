@@ -240,11 +240,11 @@ def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if any(x.is_meta for x in targets):
         refuse_without_value(func, sharded)
     if operands and not thread_state.implicit_replication:
-        if not _may_replicate_next_to(sharded[0]) or not _check_replicated(func, operands, sharded):
+        is_allowed = _may_replicate_next_to(sharded[0])
+        if not is_allowed or not _check_replicated(func, operands, sharded):
             refuse(operands[0], func)
-    for x in targets:
-        if is_dtensor(x):
-            refuse(x, func)
+    for x in filter(is_dtensor, targets):
+        refuse(x, func)
     if any(x.mesh.coordinate is None for x in sharded):
         return _write_nothing(targets[0], sharded)
     args, kwargs = _whole(args), dict(zip(kwargs, _whole(kwargs.values()), strict=True))

@@ -1,8 +1,9 @@
 """`check_replicas_agree`: compare the gradients of replicas of a value that left as plain tensors, which all ranks must use the same way.
 
-Gradients agree if they are equal up to rounding: replicas may sum in another order. Ranks exchange random projections of their gradients and
-the norm; two projections may differ by `tolerance` times the largest norm. If the norm of the difference is d times that norm, all 8
-projections miss it with a probability of about (0.8 * tolerance / d) ** 8. Elements that are not finite must be the same ones.
+Gradients agree if they are equal up to rounding: replicas may sum in another order. Ranks exchange random projections of their
+gradients and the norm; two projections may differ by `tolerance` times the largest norm. If the norm of the difference is d times
+that norm, all 8 projections miss it with a probability of about (0.8 * tolerance / d) ** 8. Elements that are not finite must be
+the same ones.
 
 That is the result of `to_local`, or the gradient of a plain tensor that counts as replicated. The check is made when a signature is first
 seen: the lines of the program that lead to the call of `to_local`, the layout, and how many with these came before in the backward
@@ -150,8 +151,8 @@ def _projections(flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _weighted_sums(flat: Tensor) -> tuple[Tensor, Tensor]:
     """Return the projections and the norm.
 
-    The weight of element j of row i, of `_ROW` elements, is the sum over `_TERMS` of u[j] * v[i]: one pass over the tensor, as a product with
-    a matrix that stays in the cache.
+    The weight of element j of row i, of `_ROW` elements, is the sum over `_TERMS` of u[j] * v[i]: one pass over the tensor, as a
+    product with a matrix that stays in the cache.
     """
     sums = torch.zeros(PROJECTIONS * _TERMS, dtype=torch.float64, device=flat.device)
     squares = torch.zeros(1, dtype=torch.float64, device=flat.device)

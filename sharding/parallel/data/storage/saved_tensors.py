@@ -38,11 +38,11 @@ class _OuterPacked(NamedTuple):
 class _SavedWrapper(ShardedTensor):
     """A sharded argument of `torch.utils.checkpoint`; autograd's own nodes save local tensors.
 
-    Autograd detaches the result of an unpack hook in C++, which would lose the `ShardedTensor`; this class restores it. Under a dispatch mode
-    the call comes from Python, where `__torch_function__` would be first.
+    Autograd detaches the result of an unpack hook in C++, which would lose the `ShardedTensor`; this class restores it.
+    Under a dispatch mode the call comes from Python, where `__torch_function__` would be first.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
