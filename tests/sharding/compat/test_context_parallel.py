@@ -124,6 +124,20 @@ def test_recomputation(inside: bool) -> None:
 
 
 @every_rank(2)
+def test_functions_that_call_attention(mesh: sm.DeviceMesh) -> None:
+    """`nn.MultiheadAttention` calls it inside a function of torch's own."""
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+    x = torch.randn(1, 8, 8, dtype=torch.float64)
+    expected = module(x, x, x, need_weights=False)[0]
+    part = x.clone()
+    with context_parallel(mesh, buffers=[part], buffer_seq_dims=[1]):
+        y = module(part, part, part, need_weights=False)[0]
+    (whole,) = context_parallel_unshard(mesh, [y], [1])
+    torch.testing.assert_close(whole, expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+@every_rank(2)
 def test_buffers_are_restored(mesh: sm.DeviceMesh) -> None:
     whole = torch.arange(32.0).view(4, 8)
     column = whole[:, 1::2]  # a view that is not contiguous
