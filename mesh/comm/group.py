@@ -93,6 +93,7 @@ class Group(ABC):
         agreed: facts that the ranks have exchanged and need not exchange again, the same on all of them; each caller has its own keys.
     """
 
+    backend_label = ""  # tells groups of the same ranks with other backends apart
     __slots__ = ("_observers", "agreed", "rank", "ranks", "recorder", "shared", "size", "world")
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:

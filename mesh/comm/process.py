@@ -47,17 +47,23 @@ class ProcessGroup(Group):
     Making a process group waits for all of its ranks, so asking for a `Group` on one rank (to print its ranks, say) must not do it.
     """
 
-    __slots__ = ("_backend", "_channel", "_connected", "_given", "_lacks_host")
+    __slots__ = ("_backend", "_channel", "_connected", "_given", "_label", "_lacks_host")
 
     def __init__(
-        self, world: World, ranks: tuple[int, ...], given: dist.ProcessGroup | None = None, backend: GroupBackend = DEFAULT
+        self, world: World, ranks: tuple[int, ...], given: dist.ProcessGroup | None = None, backend: GroupBackend = DEFAULT,
+        label: str = "",
     ) -> None:
         super().__init__(world, ranks)
         self._backend = backend
+        self._label = label
         self._connected = self._lacks_host = False
         # Weak, because a group that outlives destroy_process_group aborts the process at exit.
         self._given = None if given is None else weakref.ref(given)
         self._channel = None if _is_default(given) else self._given
+
+    @property
+    def backend_label(self) -> str:  # type: ignore[override]
+        return self._label
 
     @property
     def handle(self) -> dist.ProcessGroup:
@@ -346,7 +352,9 @@ class ProcessWorld(World):
         key = ranks, backend
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = ProcessGroup(self, ranks, None, backend)
+            number = sum(type(other) is tuple and other[:1] == (ranks,) for other in self._groups)
+            label = f" {backend.name} {number}"
+            group = self._groups[key] = ProcessGroup(self, ranks, None, backend, label)
         return group
 
     def group_from(self, handle: dist.ProcessGroup) -> Group:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
@@ -198,7 +197,7 @@ class _Block:
         enable_gqa: bool = False,
     ) -> Tensor:
         if any(isinstance(x, ShardedTensor) for x in (query, key, value)):
-            return F.scaled_dot_product_attention(
+            return _torchs_attention(
                 query,
                 key,
                 value,
@@ -248,31 +247,35 @@ class _Block:
 
 
 class _ActiveBlock(threading.local):
-    """The block that this thread is in, None outside.
-
-    Attributes:
-        depth: how many modes of blocks this thread has entered.
-        restored: the mode that recomputation has entered outside of all blocks.
-    """
+    """The block that this thread is in, None outside."""
 
     block: _Block | None = None
-    depth: int = 0
-    restored: TorchFunctionMode | None = None
 
 
 _active = _ActiveBlock()
+_torchs_attention = F.scaled_dot_product_attention
+_lock = threading.Lock()
+_users = 0  # blocks, and recomputations of blocks, for which torch's function is replaced
 
 
-@contextmanager
-def _in(block: _Block) -> Iterator[None]:
-    before, _active.block = _active.block, block
-    _active.depth += 1
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Compute attention as the block of this thread does, outside of blocks as torch does."""
+    block = _active.block
+    if block is None or block.mesh.size() == 1:
+        return _torchs_attention(*args, **kwargs)
+    _active.block = None  # the computation may call torch's attention on this rank's parts
     try:
-        with _PlainAttention():
-            yield
+        return block._attention(*args, **kwargs)
     finally:
-        _active.depth -= 1
-        _active.block = before
+        _active.block = block
+
+
+def _replace(by: int) -> None:
+    """Count a user of the replacement; torch's own function is back when there is none."""
+    global _users
+    with _lock:
+        _users += by
+        F.scaled_dot_product_attention = _attention if _users else _torchs_attention
 
 
 def _block() -> _Block | None:
@@ -280,38 +283,23 @@ def _block() -> _Block | None:
 
 
 def _restore(block: _Block | None) -> None:
-    """Set the block around recomputation, which may run after the `with` block or in another thread."""
+    """Set the block, around recomputation, which may run after the `with` block or in another thread."""
+    if (block is None) is not (_active.block is None):
+        _replace(-1 if block is None else 1)
     _active.block = block
-    if block is not None and _active.depth == 0 and _active.restored is None:
-        _active.restored = _PlainAttention()
-        _active.restored.__enter__()
-    elif block is None and _active.restored is not None:
-        _active.restored.__exit__(None, None, None)
-        _active.restored = None
+
+
+@contextmanager
+def _in(block: _Block) -> Iterator[None]:
+    before = _active.block
+    _restore(block)
+    try:
+        yield
+    finally:
+        _restore(before)
 
 
 register_state(_block, _restore)
-
-
-class _PlainAttention(TorchFunctionMode):
-    """Compute `scaled_dot_product_attention` of plain tensors over the mesh of the block."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Any = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        block = _active.block
-        if func is not F.scaled_dot_product_attention or block is None or block.mesh.size() == 1:
-            return func(*args, **kwargs)
-        _active.block = None  # the computation may call torch's attention on this rank's parts
-        try:
-            return block._attention(*args, **kwargs)
-        finally:
-            _active.block = block
 
 
 def _of_balanced_part(

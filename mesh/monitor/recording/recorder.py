@@ -118,7 +118,7 @@ class Recorder:
         self.group, self.buffer, self.monitor, self.world = group, buffer, monitor, group.world
         self.words: Any = buffer.words
         self._data, self._numbers, self._comm_context = buffer.data, buffer.numbers, group.world.comm_context
-        self.key = stable_hash(f"{group.ranks} {group.world.epoch}")
+        self.key = stable_hash(f"{group.ranks} {group.world.epoch}{getattr(group, 'backend_label', '')}")
         self._calls: dict[Any, _CachedCall] = {}
         self.number = self._number_bits = self._last = self._called_at = 0
         self.tag: CommTag | None = None

@@ -106,13 +106,6 @@ def test_recomputation(inside: bool) -> None:
     def program(mesh: sm.DeviceMesh) -> None:
         model, tokens, labels = made(8, True, 2)
         buffers = [tokens, labels, model.positions]
-        hidden = (
-            model.embed.weight.sum() * 0
-        )  # an input that requires grad, which the reentrant form needs
-
-        def forward(zero: Tensor) -> Tensor:
-            return step(model, tokens, labels) + zero
-
         kept = set(buffers)  # recomputation needs this rank's part as well
         with context_parallel(
             mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], no_restore_buffers=kept
@@ -128,6 +121,20 @@ def test_recomputation(inside: bool) -> None:
         torch.testing.assert_close(model.query.weight.grad, expected, rtol=1e-12, atol=1e-12)
 
     on_mesh((2,), program)
+
+
+@every_rank(2)
+def test_functions_that_call_attention(mesh: sm.DeviceMesh) -> None:
+    """`nn.MultiheadAttention` calls it inside a function of torch's own."""
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+    x = torch.randn(1, 8, 8, dtype=torch.float64)
+    expected = module(x, x, x, need_weights=False)[0]
+    part = x.clone()
+    with context_parallel(mesh, buffers=[part], buffer_seq_dims=[1]):
+        y = module(part, part, part, need_weights=False)[0]
+    (whole,) = context_parallel_unshard(mesh, [y], [1])
+    torch.testing.assert_close(whole, expected.detach(), rtol=1e-12, atol=1e-12)
 
 
 @every_rank(2)

@@ -608,7 +608,7 @@ def test_examples_on_the_page():
 def test_import_lines_have_the_documented_names():
     """Names that the first table imports are there, in torch and here; and it has all names of torch's public list."""
     imported = re.findall(r"^\| `from (\S+) import ([\w, ]+)` \|", PAGE, re.MULTILINE)
-    assert len(imported) == 6
+    assert len(imported) == 7
     for module, names in imported:
         theirs = importlib.import_module(module)
         for name in names.split(", "):
@@ -619,7 +619,7 @@ def test_import_lines_have_the_documented_names():
 
 
 def test_missing_names_are_missing():
-    rows = PAGE.split("## What is missing")[1]
+    rows = PAGE.split("## What is missing")[1].split("## ")[0]
     names = re.findall(r"^\| `(\w+)`", rows, re.MULTILINE)
-    assert len(names) > 3
+    assert len(names) >= 2
     assert [name for name in names if hasattr(sm.compat, name) or hasattr(sm.compat.DTensor, name)] == []

@@ -355,6 +355,26 @@ def test_an_own_style_alone(mesh: sm.DeviceMesh) -> None:
         parallelize_module(nn.Linear(2, 2), mesh, {"absent": NoParallel()})
 
 
+@every_rank(2, 2)
+def test_own_styles_in_a_plan_of_parallelize(mesh: sm.DeviceMesh) -> None:
+    """The style has the whole mesh, and its module's parameters are its own to lay out; all others are replicated."""
+    seen = []
+
+    class Experts2D(ParallelStyle):
+        def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+            seen.append((device_mesh, [isinstance(p, DTensor) for p in module.parameters()]))
+            placed = distribute_tensor(module.w1, device_mesh, [Shard(0), Shard(1)])
+            module.register_parameter("w1", nn.Parameter(placed))
+            return module
+
+    plan = {"experts": Experts2D(), "gate": sm.parallel.colwise(axis="b")}
+    model = sm.parallel.parallelize(seeded(Mixture), mesh, plan)
+    assert seen == [(mesh, [False, False])]
+    assert model.experts.w1.placements == (Shard(0), Shard(1))
+    assert not isinstance(model.experts.w2, DTensor)
+    assert model.gate.weight.placements == (Replicate(), Shard(0))
+
+
 @every_rank(2)
 def test_layouts_of_own_styles(mesh: sm.DeviceMesh) -> None:
     """Inputs that are split and results that are asked for split, with asynchronous redistribution
