@@ -176,6 +176,38 @@ def test_plan():
     on_axes((2, 2), ("fsdp", "tp"), program)
 
 
+class NormAndHead(nn.Module):
+    """A model with the names of the program in torch's form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([TanhResidual(), TanhResidual()])
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def test_program_in_the_form_of_fsdp2():
+    def program():
+        torch.manual_seed(0)
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("fsdp",))
+        model, expected = NormAndHead().double(), NormAndHead().double()
+        expected.load_state_dict(model.state_dict())
+        batches = torch.randn(3, 4, 8, dtype=torch.float64)
+        names = {"model": model, "mesh": mesh, "loss": lambda m, x: m(x).square().mean()}
+        with collectives() as records:
+            _run("set_requires_gradient_sync", names | {"micro_batches": list(batches.chunk(2, 1)[mesh.get_rank()])})
+        assert [record.op for record in records].count("reduce_scatter") == 3  # two blocks, and the norm with the head
+        sum(expected(x).square().mean() for x in batches).backward()
+        for x, y in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(x.grad.full_tensor(), y.grad, rtol=1e-12, atol=1e-14)
+
+    _ranks(2, program)
+
+
 def test_program_with_context_parallelism():
     inputs, _ = models.tokens()
     expected = models.gpt().to(DEVICE)(inputs).square().mean()
