@@ -43,12 +43,15 @@ def units_in(module: nn.Module) -> list[Unit]:
 
 
 def own_modules(unit: Unit) -> Iterator[nn.Module]:
-    """Yield the modules whose parameters belong to the unit: its module, and submodules outside nested units."""
-    todo = [unit.module]
+    """Yield the modules whose calls belong to the unit, each once: its module, submodules outside nested units, and those that nested
+    units share."""
+    todo, visited = [*unit.shared_modules, unit.module], set()
     while todo:
         module = todo.pop()
-        yield module
-        todo += [child for child in module.children() if unit_of(child) in (None, unit)]
+        if module not in visited:
+            visited.add(module)
+            yield module
+            todo += [child for child in module.children() if unit_of(child) in (None, unit)]
 
 
 def running_schedule(unit: Unit) -> Schedule:
