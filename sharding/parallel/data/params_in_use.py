@@ -11,7 +11,6 @@ A value in use that is the parameter's own memory takes writes as in torch. Any 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,7 +82,6 @@ def _checked(slot: Slot, x: Any) -> Tensor:
     return x
 
 
-@dataclass(slots=True, eq=False)
 class Use:
     """A parameter in use at one place.
 
@@ -93,23 +91,16 @@ class Use:
         owner, name: where it is used.
         before: what the module had, and has again afterwards.
         in_use: what it has during forward.
-        address, version: of the value's local tensor, when it was put in; version None for an inference tensor, which has none.
+        local: this rank's part of that.
     """
 
-    number: int
-    slot: Slot
-    owner: nn.Module
-    name: str
-    before: Any
-    in_use: Any
-    address: int
-    version: int | None
+    __slots__ = ("_address", "_version", "before", "in_use", "local", "name", "number", "owner", "slot")
 
-    @property
-    def local(self) -> Any:
-        """This rank's part of the value in use."""
-        x = self.in_use
-        return x._local if type(x) is ShardedTensor else x
+    def __init__(self, number: int, slot: Slot, owner: nn.Module, name: str, in_use: Any) -> None:
+        self.number, self.slot, self.owner, self.name = number, slot, owner, name
+        self.before, self.in_use = owner._parameters.get(name), in_use
+        local = self.local = in_use._local if type(in_use) is ShardedTensor else in_use
+        self._address, self._version = local.data_ptr(), 0 if local.is_inference() else local._version
 
     @property
     def is_replaced(self) -> bool:
@@ -119,16 +110,16 @@ class Use:
     @property
     def is_assigned(self) -> bool:
         """Whether the value in use has other memory now."""
-        return self.local.data_ptr() != self.address
+        return self.local.data_ptr() != self._address
 
     @property
     def is_written(self) -> bool:
         """Whether forward has changed the value in use."""
         local = self.local
-        if local.data_ptr() != self.address or (self.version is not None and local._version != self.version):
+        if local.data_ptr() != self._address or (not local.is_inference() and local._version != self._version):
             return True
         before = local._before if type(local) is WatchedTensor else None
-        return before is not None and not _same_bits(before, Tensor.data.__get__(local))  # type: ignore[attr-defined]
+        return before is not None and not _same_values(before, Tensor.data.__get__(local))  # type: ignore[attr-defined]
 
 
 class ParamsInUse:
@@ -139,10 +130,7 @@ class ParamsInUse:
 
     def put(self, number: int, slot: Slot, place: int, value: Any) -> None:
         """Use this value at a place of a parameter."""
-        owner, name = slot.places[place]
-        local = value._local if type(value) is ShardedTensor else value
-        version = None if local.is_inference() else local._version
-        self.uses.append(Use(number, slot, owner, name, owner._parameters.get(name), value, local.data_ptr(), version))
+        self.uses.append(Use(number, slot, *slot.places[place], value))
         slot.put_at(place, value)
 
     def written(self) -> Iterator[Use]:
@@ -152,18 +140,13 @@ class ParamsInUse:
             RuntimeError: forward has replaced the attribute of a parameter.
         """
         for use in self.uses:
-            local = use.local
             now = use.owner._parameters.get(use.name)
             if now is not use.in_use and not use.is_replaced:
                 raise RuntimeError(
                     f"{use.slot.path} was replaced in forward, by {type(now).__name__}; write to the parameter's values instead, "
                     "as in self.weight.data = values, or use another attribute"
                 )
-            if (
-                local.data_ptr() != use.address
-                or (use.version is not None and local._version != use.version)
-                or (type(local) is WatchedTensor and local._before is not None)
-            ) and use.is_written:
+            if use.is_written:
                 yield use
 
     def restore(self) -> None:
@@ -177,6 +160,6 @@ class ParamsInUse:
         self.uses = []
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def _same_values(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same values; NaN equals NaN."""
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

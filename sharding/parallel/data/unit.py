@@ -21,7 +21,6 @@ from ...debug.replicas.leaves import replica_leaves
 from ...layout.layout import Layout
 from ...ops.lineage import comm_context, mixed, seed_of
 from ...ops.torch_compile import refuse_jit_trace
-from ...redistribute.autograd import redistribute_locals
 from ...tensor.autograd import engine_hooks, leaf_grads
 from ...tensor.sharded_tensor import ShardedTensor
 from .buffers import BuffersInUse, any_sharded
@@ -35,6 +34,7 @@ from .schedule import Schedule, own_modules, running_schedule, set_unit, unit_of
 from .slot import Slot, UnitOptions, check_parameters
 from .storage.flat import FlatBucket
 from .storage.gather_op import GatherOp, Grads
+from .storage.gather_values import gather_values
 from .storage.param_storage import ParamStorage
 from .storage.saved_tensors import GatheredBuffer, note_in_checkpoint, saved_param_hooks
 
@@ -324,24 +324,18 @@ class Unit:
             return {}
         note_in_checkpoint(replaced)
         sharded = {id(x): (i, x) for (i, _), x in replaced.items() if isinstance(x, ShardedTensor)}
-        values, pairs = [x for _, x in sharded.values()], []
-        for i, x in sharded.values():
-            base = self.slots[i].base
-            pairs.append((x._layout, base if x.dtype is base.dtype else base.replace(dtype=x.dtype)))
-        with comm_context(self.options.mesh.world, mixed(_GATHERING, values)):
-            wholes = redistribute_locals([x._local for x in values], pairs)
+        values = [x for _, x in sharded.values()]
+        bases = [self.slots[i].base.replace(dtype=x.dtype) for i, x in sharded.values()]
+        scales = [gradient_scale(self.options.mesh, meshes[i]) for i, _ in sharded.values()]
+        wholes = gather_values(values, bases, scales, self.options.mesh.world)
         in_use: dict[int, Any] = {}
         for (i, x), whole in zip(sharded.values(), wholes, strict=True):
-            local = self._used_value(whole, x._local, gradient_scale(self.options.mesh, meshes[i]))
-            in_use[id(x)] = self._wrap_value(meshes[i], self.slots[i].base, x._lineage, local)
-        return {place: in_use[id(x)] if id(x) in in_use else self._used_value(x, x, 1.0) for place, x in replaced.items()}
+            in_use[id(x)] = self._wrap_value(meshes[i], self.slots[i].base, x._lineage, self._used_value(whole, x._local))
+        return {place: in_use[id(x)] if id(x) in in_use else self._used_value(x, x) for place, x in replaced.items()}
 
-    def _used_value(self, x: Tensor, original: Tensor, scale: float) -> Tensor:
-        """Return a value in the dtype in which parameters are used and with a scaled gradient, watched if it is a copy of the original."""
+    def _used_value(self, x: Tensor, original: Tensor) -> Tensor:
+        """Return a value in the dtype in which parameters are used, watched if it is a copy of the original."""
         found = x.to(self.options.policy.used_as(x.dtype))
-        if scale != 1 and found.requires_grad and torch.is_grad_enabled():
-            found = found.view_as(found)
-            found.register_hook(lambda grad: grad * scale)
         return found if found.data_ptr() == original.data_ptr() else WatchedTensor.watch(found)
 
     # -- writes in forward ---------------------------------------------------------------------------------------------
@@ -592,7 +586,8 @@ class Unit:
 
     def _reduce_differentiably(self, grads: Grads, scale: float) -> Grads:
         self.release()
-        return differentiable(grads, [slot.base for slot in self.slots], [slot.rest for slot in self.slots], scale)
+        with comm_context(self.options.mesh.world, mixed(_REDUCING, self._sharded_parameters())):
+            return differentiable(grads, [slot.base for slot in self.slots], [slot.rest for slot in self.slots], scale)
 
 
 def _adopt_loaded(module: nn.Module, _: Any) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ....tensor.autograd import engine_hooks
+from ..grads.averaging import scaled
 from ..grads.grad_places import GradWriter
 
 Grads = list[Tensor | None]
@@ -58,7 +59,7 @@ class GatherOp:
 
     def scale_grad(self, i: int, grad: Tensor) -> Tensor:
         """Return a gradient times its parameter's own factor."""
-        return grad if not self.factors or self.factors[i] == 1 else grad * self.factors[i]
+        return grad if not self.factors else scaled(grad, self.factors[i])
 
     def enter(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the local parts as outputs of the node at which backward waits."""
