@@ -94,13 +94,14 @@ class Use:
         local: this rank's part of that.
     """
 
-    __slots__ = ("_address", "_version", "before", "in_use", "local", "name", "number", "owner", "slot")
+    __slots__ = ("_address", "_shape", "_version", "before", "in_use", "local", "name", "number", "owner", "slot")
 
     def __init__(self, number: int, slot: Slot, owner: nn.Module, name: str, in_use: Any) -> None:
         self.number, self.slot, self.owner, self.name = number, slot, owner, name
         self.before, self.in_use = owner._parameters.get(name), in_use
         local = self.local = in_use._local if type(in_use) is ShardedTensor else in_use
-        self._address, self._version = local.data_ptr(), 0 if local.is_inference() else local._version
+        self._address, self._shape = local.data_ptr(), local.shape
+        self._version = 0 if local.is_inference() else local._version
 
     @property
     def is_replaced(self) -> bool:
@@ -110,13 +111,13 @@ class Use:
     @property
     def is_assigned(self) -> bool:
         """Whether the value in use has other memory now."""
-        return self.local.data_ptr() != self._address
+        return self.local.data_ptr() != self._address or self.local.shape != self._shape
 
     @property
     def is_written(self) -> bool:
         """Whether forward has changed the value in use."""
         local = self.local
-        if local.data_ptr() != self._address or (not local.is_inference() and local._version != self._version):
+        if local.data_ptr() != self._address or local.shape != self._shape or (not local.is_inference() and local._version != self._version):
             return True
         before = local._before if type(local) is WatchedTensor else None
         return before is not None and not _same_values(before, Tensor.data.__get__(local))  # type: ignore[attr-defined]

@@ -299,8 +299,8 @@ class Unit:
         values = {i: x.data for b, views in zip(self._buckets, wholes, strict=True) for i, x in zip(b.numbers, views, strict=True)}
         parts = [x._local for x in self._sharded_parameters()]
         if as_is:
-            return [values[i] if i in values else x.view_as(x) for i, x in enumerate(parts)]
-        return [values[i] if i in values else x.view_as(x).to(used_as(x.dtype)) for i, x in enumerate(parts)]
+            return [values[i] if i in values else x.detach() for i, x in enumerate(parts)]
+        return [values[i] if i in values else x.detach().to(used_as(x.dtype)) for i, x in enumerate(parts)]
 
     def _wrap_value(self, mesh: DeviceMesh | None, base: Layout, lineage: int, value: Tensor) -> Tensor:
         """Return a value as the module sees it: plain, or a sharded tensor on the mesh of the activations."""
@@ -366,36 +366,36 @@ class Unit:
             self._write_copies(copies)
 
     def _check_write(self, use: Use) -> None:
-        path, local, stage, policy = use.slot.path, use.local, self.options.stage, self.options.policy
-        place = use.in_use
-        before = use.slot.value if not use.is_replaced else use.before
-        layout = use.slot.base
-        if use.is_replaced:
-            if before is place or not isinstance(local, WatchedTensor):
-                return
-            why = "the value that replaces it is used from a copy"
-        elif type(place) is ShardedTensor and (place.spec != layout.spec or place.shape != layout.shape):
-            why = f"it is {place._layout} now; assign values laid out as {layout.spec}"
-        elif local.shape != layout.local_shape or local.dtype is not policy.used_as(layout.dtype):
-            why = f"its values have shape {list(local.shape)} and dtype {local.dtype} now; assign values of the same shape and dtype"
-        elif not isinstance(local, WatchedTensor):
-            return
-        elif policy.param_dtype is not None:
-            why = f"forward uses a copy in {local.dtype}, by its precision policy"
-        elif stage.parameter:
-            why = "forward uses gathered values, which are freed after it"
-        elif local.requires_grad and type(local.grad_fn).__name__ != "ViewBackward0":
-            why = "autograd records it; write under torch.no_grad()"
-        else:
+        why = self._why_lost(use)
+        if why is None:
             return
         for bucket in self._buckets:
             bucket.storage.drop_copies()
         self._unsharded = None
+        path = use.slot.path
         raise RuntimeError(
             f"{path} was written in forward, and the write would be lost: {why}. Write to {path} outside of forward, where it is a "
             "ShardedTensor, or keep it in a buffer; with data_parallel(model, mesh), without a precision policy, parameters are whole and "
             "forward may write to them"
         )
+
+    def _why_lost(self, use: Use) -> str | None:
+        """Return why a write to a parameter in use cannot be kept; None if it can."""
+        local, layout, policy = use.local, use.slot.base, self.options.policy
+        is_copy = isinstance(local, WatchedTensor)
+        if use.is_replaced:
+            return "the value that replaces it is used from a copy" if is_copy else None
+        if policy.param_dtype is not None and is_copy:
+            return f"forward uses a copy in {policy.used_as(layout.dtype)}, by its precision policy"
+        if self.options.stage.parameter and is_copy:
+            return "forward uses gathered values, which are freed after it"
+        if type(use.in_use) is ShardedTensor and (use.in_use.spec != layout.spec or use.in_use.shape != layout.shape):
+            return f"it is {use.in_use._layout} now; assign values laid out as {layout.spec}"
+        if local.shape != layout.local_shape or local.dtype is not layout.dtype:
+            return f"its values have shape {list(local.shape)} and dtype {local.dtype} now; assign values of the same shape and dtype"
+        if local._base is not None and type(local._base.grad_fn).__name__ == "CopySlices":
+            return "autograd records it; write under torch.no_grad()"
+        return None
 
     def _write_copies(self, uses: list[Use]) -> None:
         """Write whole values to the sharded parameters."""
