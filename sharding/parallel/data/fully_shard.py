@@ -12,7 +12,7 @@ from ....mesh.device_mesh import DeviceMesh, common_mesh
 from ...tensor.sharded_tensor import ShardedTensor
 from .grads.offloaded_grads import OffloadedGrads
 from .precision import CPUOffloadPolicy, MixedPrecisionPolicy, offload_of, precision_of
-from .schedule import units_in
+from .schedule import units_of
 from .slot import UnitOptions
 from .wrap import Units, wrap
 from .zero_stage import Axes, ZeroStage, make_zero_stage
@@ -182,7 +182,7 @@ def _with_tensor_axes(module: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
 
 def _axes_in_use(module: nn.Module) -> set[str]:
     """Return the axes that split parameters in use (tensor parallelism)."""
-    units = units_in(module)
+    units = units_of(module)
     taken = {id(slot.value) for unit in units for slot in unit.slots}
     others = [x for x in module.parameters() if isinstance(x, ShardedTensor) and id(x) not in taken]
     return {axis for unit in units for axis in unit.tensor_axes} | {axis for x in others for axis in x.spec.axes}

@@ -42,6 +42,12 @@ def units_in(module: nn.Module) -> list[Unit]:
     return [unit for inner in module.modules() if (unit := unit_of(inner)) is not None and unit.module is inner]
 
 
+def units_of(module: nn.Module) -> list[Unit]:
+    """Return the units that gather parameters of a module and its submodules, also units around them."""
+    units = [unit_of(inner) for inner in module.modules()]
+    return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+
 def own_modules(unit: Unit) -> Iterator[nn.Module]:
     """Yield the modules whose calls belong to the unit, each once: its module, submodules outside nested units, and those that nested
     units share."""

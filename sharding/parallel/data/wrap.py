@@ -18,7 +18,7 @@ from ...ops.prepared_modules import prepare
 from ...redistribute.autograd import redistribute_local
 from ...tensor.convert import distribute_tensor
 from ...tensor.sharded_tensor import ShardedTensor
-from .schedule import set_unit, unit_of, units_in
+from .schedule import set_unit, unit_of, units_in, units_of
 from .slot import Place, Slot, UnitOptions, slot_of_replaced
 from .unit import Unit
 
@@ -45,6 +45,8 @@ def wrap(
     made = {name: Unit(name, inner, options if inner is module else options.inside, keep) for name, inner in modules.items()}
     enclosing = _enclosing_units(module, {inner: name for name, inner in modules.items()})
     unit_names = [_unit_for(one, enclosing) for one in found]
+    for unit in made.values():
+        set_unit(unit.module, unit)
     _assign_shared(module, made, enclosing)
     for (_, places), name in zip(found, unit_names, strict=True):
         for home in {enclosing[owner][-1] for owner, _ in places} - {name}:
@@ -104,7 +106,7 @@ def _parameters(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[Fo
     Raises:
         ValueError: one is tied to a parameter of a unit.
     """
-    left_out, taken = {id(x) for x in ignored}, {id(slot.value): slot for unit in units_in(module) for slot in unit.slots}
+    left_out, taken = {id(x) for x in ignored}, {id(slot.value): slot for unit in units_of(module) for slot in unit.slots}
     found: dict[int, Found] = {}
     for path, owner, name, x in _all_parameters(module):
         slot = taken.get(id(x)) or slot_of_replaced(x)
