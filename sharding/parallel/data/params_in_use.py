@@ -72,9 +72,9 @@ def _checked(slot: Slot, x: Any) -> Tensor:
         return x
     if isinstance(x, nn.Parameter):
         raise TypeError(
-            f"{slot.path} was replaced by a plain tensor that is an nn.Parameter, whose gradient would not be averaged over the ranks; copy "
-            f"the values into the parameter, or shard them as {slot.rest.spec}. For torch.func.functional_call pass ShardedTensors, or "
-            "plain tensors that are no nn.Parameter, such as x.detach().requires_grad_(): each rank then uses its own, and its gradient "
+            f"{slot.path} was replaced by a plain tensor that is an nn.Parameter, whose gradient would not be averaged over the ranks; "
+            f"copy the values into the parameter, or shard them as {slot.rest.spec}. For torch.func.functional_call pass ShardedTensors, "
+            "or plain tensors that are no nn.Parameter, such as x.detach().requires_grad_(): each rank then uses its own, and its gradient "
             "is this rank's"
         )
     if not isinstance(x, Tensor):
@@ -117,7 +117,9 @@ class Use:
     def is_written(self) -> bool:
         """Whether forward has changed the value in use."""
         local = self.local
-        if local.data_ptr() != self._address or local.shape != self._shape or (not local.is_inference() and local._version != self._version):
+        if local.data_ptr() != self._address or local.shape != self._shape:
+            return True
+        if not local.is_inference() and local._version != self._version:
             return True
         before = local._before if type(local) is WatchedTensor else None
         return before is not None and not _same_values(before, Tensor.data.__get__(local))  # type: ignore[attr-defined]

@@ -15,8 +15,8 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import MixedPrecisionPolicy, data_parallel, fully_shard, parallelize
 from tests.device import DEVICE, on_device
-from tests.sharding.ranks import collectives, launched
 from tests.sharding.parallel.data.training import FORMS, batch, gradients, loss_of, model, on_ranks, same, whole
+from tests.sharding.ranks import collectives, launched
 
 EACH = pytest.mark.parametrize("form", ["ddp", "zero1", "zero2", "fsdp", "fsdp, let go", "hybrid"])
 INPUTS = pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -239,7 +238,11 @@ def _dtype(m):
 @pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp"])
 @pytest.mark.parametrize(
     ("way", "text"),
-    [(_replace, "weight was replaced in forward, by Parameter"), (_shape, "weight was written in forward"), (_dtype, "weight was written in")],
+    [
+        (_replace, "weight was replaced in forward, by Parameter"),
+        (_shape, "weight was written in forward"),
+        (_dtype, "weight was written in forward"),
+    ],
 )
 def test_what_no_form_keeps(way, text, form):
     kind, options = FORMS[form]
