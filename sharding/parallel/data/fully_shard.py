@@ -13,7 +13,7 @@ from ...tensor.sharded_tensor import ShardedTensor
 from .grads.offloaded_grads import OffloadedGrads
 from .inputs import is_slice
 from .precision import MixedPrecisionPolicy, OffloadPolicy, offload_of, precision_of
-from .schedule import units_in
+from .schedule import units_of
 from .slot import UnitOptions
 from .wrap import Units, wrap
 from .zero_stage import Axes, ZeroStage, make_zero_stage
@@ -200,21 +200,21 @@ def _with_tensor_axes(module: nn.Module, mesh: DeviceMesh, ignored: Collection[n
     Nested units extend it if their mesh contains this one: others have their parameters on a mesh of their own, as experts do.
     """
     found = {x.mesh for x in _sharded_outside_units(module, ignored)}
-    found |= {unit.options.mesh for unit in units_in(module) if is_slice(mesh, unit.options.mesh)}
+    found |= {unit.options.mesh for unit in units_of(module) if is_slice(mesh, unit.options.mesh)}
     others = [other for other in found if not set(other.axis_names) <= set(mesh.axis_names)]
     return (common_mesh([mesh, *others]) if others else None) or mesh
 
 
 def _sharded_outside_units(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[ShardedTensor]:
     """Return the sharded parameters that are in no unit yet, without the ignored ones."""
-    taken = {id(slot.value) for unit in units_in(module) for slot in unit.slots} | {id(x) for x in ignored}
+    taken = {id(slot.value) for unit in units_of(module) for slot in unit.slots} | {id(x) for x in ignored}
     return [x for x in module.parameters() if isinstance(x, ShardedTensor) and id(x) not in taken]
 
 
 def _axes_in_use(module: nn.Module, ignored: Collection[nn.Parameter]) -> set[str]:
     """Return the axes that split parameters in use (tensor parallelism)."""
     outside = {axis for x in _sharded_outside_units(module, ignored) for axis in x.spec.axes}
-    return outside.union(*(unit.tensor_axes for unit in units_in(module)))
+    return outside.union(*(unit.tensor_axes for unit in units_of(module)))
 
 
 def _data_axes(used: set[str], mesh: DeviceMesh, stage: ZeroStage) -> tuple[str, ...]:

@@ -11,9 +11,10 @@ While a unit runs, its calls are not intercepted, so that a compiler sees plain 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class CallInterception:
 
 @not_compiled("fully_shard and data_parallel gather a unit's parameters here, outside of any graph")
 def _call_unit(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    _check_caller(module, sys._getframe(1))
     return unit_of(module).call(module, args, kwargs)  # type: ignore[union-attr]
 
 
@@ -104,3 +106,22 @@ def intercept_method(module: nn.Module, name: str) -> None:
 
 def _compile(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     unit_of(module).calls.compile(module, *args, **kwargs)  # type: ignore[union-attr]
+
+
+def _check_caller(module: nn.Module, frame: FrameType) -> None:
+    """Raise if another module calls: one that has copied this module's attributes, and this one's call with them.
+
+    An attribute of an instance is not told whose call it is; the frame of `nn.Module.__call__` is.
+
+    Raises:
+        RuntimeError: on every rank, before any communication.
+    """
+    if frame.f_code is nn.Module.__call__.__code__:
+        caller = frame.f_locals["self"]
+        if caller is not module:
+            raise RuntimeError(
+                f"{type(caller).__name__} is a copy of the attributes of {type(module).__name__}, as copy.copy, higher.innerloop_ctx and "
+                "learn2learn make one; its call would be one of the module itself, with that module's parameters, since fully_shard and "
+                "data_parallel gather these in each call. For an inner loop, use torch.func.functional_call(model, values, inputs); for "
+                "a model of its own, copy.deepcopy(model)"
+            )

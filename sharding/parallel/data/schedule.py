@@ -45,13 +45,23 @@ def units_in(module: nn.Module) -> list[Unit]:
     return list(dict.fromkeys(unit_of(inner) for inner in roots))  # type: ignore[arg-type]
 
 
+def units_of(module: nn.Module) -> list[Unit]:
+    """Return the units that gather parameters of a module and its submodules, also units around them."""
+    units = [unit_of(inner) for inner in module.modules()]
+    return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+
 def own_modules(unit: Unit) -> Iterator[nn.Module]:
-    """Yield the modules whose parameters belong to the unit: its module, and submodules outside nested units."""
-    todo: list[nn.Module] = [unit.module]
+    """Yield the modules whose calls belong to the unit, each once: its module, submodules outside nested units, and those that nested
+    units share."""
+    todo: list[nn.Module] = [*unit.shared_modules, unit.module]
+    visited: set[nn.Module] = set()
     while todo:
         module = todo.pop()
-        yield module
-        todo += [child for child in module.children() if unit_of(child) in (None, unit)]
+        if module not in visited:
+            visited.add(module)
+            yield module
+            todo += [child for child in module.children() if unit_of(child) in (None, unit)]
 
 
 def running_schedule(unit: Unit) -> Schedule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -38,6 +38,7 @@ class Slot:
         rest: its sharded layout, between uses.
         own: its mesh before; None if it was a plain tensor.
         dim: the dim that is split between uses.
+        value: the parameter, also while modules have another value in its place.
     """
 
     path: str
@@ -46,24 +47,39 @@ class Slot:
     rest: Layout
     own: DeviceMesh | None = None
     dim: int = 0
+    value: Any = field(init=False)
 
-    @property
-    def value(self) -> Any:
-        """The parameter that the modules have now."""
+    def __post_init__(self) -> None:
         owner, name = self.places[0]
-        return owner._parameters[name]
+        self.value = owner._parameters[name]
 
-    def put(self, value: Any) -> None:
-        for owner, name in self.places:
-            owner._parameters[name] = value
-            if isinstance(owner, nn.RNNBase):  # it keeps a separate list
-                owner._flat_weights[owner._flat_weights_names.index(name)] = value
+    def put_at(self, place: int, value: Any) -> None:
+        """Set what the module at a place has."""
+        self.put_in(*self.places[place], value)
+
+    @staticmethod
+    def put_in(owner: nn.Module, name: str, value: Any) -> None:
+        owner._parameters[name] = value
+        if isinstance(owner, nn.RNNBase):  # it keeps a separate list
+            owner._flat_weights[owner._flat_weights_names.index(name)] = value
 
     def replace(self, value: nn.Parameter) -> None:
         """Replace the parameter for good, and mark the old one."""
         mark_replaced(self.value)
         setattr(self.value, _SLOT, weakref.ref(self))
-        self.put(value)
+        self._set(value)
+
+    def adopt(self) -> None:
+        """Take over an `nn.Parameter` that a module has instead, as after `load_state_dict(assign=True)`."""
+        for owner, name in self.places:
+            x: Any = owner._parameters.get(name)
+            if x is not self.value and isinstance(x, nn.Parameter):
+                self._set(x)
+
+    def _set(self, value: nn.Parameter) -> None:
+        self.value = value
+        for owner, name in self.places:
+            self.put_in(owner, name, value)
 
     def update_dtype(self, layout: Layout) -> None:
         """Take over a new layout of the parameter, which may differ in the dtype only.

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from ....mesh.comm.dispatch_modes import not_recomputed
 from ....mesh.device_mesh import DeviceMesh
+from ...debug.replicas.compare import compare
+from ...debug.replicas.leaves import replica_leaves
 from ...layout.layout import Layout
 from ...ops.lineage import comm_context, mixed, seed_of
 from ...ops.torch_compile import refuse_jit_trace
@@ -30,12 +32,14 @@ from .grads.grad_reduction import Bucket, accumulate_later, differentiable, merg
 from .grads.held_grads import HeldGrads, refuse_recording
 from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
 from .module_calls import CallInterception
-from .schedule import Schedule, own_modules, running_schedule, set_unit
+from .params_in_use import ParamsInUse, Use, WatchedTensor, replaced_values
+from .schedule import Schedule, own_modules, running_schedule, set_unit, unit_of
 from .slot import Slot, UnitOptions, check_parameters
 from .storage.flat import FlatBucket
 from .storage.gather_op import GatherOp, Grads
+from .storage.gather_values import gather_values
 from .storage.param_storage import ParamStorage
-from .storage.saved_tensors import GatheredBuffer, saved_param_hooks
+from .storage.saved_tensors import GatheredBuffer, note_in_checkpoint, saved_param_hooks
 
 _GATHERING = seed_of("gather a unit")
 _REDUCING = seed_of("sum gradients of a unit")
@@ -55,6 +59,8 @@ class Unit:
         controls: what the program may change between steps.
         parts: the units of those of its parameters that are on other meshes.
         slots: its parameters, without those of nested units.
+        shared_modules: modules whose calls belong to the unit although only nested units have them.
+        outer_units: the units that own parameters which modules of this unit share with modules of others.
         calls: interception of its modules' calls, which become calls of `call`.
         computes_on: during forward, the mesh of its sharded inputs; None for plain ones.
         saved: how many views of gathered buffers autograd has saved since the last backward.
@@ -73,7 +79,9 @@ class Unit:
         self.saved = 0
         self._buckets: list[Bucket] = []
         self._in_order: tuple[Any, dict[int, tuple[GradBufferSource, int]]] = (None, {})
-        self._sharded: list[ShardedTensor] = []  # the sharded parameters, while the module has unsharded ones
+        self.shared_modules: list[nn.Module] = []  # modules of the unit that only nested units have
+        self.outer_units: list[Unit] = []  # units that own parameters which this unit's modules share with others
+        self._in_use = ParamsInUse()
         self._unsharded: tuple[GatherOp, tuple[Tensor, ...]] | None = None  # the unsharded values; at most until the model's forward ends
         self._with_graph = False
         self._prefetched: tuple[GatherOp, list[Tensor], tuple[Tensor, ...]] | None = None
@@ -134,10 +142,16 @@ class Unit:
 
     def flatten_params(self) -> None:
         """Make the local parts views of the flat shards, so that an all_gather copies nothing first."""
+        self.adopt_parameters()
         for bucket in self._buckets:
             parameters = [self.slots[i].value for i in bucket.numbers]
             if not any(x._local.is_meta for x in parameters):
                 bucket.storage.move_to_shard(parameters)
+
+    def adopt_parameters(self) -> None:
+        """Take over parameters that replace the unit's for good."""
+        for slot in self.slots:
+            slot.adopt()
 
     def param_devices(self) -> Iterator[tuple[int, torch.device]]:
         """Yield the id of each parameter and the device of its shard."""
@@ -150,7 +164,10 @@ class Unit:
         own = list(own_modules(self))
         for module in own:
             set_unit(module, self)
-        self.calls = CallInterception(x for x in own if x in self.roots or any(p is not None for p in x._parameters.values()))
+        intercepted = [x for x in own if x in self.roots or any(p is not None for p in x._parameters.values())]
+        for module in intercepted:
+            module.register_load_state_dict_post_hook(_adopt_loaded)
+        self.calls = CallInterception(intercepted)
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, forward: Callable[..., Any] = nn.Module.__call__) -> Any:
         """Call a module of the unit, or another function of it, with the unsharded parameters set.
@@ -159,22 +176,29 @@ class Unit:
             RuntimeError: under `torch.jit.trace`.
         """
         refuse_jit_trace()
+        for outer in self.outer_units:
+            if not outer._in_use.uses:
+                return outer.call(module, args, kwargs, lambda inner, *args, **kwargs: self.call(inner, args, kwargs, forward))
         policy = self.options.policy
         self.calls.stop()
         try:
             self._pre_forward(args, kwargs)
             if module not in self.roots:
-                return forward(module, *args, **kwargs)
-            args, kwargs = policy.inputs((args, kwargs))
-            return self.schedule.before_backward(self, policy.outputs(forward(module, *args, **kwargs)))
+                outputs = forward(module, *args, **kwargs)
+            else:
+                args, kwargs = policy.inputs((args, kwargs))
+                outputs = policy.outputs(forward(module, *args, **kwargs))
+            self._keep_writes()
+            return self.schedule.before_backward(self, outputs) if module in self.roots else outputs
         finally:
             self._post_forward(module)
             self.calls.start()
 
     @not_recomputed
     def _pre_forward(self, args: Any, kwargs: Any) -> None:
-        if self._sharded:  # by `unshard`
-            self._put_sharded()
+        if self._in_use.uses:  # by `unshard`
+            self._keep_writes()
+            self._in_use.restore()
             self.gather()  # if parameters were written since
             if not all(bucket.storage.is_gathered for bucket in self._buckets):
                 self._unsharded = None
@@ -193,31 +217,33 @@ class Unit:
             self._saving.__enter__()
 
     def _put_unsharded(self) -> None:
-        """Set the unsharded parameters in the modules. Communication: as `gather`."""
-        if self._unsharded is None or self._with_graph != torch.is_grad_enabled():
-            self._unsharded, self._with_graph = self._gather_params(), torch.is_grad_enabled()
-        meshes = self._param_meshes()
-        self._unsharded[0].set_grad_scale(self._grad_scales(meshes))
-        self._sharded = [slot.value for slot in self.slots]
-        for slot, sharded, value, mesh in zip(self.slots, self._sharded, self._unsharded[1], meshes, strict=True):
-            slot.put(self._wrap_value(mesh, slot.base, sharded, value))
-
-    def _put_sharded(self) -> None:
-        """Set the sharded parameters in the modules, if the unsharded ones are there."""
-        for slot, sharded in zip(self.slots, self._sharded, strict=False):
-            slot.put(sharded)
-        self._sharded = []
+        """Set the unsharded parameters in the modules, or what is made of values that replace them. Communication: as `gather`."""
+        replaced, meshes = replaced_values(self.slots), self._param_meshes()
+        in_place_of = self._prepare_replaced(replaced, meshes)
+        values: list[Any] = [None] * len(self.slots)
+        if not replaced or len(replaced) < sum(len(slot.places) for slot in self.slots):
+            if self._unsharded is None or self._with_graph != torch.is_grad_enabled():
+                self._unsharded, self._with_graph = self._gather_params(), torch.is_grad_enabled()
+            self._unsharded[0].set_grad_scale(self._grad_scales(meshes))
+            values = [
+                self._wrap_value(mesh, slot.base, slot.value._lineage, value)
+                for slot, value, mesh in zip(self.slots, self._unsharded[1], meshes, strict=True)
+            ]
+        for i, (slot, value) in enumerate(zip(self.slots, values, strict=True)):
+            for k in range(len(slot.places)):
+                self._in_use.put(i, slot, k, in_place_of.get((i, k), value))
 
     def unshard(self) -> None:
         """Gather the parameters and leave them in the modules, until `reshard` or the end of a forward. Communication: as `gather`."""
-        if not self._sharded:
+        if not self._in_use.uses:
             self.computes_on = None
             self._put_unsharded()
 
     def hide_unsharded(self) -> None:
         """Set the sharded parameters in the modules, except during a forward."""
         if not self.schedule.is_running(self):
-            self._put_sharded()
+            self._keep_writes()
+            self._in_use.restore()
 
     def reshard(self) -> None:
         """Set the sharded parameters in the modules and free the gathered ones.
@@ -227,7 +253,8 @@ class Unit:
         """
         if self.schedule.is_running(self):
             raise RuntimeError(f"reshard() inside of a forward of {self.display_name}, which uses the parameters")
-        self._put_sharded()
+        self._keep_writes()
+        self._in_use.restore()
         self._unsharded = self._prefetched = None
         for bucket in self._buckets:
             bucket.storage.drop_pending()
@@ -259,7 +286,7 @@ class Unit:
         if self._saving is not None:
             self._saving.__exit__()
         self._saving = None
-        self._put_sharded()  # nothing if `_pre_forward` raised
+        self._in_use.restore()  # nothing if `_pre_forward` raised
         self._buffers.unwrap()
         if self.keep != "all" and not self._awaits_another(module):
             self._free_after_forward()
@@ -283,14 +310,14 @@ class Unit:
 
     def _sharded_parameters(self) -> list[ShardedTensor]:
         """Return the sharded parameters."""
-        return self._sharded or [slot.value for slot in self.slots]
+        return [slot.value for slot in self.slots]
 
     def gather(self) -> None:
         """Launch the all_gathers.
 
         Communication: one all_gather per dtype; none if the parameters are whole already.
         """
-        if not self._sharded:
+        if not self._in_use.uses:
             check_parameters(self.slots, [bucket.numbers for bucket in self._buckets], self.display_name)
         parameters = self._sharded_parameters()
         with torch.no_grad(), comm_context(self.options.mesh.world, mixed(_GATHERING, parameters)):
@@ -299,7 +326,9 @@ class Unit:
 
     @not_recomputed
     def prefetch(self) -> None:
-        """Launch the all_gathers for the next forward. Communication: as `gather`."""
+        """Launch the all_gathers for the next forward. Communication: as `gather`; none if other values replace all parameters."""
+        if all(owner._parameters.get(name) is not slot.value for slot in self.slots for owner, name in slot.places):
+            return
         self.gather()
         if self._buckets and self._unsharded is None and self._prefetched is None and torch.is_grad_enabled():
             op, parts = self._gather_op(), [x._local for x in self._sharded_parameters()]
@@ -320,9 +349,19 @@ class Unit:
         parts, prefetched = [x._local for x in self._sharded_parameters()], self._prefetched
         self._prefetched = None
         if prefetched is not None and all(one is other for one, other in zip(prefetched[1], parts, strict=True)):
-            return prefetched[0], prefetched[0].gather(prefetched[2])
-        op = self._gather_op()
-        return op, op.gather(op.enter(parts))
+            op, entered = prefetched[0], prefetched[2]
+        else:
+            op = self._gather_op()
+            entered = op.enter(parts)
+        values = op.gather(entered)
+        for i, value in enumerate(values):
+            if self._is_copy(i):
+                WatchedTensor.watch(value)
+        return op, values
+
+    def _is_copy(self, i: int) -> bool:
+        """Return whether a parameter in use has other memory than the parameter."""
+        return self.options.policy.param_dtype is not None or (bool(self.options.stage.optimizer) and bool(self.slots[i].base.shape))
 
     def _gather_op(self) -> GatherOp:
         half = None if self.options.find_unused else self.schedule.at_half_of_backward
@@ -332,20 +371,122 @@ class Unit:
     def _gathered_values(self) -> list[Tensor]:
         """Return the parameters as views of the gathered buffers; unsharded ones unchanged."""
         as_is, used_as = self.options.policy.param_dtype is None, self.options.policy.used_as
-        values = {i: x for b in self._buckets for i, x in zip(b.numbers, b.flat.wholes_in(b.storage.whole()), strict=True)}
+        wholes = [b.flat.wholes_in(b.storage.whole()) for b in self._buckets]
+        # `.data`: a version of its own for each, so that a write to one is none to the others
+        values = {i: x.data for b, views in zip(self._buckets, wholes, strict=True) for i, x in zip(b.numbers, views, strict=True)}
         parts = [x._local for x in self._sharded_parameters()]
         if as_is:
-            return [values[i] if i in values else x.view_as(x) for i, x in enumerate(parts)]
-        return [values[i] if i in values else x.view_as(x).to(used_as(x.dtype)) for i, x in enumerate(parts)]
+            return [values[i] if i in values else x.detach() for i, x in enumerate(parts)]
+        return [values[i] if i in values else x.detach().to(used_as(x.dtype)) for i, x in enumerate(parts)]
 
-    def _wrap_value(self, mesh: DeviceMesh | None, base: Layout, sharded: ShardedTensor, value: Tensor) -> Tensor:
+    def _wrap_value(self, mesh: DeviceMesh | None, base: Layout, lineage: int, value: Tensor) -> Tensor:
         """Return a value as the module sees it: plain, or a sharded tensor on the mesh of the activations."""
         if mesh is None:
             return value
         layout = base.replace(dtype=value.dtype) if mesh is self.options.mesh else Layout.of(mesh, base.spec, base.shape, value.dtype)
         out = ShardedTensor._make(value, layout)
-        out._lineage = sharded._lineage
+        out._lineage = lineage
         return out
+
+    # -- values that replace parameters for a call ---------------------------------------------------------------------
+
+    def _prepare_replaced(self, replaced: dict[tuple[int, int], Tensor], meshes: Sequence[DeviceMesh | None]) -> dict[tuple[int, int], Any]:
+        """Return what modules see of values that replace parameters for this call, as those of `torch.func.functional_call`.
+
+        A sharded one is a value of all ranks, whose gradient is averaged as a parameter's is. A plain one is this rank's.
+
+        Communication: one redistribution of all sharded ones.
+        """
+        if not replaced:
+            return {}
+        note_in_checkpoint(replaced)
+        sharded = {id(x): (i, x) for (i, _), x in replaced.items() if isinstance(x, ShardedTensor)}
+        values = [x for _, x in sharded.values()]
+        bases = [self.slots[i].base.replace(dtype=x.dtype) for i, x in sharded.values()]
+        all_scales = self._grad_scales(meshes)
+        scales = [all_scales[i] for i, _ in sharded.values()]
+        wholes = gather_values(values, bases, scales, self.options.mesh.world)
+        in_use: dict[int, Any] = {}
+        for (i, x), whole in zip(sharded.values(), wholes, strict=True):
+            in_use[id(x)] = self._wrap_value(meshes[i], self.slots[i].base, x._lineage, self._used_value(whole, x._local))
+        return {place: in_use[id(x)] if id(x) in in_use else self._used_value(x, x) for place, x in replaced.items()}
+
+    def _used_value(self, x: Tensor, original: Tensor) -> Tensor:
+        """Return a value in the dtype in which parameters are used, watched if it is a copy of the original."""
+        found = x.to(self.options.policy.used_as(x.dtype))
+        return found if found.data_ptr() == original.data_ptr() else WatchedTensor.watch(found)
+
+    # -- writes in forward ---------------------------------------------------------------------------------------------
+
+    @not_recomputed
+    def _keep_writes(self) -> None:
+        """Carry over what forward has written to parameters in use.
+
+        Raises:
+            RuntimeError: a written value is one that forward frees, or one in another dtype.
+            ReplicaError: with sharded optimizer state, ranks have written different values.
+
+        Communication: none if nothing is written; else with sharded optimizer state one comparison, see `assert_replicated`.
+        """
+        written = {(use.number, id(use.in_use)): use for use in self._in_use.written()}
+        if not written:
+            return
+        uses = list(written.values())
+        for use in uses:
+            self._check_write(use)
+        in_buckets = {i: (bucket, k) for bucket in self._buckets for k, i in enumerate(bucket.numbers)}
+        copies = [use for use in uses if use.number in in_buckets and not use.is_replaced]
+        for use in uses:
+            if not use.is_replaced and use not in copies:
+                parameter = use.slot.value
+                parameter._local.data = Tensor.data.__get__(use.local)  # type: ignore[attr-defined]
+                parameter._data_accesses += 1
+        if copies:
+            self._write_copies(copies)
+
+    def _check_write(self, use: Use) -> None:
+        why = self._why_lost(use)
+        if why is None:
+            return
+        for bucket in self._buckets:
+            bucket.storage.drop_copies()
+        self._unsharded = None
+        path = use.slot.path
+        raise RuntimeError(
+            f"{path} was written in forward, and the write would be lost: {why}. Write to {path} outside of forward, where it is a "
+            "ShardedTensor, or keep it in a buffer; with data_parallel(model, mesh), without a precision policy, parameters are whole and "
+            "forward may write to them"
+        )
+
+    def _why_lost(self, use: Use) -> str | None:
+        """Return why a write to a parameter in use cannot be kept; None if it can."""
+        local, layout, policy = use.local, use.slot.base, self.options.policy
+        is_copy = isinstance(local, WatchedTensor)
+        if use.is_replaced:
+            return "the value that replaces it is used from a copy" if is_copy else None
+        if policy.param_dtype is not None and is_copy:
+            return f"forward uses a copy in {policy.used_as(layout.dtype)}, by its precision policy"
+        if self.options.stage.parameter and is_copy:
+            return "forward uses gathered values, which are freed after it"
+        if type(use.in_use) is ShardedTensor and (use.in_use.spec != layout.spec or use.in_use.shape != layout.shape):
+            return f"it is {use.in_use._layout} now; assign values laid out as {layout.spec}"
+        if local.shape != layout.local_shape or local.dtype is not layout.dtype:
+            return f"its values have shape {list(local.shape)} and dtype {local.dtype} now; assign values of the same shape and dtype"
+        if local._base is not None and type(local._base.grad_fn).__name__ == "CopySlices":
+            return "autograd records it; write under torch.no_grad()"
+        return None
+
+    def _write_copies(self, uses: list[Use]) -> None:
+        """Write whole values to the sharded parameters."""
+        values = {use.slot.path: ShardedTensor._make(use.local.detach(), use.slot.base) for use in uses}
+        group = self.options.mesh.group()
+        compare(f"{self.display_name}: written in forward: ", replica_leaves(list(values.items()), group.ranks), group)
+        for bucket in self._buckets:
+            mine = {bucket.numbers.index(use.number): use for use in uses if use.number in bucket.numbers}
+            if mine:
+                parameters = [self.slots[i].value for i in bucket.numbers]
+                is_in_whole = not any(use.is_assigned for use in mine.values())
+                bucket.storage.update_shard(parameters, {k: use.local for k, use in mine.items()}, is_in_whole=is_in_whole)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -583,4 +724,13 @@ class Unit:
 
     def _reduce_differentiably(self, grads: Grads, scale: float) -> Grads:
         self.release()
-        return differentiable(grads, [slot.base for slot in self.slots], [slot.rest for slot in self.slots], scale)
+        with comm_context(self.options.mesh.world, mixed(_REDUCING, self._sharded_parameters())):
+            return differentiable(grads, [slot.base for slot in self.slots], [slot.rest for slot in self.slots], scale)
+
+
+def _adopt_loaded(module: nn.Module, _: Any) -> None:
+    """Take over the parameters that `load_state_dict(assign=True)` has set."""
+    unit = unit_of(module)
+    if unit is not None:
+        for one in (unit, *unit.outer_units):
+            one.adopt_parameters()

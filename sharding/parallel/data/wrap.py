@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ...ops.prepared_modules import prepare
 from ...redistribute.autograd import redistribute_local
 from ...tensor.convert import distribute_tensor
 from ...tensor.sharded_tensor import ShardedTensor
-from .schedule import unit_of, units_in
+from .schedule import set_unit, unit_of, units_in, units_of
 from .slot import Place, Slot, UnitOptions, slot_of_replaced
 from .unit import Unit, UnitModules
 
@@ -46,7 +46,15 @@ def wrap(
     found = _parameters(module, ignored)
     bases = [_base_layout(one, options.mesh) for one in found]  # check all before any communication
     made = {name: Unit(name, inner, options if inner is module else options.inside, keep) for name, inner in modules.items()}
-    unit_names = [_unit_for(one, made) for one in found]
+    enclosing = _enclosing_units(module, {inner: name for name, inner in modules.items()})
+    unit_names = [_unit_for(one, enclosing) for one in found]
+    for unit in made.values():
+        set_unit(unit.module, unit)
+    _assign_shared(module, made, enclosing)
+    for (_, places), name in zip(found, unit_names, strict=True):
+        for home in {enclosing[owner][-1] for owner, _ in places} - {name}:
+            if made[name] not in made[home].outer_units:
+                made[home].outer_units.append(made[name])
     for name, unit in reversed(made.items()):  # inner ones first
         mine = [(one, base) for one, base, whose in zip(found, bases, unit_names, strict=True) if whose == name]
         slots = [_slot(one, base, dims or {}) for one, base in mine]
@@ -101,7 +109,7 @@ def _parameters(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[Fo
     Raises:
         ValueError: one is tied to a parameter of a unit.
     """
-    left_out, taken = {id(x) for x in ignored}, {id(slot.value): slot for unit in units_in(module) for slot in unit.slots}
+    left_out, taken = {id(x) for x in ignored}, {id(slot.value): slot for unit in units_of(module) for slot in unit.slots}
     found: dict[int, Found] = {}
     for path, owner, name, x in _all_parameters(module):
         slot = taken.get(id(x)) or slot_of_replaced(x)
@@ -123,10 +131,57 @@ def _all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Te
                 yield f"{prefix}.{name}" if prefix else name, inner, name, x
 
 
-def _unit_for(found: Found, made: dict[str, Unit]) -> str:
-    """Return the name of the innermost unit that contains all owners of a parameter."""
-    inside = {name: set(unit.module.modules()) for name, unit in made.items()}
-    return max((name for name in made if all(owner in inside[name] for owner, _ in found[1])), key=len)
+Enclosing = dict[nn.Module, tuple[str, ...]]  # for each module, the names of the units that are on every path to it, outermost first
+
+
+def _enclosing_units(module: nn.Module, names: dict[nn.Module, str]) -> Enclosing:
+    """Return the units around each module, its own included. A module in two of them is in the innermost one around both."""
+    around: Enclosing = {module: ()}
+    found: Enclosing = {}
+    for parent in _parents_first(module):
+        inside = found[parent] = around[parent] + ((names[parent],) if parent in names else ())
+        for child in parent.children():
+            around[child] = _common(around.get(child, inside), inside)
+    return found
+
+
+def _parents_first(module: nn.Module) -> list[nn.Module]:
+    """Return a module and those inside it, each once and after all of its parents."""
+    order: list[nn.Module] = []
+    visited: set[nn.Module] = set()
+
+    def visit(inner: nn.Module) -> None:
+        visited.add(inner)
+        for child in inner.children():
+            if child not in visited:
+                visit(child)
+        order.append(inner)
+
+    visit(module)
+    return order[::-1]
+
+
+def _common(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the common beginning of two tuples."""
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    return one[:same]
+
+
+def _unit_for(found: Found, enclosing: Enclosing) -> str:
+    """Return the name of the innermost unit that contains all owners of a parameter, on every path to them."""
+    return reduce(_common, [enclosing[owner] for owner, _ in found[1]])[-1]
+
+
+def _assign_shared(module: nn.Module, made: dict[str, Unit], enclosing: Enclosing) -> None:
+    """Assign modules that several units share to the unit around all of these."""
+    for parent in module.modules():
+        for child in parent.children():
+            unit = made[enclosing[child][-1]]
+            if enclosing[parent][-1] != unit.name and child not in unit.roots and unit_of(child) is None:
+                set_unit(child, unit)
+                unit.shared_modules.append(child)
 
 
 def _slot(found: Found, base: Layout, dims: Mapping[int, int]) -> Slot:

@@ -17,6 +17,7 @@ from ..precision import MixedPrecisionPolicy
 from ..storage.flat import FlatBucket
 from ..storage.gather_op import Grads
 from ..storage.param_storage import ParamStorage
+from .averaging import scaled
 from .grad_places import GradBuffer
 
 _NAMED = 4  # parameters listed in a message
@@ -145,7 +146,7 @@ def differentiable(grads: Grads, bases: Sequence[Layout], rests: Sequence[Layout
 
     Communication: that of redistributing the gradients.
     """
-    there = [(i, grad * scale) for i, grad in enumerate(grads) if grad is not None]
+    there = [(i, scaled(grad, scale)) for i, grad in enumerate(grads) if grad is not None]
     pairs = [(bases[i].dual.replace(dtype=grad.dtype), rests[i].dual.replace(dtype=grad.dtype)) for i, grad in there]
     found: Grads = [None] * len(grads)
     for (i, _), part in zip(there, redistribute_locals([grad for _, grad in there], pairs), strict=True):

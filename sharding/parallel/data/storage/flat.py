@@ -80,6 +80,10 @@ class FlatBucket:
         """Return this rank's rows of each parameter, as views of its piece."""
         return _views(shard, self._in_shard)
 
+    def rows_in_shard(self, i: int) -> slice:
+        """Return the rows of a parameter in use that are in this rank's piece."""
+        return slice(*self.layout.rows_of(i, self._part, self.bases[i].local_shape[0]))
+
     def wholes_in(self, whole: Tensor) -> list[Tensor]:
         """Return each parameter, as views of the whole buffer."""
         return _views(whole, self._in_whole)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ....tensor.autograd import engine_hooks
+from ..grads.averaging import scaled
 from ..grads.grad_places import GradWriter
 
 Grads = list[Tensor | None]
@@ -49,6 +50,7 @@ class GatherOp:
         self.values, self.reduce, self.differentiable, self.writer, self.scale = values, reduce, differentiable, writer, 1.0
         self.overlaps = overlaps
         self.factors: Sequence[float] = ()
+        self.seen: set[int] = set()  # the numbers of the gradients that the views' nodes have had in this backward
         self.wait: Callable[[], Grads] | None = None
 
     def set_grad_scale(self, scales: Sequence[float]) -> None:
@@ -58,7 +60,7 @@ class GatherOp:
 
     def scale_grad(self, i: int, grad: Tensor) -> Tensor:
         """Return a gradient times its parameter's own factor."""
-        return grad if not self.factors or self.factors[i] == 1 else grad * self.factors[i]
+        return grad if not self.factors else scaled(grad, self.factors[i])
 
     def enter(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the local parts as outputs of the node at which backward waits."""
@@ -105,8 +107,9 @@ class _GatherParams(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         op: GatherOp = ctx.op
         writer = op.writer.take(op.scale)
-        wanted = [
-            writer.written.get(i, grad) if grad is not None and needed else None
+        seen, op.seen = op.seen, set()
+        wanted = [  # a write in forward replaces the node of a view
+            None if grad is None or not needed else writer.written.get(i, grad) if i in seen else op.scale_grad(i, grad)
             for i, (grad, needed) in enumerate(zip(grads, ctx.needs_input_grad[1:], strict=True))
         ]
         if torch.is_grad_enabled() and any(grad is not None and grad.requires_grad for grad in wanted):
@@ -127,6 +130,7 @@ def _use_param(op: GatherOp, number: int, value: Tensor) -> Tensor:
             return None
         writer = op.writer
         writer.discard(number)
+        op.seen.add(number)
         grad = op.scale_grad(number, grad)
         if torch.is_grad_enabled() or torch.is_anomaly_enabled() or not writer.write(number, grad, op.scale):
             return (grad,)

@@ -38,6 +38,7 @@ class ParamStorage:
         self._copies: dict[tuple[str, ...], tuple[Any, Tensor]] = {}
         self._pending: tuple[Any, Callable[[], Tensor]] | None = None
         self._moves, self._address = 0, 0
+        self._owners: list[int] = []  # ids of the parameters whose values are in the shard
         self._tag = CommTag(f"{name}: gather {len(flat.bases)} parameters")
         self._allocate(dtype, torch.device("cpu") if options.offload else flat.mesh.device)
 
@@ -53,8 +54,11 @@ class ParamStorage:
     def move_to_shard(self, parameters: Sequence[ShardedTensor]) -> None:
         """Move the parameters' local parts into the flat shard, from which they are gathered without a copy."""
         parts = [x._local for x in parameters]
-        if parts[0].dtype is not self.shard.dtype or parts[0].device != self.shard.device:  # the module was converted
+        owners = [id(x) for x in parameters]
+        is_converted = parts[0].dtype is not self.shard.dtype or parts[0].device != self.shard.device
+        if is_converted or (self._owners and self._owners != owners):  # replaced parameters keep the old shard
             self._allocate(parts[0].dtype, parts[0].device)
+        self._owners = owners
         moved = [(view, x) for view, x in zip(self._shard_views, parts, strict=True) if view.data_ptr() != x.data_ptr()]
         if not moved:
             return
@@ -138,6 +142,28 @@ class ParamStorage:
     def address(self) -> int | None:
         """The storage address of the whole buffer, None while it is not gathered."""
         return self._address if _WHOLE in self._copies else None
+
+    def update_shard(self, parameters: Sequence[ShardedTensor], values: dict[int, Tensor], *, is_in_whole: bool) -> None:
+        """Write this rank's rows of whole values to parameters. Communication: none.
+
+        Args:
+            parameters: all of the bucket.
+            values: whole values, by the index of the parameter; the same on all ranks.
+            is_in_whole: whether the whole buffer has them already, and so stays current.
+        """
+        with torch.no_grad():
+            for k, value in values.items():
+                rows = self.flat.rows_in_shard(k)
+                parameters[k]._local.copy_(value[rows])
+        versions, whole = self._copies[_WHOLE]
+        self._copies = {_WHOLE: (versions, whole)}
+        if is_in_whole:
+            versions[:] = [_version(x, self._moves) for x in parameters]
+
+    def drop_copies(self) -> None:
+        """Forget all gathered values, which forward has changed."""
+        self.drop_pending()
+        self._copies = {}
 
     def drop_pending(self) -> None:
         """Wait for an all_gather under way and drop its result."""

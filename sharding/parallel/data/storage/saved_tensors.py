@@ -59,6 +59,17 @@ def _saved_wrapper(x: ShardedTensor) -> ShardedTensor:
     return out
 
 
+def note_in_checkpoint(values: Any) -> None:
+    """Let a recomputation by `torch.utils.checkpoint` fail if it has no values in place of parameters and its forward had, or the reverse.
+
+    Checkpoint compares the number of saved tensors: `torch.func.functional_call` around it has ended when backward recomputes, and the
+    recomputation would use the parameters themselves.
+    """
+    hooks = engine_hooks.saved_tensor_hooks()
+    if values and torch.is_grad_enabled() and hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        hooks[0](torch.empty(0))
+
+
 class saved_param_hooks:
     """with saved_param_hooks(find, gather): save views of gathered buffers by position.
 

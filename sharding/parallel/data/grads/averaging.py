@@ -1,0 +1,47 @@
+"""Averages over ranks that can be differentiated again.
+
+With plain inputs each rank has a loss of its own, and the loss of the program is their average. So a parameter in use on each rank and
+the average of its gradients are a pair of linear maps, each the transpose of the other for the average over ranks of products:
+
+    parameter     ---- use ---->     value on each rank
+    mean of g_r   <- average ---     g_r                      the factor is in this direction only, at every order
+    c             ---- use ---->     c
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def scaled(grad: Tensor, scale: float) -> Tensor:
+    """Return a gradient times a factor; the gradient of the result is not scaled."""
+    if scale == 1:
+        return grad
+    if not (torch.is_grad_enabled() and grad.requires_grad):
+        return grad * scale
+    return _Scaled.apply(grad, scale)  # type: ignore[return-value]
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return grad * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return _Used.apply(grads[0], ctx.scale), None
+
+
+class _Used(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return scaled(grads[0], ctx.scale), None
