@@ -371,17 +371,17 @@ def as_torch() -> list[Any]:
     """
     pairs = []
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers "fake"
-    ours = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
-    theirs = torch_init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+    ours = init_device_mesh("cpu", (4,), mesh_dim_names=("own_world",))
+    theirs = torch_init_device_mesh("cpu", (4,), mesh_dim_names=("own_world",))
     made = []
     for world, kind in ((ours, DeviceMesh), (theirs, TorchMesh)):
         dense = world._unflatten(
-            0, (1, 2, 2), ("pp", "fsdp", "tp"), backend_override={"pp": "fake"}
+            0, (1, 2, 2), ("own_pp", "own_fsdp", "own_tp"), backend_override={"own_pp": "fake"}
         )
-        data = world._unflatten(0, (2, 2), ("batch", "cp"))
-        flat = data["batch", "cp"]._flatten("loss")
-        both = kind._concatenate([data["batch"], dense["tp"]])
-        made.append([dense, data, flat, both, dense["tp"], dense["pp", "tp"]])
+        data = world._unflatten(0, (2, 2), ("own_batch", "own_cp"))
+        flat = data["own_batch", "own_cp"]._flatten("own_loss")
+        both = kind._concatenate([data["own_batch"], dense["own_tp"]])
+        made.append([dense, data, flat, both, dense["own_tp"], dense["own_pp", "own_tp"]])
     for mesh, other in zip(*made, strict=True):
         pairs.append((mesh.mesh.tolist(), other.mesh.tolist()))
         pairs.append((tuple(mesh.mesh_dim_names), tuple(other.mesh_dim_names)))
