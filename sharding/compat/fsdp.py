@@ -222,7 +222,8 @@ def fully_shard(
         default = next(iter(meshes.values()))
     owners = _owners_of_other_meshes(target, meshes, default)
     elsewhere = [x for modules in owners.values() for inner in modules for x in inner.parameters()]
-    calls = [(_several(modules), on, ignored) for on, modules in owners.items()]
+    calls: list[tuple[nn.Module, _DataMesh, list[nn.Parameter]]] = []
+    calls += [(_several(modules), on, ignored) for on, modules in owners.items()]
     calls.append((target, default, [*ignored, *elsewhere]))
     options = [
         _options(inner, on, left_out, reshard_after_forward, mp_policy, offload_policy)
@@ -403,8 +404,7 @@ def _roots(function: str, module: Any) -> tuple[tuple[nn.Module, ...], nn.Module
         ValueError: no module.
         AssertionError: one is the root of a unit already.
     """
-    single = isinstance(module, nn.Module)
-    given: tuple[Any, ...] = (module,) if single else tuple(module)
+    given: tuple[Any, ...] = (module,) if isinstance(module, nn.Module) else tuple(module)
     for one in given:
         if not isinstance(one, nn.Module):
             raise TypeError(
@@ -412,8 +412,8 @@ def _roots(function: str, module: Any) -> tuple[tuple[nn.Module, ...], nn.Module
             )
     if not given:
         raise ValueError(f"{function}([]): the list has no module")
-    target = module if single else _several(list(dict.fromkeys(given)))
-    roots = (module,) if single else tuple(target)
+    roots = tuple(dict.fromkeys(given))
+    target = module if isinstance(module, nn.Module) else _several(list(roots))
     for root in roots:
         unit = unit_of(root)
         if unit is not None and root in unit.roots:

@@ -5,7 +5,7 @@
     after     module.weight = what it was before         a write to the value in use is carried over, or an error
 
 A value in use that is the parameter's own memory takes writes as in torch. Any other is compared with how it was put in: its address
-(`p.data = x`, `set_`), its version (operators in place), and its values, if its `.data` was read: writes to that tensor have no version.
+(`p.data = x`, `set_`) and its version (operators in place). Writes to its `.data` have neither: see `Unit._keep_writes`.
 """
 
 from __future__ import annotations
@@ -18,33 +18,6 @@ from torch import Tensor, nn
 
 from ...tensor.sharded_tensor import ShardedTensor
 from .slot import Slot
-
-
-class WatchedTensor(Tensor):
-    """A value in use that does not share the parameter's memory. It copies its values when `.data` is first read."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _before: Tensor | None = None
-
-    @staticmethod
-    def watch(x: Tensor) -> Tensor:
-        """Make this tensor one, in place."""
-        x.__class__ = WatchedTensor
-        return x
-
-    @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        values = Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        if self._before is None:
-            self._before = values.clone()
-        return values
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 def replaced_values(slots: list[Slot]) -> dict[tuple[int, int], Tensor]:
@@ -109,6 +82,12 @@ class Use:
         return self.before is not self.slot.value
 
     @property
+    def is_copy(self) -> bool:
+        """Whether the value in use, when it was put in, had other memory than what the module had."""
+        before = self.before._local if isinstance(self.before, ShardedTensor) else self.before
+        return self._address != before.data_ptr()
+
+    @property
     def is_assigned(self) -> bool:
         """Whether the value in use has other memory now."""
         return self.local.data_ptr() != self._address or self.local.shape != self._shape
@@ -119,10 +98,7 @@ class Use:
         local = self.local
         if local.data_ptr() != self._address or local.shape != self._shape:
             return True
-        if not local.is_inference() and local._version != self._version:
-            return True
-        before = local._before if type(local) is WatchedTensor else None
-        return before is not None and not _same_values(before, Tensor.data.__get__(local))  # type: ignore[attr-defined]
+        return not local.is_inference() and local._version != self._version
 
 
 class ParamsInUse:
@@ -155,14 +131,6 @@ class ParamsInUse:
     def restore(self) -> None:
         """Put back what the modules had."""
         for use in self.uses:
-            local = use.local
-            if type(local) is WatchedTensor:
-                local._before = None
             if not use.is_replaced or use.owner._parameters.get(use.name) is use.in_use:
                 use.slot.put_in(use.owner, use.name, use.before)
         self.uses = []
-
-
-def _same_values(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same values; NaN equals NaN."""
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

@@ -9,14 +9,16 @@ only launch the first gather earlier.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ....mesh.comm.dispatch_modes import not_recomputed
+from ....mesh.comm.tracing import tracing
 from ....mesh.device_mesh import DeviceMesh
+from ...debug.replicas.bit_hash import bit_hash
 from ...debug.replicas.compare import compare
 from ...debug.replicas.leaves import replica_leaves
 from ...layout.layout import Layout
@@ -32,7 +34,7 @@ from .grads.grad_reduction import Bucket, accumulate_later, differentiable, merg
 from .grads.held_grads import HeldGrads, refuse_recording
 from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
 from .module_calls import CallInterception
-from .params_in_use import ParamsInUse, Use, WatchedTensor, replaced_values
+from .params_in_use import ParamsInUse, Use, replaced_values
 from .schedule import Schedule, own_modules, running_schedule, set_unit, unit_of
 from .slot import Slot, UnitOptions, check_parameters
 from .storage.flat import FlatBucket
@@ -87,6 +89,7 @@ class Unit:
         self._prefetched: tuple[GatherOp, list[Tensor], tuple[Tensor, ...]] | None = None
         self._still_to_run: set[nn.Module] = set()  # the other roots, once one has run in the model's forward
         self._held = HeldGrads()
+        self._forwards, self._hashes = 0, None  # hashes of copies in use, in forwards that compare them
         self._buffers, self._saving = BuffersInUse(), None
         self._projects_buffers = False
 
@@ -232,6 +235,7 @@ class Unit:
         for i, (slot, value) in enumerate(zip(self.slots, values, strict=True)):
             for k in range(len(slot.places)):
                 self._in_use.put(i, slot, k, in_place_of.get((i, k), value))
+        self._hashes = self._hash_copies()
 
     def unshard(self) -> None:
         """Gather the parameters and leave them in the modules, until `reshard` or the end of a forward. Communication: as `gather`."""
@@ -353,11 +357,7 @@ class Unit:
         else:
             op = self._gather_op()
             entered = op.enter(parts)
-        values = op.gather(entered)
-        for i, value in enumerate(values):
-            if self._is_copy(i):
-                WatchedTensor.watch(value)
-        return op, values
+        return op, op.gather(entered)
 
     def _is_copy(self, i: int) -> bool:
         """Return whether a parameter in use has other memory than the parameter."""
@@ -408,13 +408,12 @@ class Unit:
         wholes = gather_values(values, bases, scales, self.options.mesh.world)
         in_use: dict[int, Any] = {}
         for (i, x), whole in zip(sharded.values(), wholes, strict=True):
-            in_use[id(x)] = self._wrap_value(meshes[i], self.slots[i].base, x._lineage, self._used_value(whole, x._local))
-        return {place: in_use[id(x)] if id(x) in in_use else self._used_value(x, x) for place, x in replaced.items()}
-
-    def _used_value(self, x: Tensor, original: Tensor) -> Tensor:
-        """Return a value in the dtype in which parameters are used, watched if it is a copy of the original."""
-        found = x.to(self.options.policy.used_as(x.dtype))
-        return found if found.data_ptr() == original.data_ptr() else WatchedTensor.watch(found)
+            used = whole.to(self.options.policy.used_as(whole.dtype))
+            in_use[id(x)] = self._wrap_value(meshes[i], self.slots[i].base, x._lineage, used)
+        return {
+            place: in_use[id(x)] if id(x) in in_use else x.to(self.options.policy.used_as(x.dtype))
+            for place, x in replaced.items()
+        }
 
     # -- writes in forward ---------------------------------------------------------------------------------------------
 
@@ -422,16 +421,25 @@ class Unit:
     def _keep_writes(self) -> None:
         """Carry over what forward has written to parameters in use.
 
+        Writes to `.data` of a copy leave no trace: the first, second, fourth, eighth, ... forward compares hashes of the values. Where
+        copies last until the next step (ZeRO-1, ZeRO-2), this rank's rows are copied to the parameter after the others.
+
         Raises:
             RuntimeError: a written value is one that forward frees, or one in another dtype.
             ReplicaError: with sharded optimizer state, ranks have written different values.
 
         Communication: none if nothing is written; else with sharded optimizer state one comparison, see `assert_replicated`.
         """
-        written = {(use.number, id(use.in_use)): use for use in self._in_use.written()}
-        if not written:
+        if not self._in_use.uses:
             return
-        uses = list(written.values())
+        uses = list({(use.number, id(use.in_use)): use for use in self._in_use.written()}.values())
+        if self._hashes is not None:
+            uses += self._written_by_data({use.number for use in uses})
+        if not uses:
+            if not self.options.stage.parameter and self.options.policy.param_dtype is None:
+                for bucket in self._buckets:
+                    bucket.storage.copy_whole_to_shard([self.slots[i].value for i in bucket.numbers])
+            return
         for use in uses:
             self._check_write(use)
         in_buckets = {i: (bucket, k) for bucket in self._buckets for k, i in enumerate(bucket.numbers)}
@@ -443,6 +451,28 @@ class Unit:
                 parameter._data_accesses += 1
         if copies:
             self._write_copies(copies)
+
+    def _hash_copies(self) -> list[Tensor] | None:
+        """Return a hash of each copy in use, None if this forward does not compare them."""
+        self._forwards += 1
+        is_due = self._forwards & (self._forwards - 1) == 0 and engine_hooks.current_backward() == -1
+        return self._hashes_in_use() if is_due and tracing.recorder is None else None
+
+    def _hashes_in_use(self) -> list[Tensor]:
+        return [bit_hash(use.local) for use in self._copies_in_use()]
+
+    def _copies_in_use(self) -> list[Use]:
+        uses = [use for use in self._in_use.uses if not use.local.is_meta]
+        return [use for use in uses if (use.is_copy if use.is_replaced else self._is_copy(use.number))]
+
+    def _written_by_data(self, known: Collection[int]) -> list[Use]:
+        """Return the uses whose values have changed since they were hashed, without those of known numbers."""
+        before, now = self._hashes, self._hashes_in_use()
+        if before is None or len(before) != len(now) or not now:
+            return []
+        changed = (torch.stack(before) != torch.stack(now)).tolist()
+        copies = zip(self._copies_in_use(), changed, strict=True)
+        return [use for use, is_changed in copies if is_changed and use.number not in known]
 
     def _check_write(self, use: Use) -> None:
         why = self._why_lost(use)
@@ -461,9 +491,9 @@ class Unit:
     def _why_lost(self, use: Use) -> str | None:
         """Return why a write to a parameter in use cannot be kept; None if it can."""
         local, layout, policy = use.local, use.slot.base, self.options.policy
-        is_copy = isinstance(local, WatchedTensor)
         if use.is_replaced:
-            return "the value that replaces it is used from a copy" if is_copy else None
+            return "the value that replaces it is used from a copy" if use.is_copy else None
+        is_copy = self._is_copy(use.number)
         if policy.param_dtype is not None and is_copy:
             return f"forward uses a copy in {policy.used_as(layout.dtype)}, by its precision policy"
         if self.options.stage.parameter and is_copy:

@@ -153,7 +153,7 @@ def chunked_loss(names):
     head.set_reshard_after_backward(False)
     head.set_requires_gradient_sync(False, recurse=False)
     head.unshard()
-    shape = head.weight.shape, type(head.weight) in (nn.Parameter, torch.Tensor)
+    shape = head.weight.shape, not hasattr(head.weight, "placements")
     chunks = leaf.chunk(2)
     for chunk in chunks:
         if chunk is chunks[-1]:

@@ -80,9 +80,15 @@ class FlatBucket:
         """Return this rank's rows of each parameter, as views of its piece."""
         return _views(shard, self._in_shard)
 
-    def rows_in_shard(self, i: int) -> slice:
-        """Return the rows of a parameter in use that are in this rank's piece."""
-        return slice(*self.layout.rows_of(i, self._part, self.bases[i].local_shape[0]))
+    def rows_of(self, i: int, value: Tensor) -> Tensor:
+        """Return the rows of a parameter in use that are in this rank's piece, as a view of its value."""
+        start, stop = self.layout.rows_of(i, self._part, self._counts[i])
+        return value.narrow(self.dims[i], start, stop - start)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether values are rounded on the way from shards to the whole buffer."""
+        return self._transport is not None
 
     def wholes_in(self, whole: Tensor) -> list[Tensor]:
         """Return each parameter, as views of the whole buffer."""

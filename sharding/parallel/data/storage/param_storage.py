@@ -153,12 +153,25 @@ class ParamStorage:
         """
         with torch.no_grad():
             for k, value in values.items():
-                rows = self.flat.rows_in_shard(k)
-                parameters[k]._local.copy_(value[rows])
+                parameters[k]._local.copy_(self.flat.rows_of(k, value))
         versions, whole = self._copies[_WHOLE]
         self._copies = {_WHOLE: (versions, whole)}
         if is_in_whole:
             versions[:] = [_version(x, self._moves) for x in parameters]
+
+    @torch.no_grad()
+    def copy_whole_to_shard(self, parameters: Sequence[ShardedTensor]) -> None:
+        """Copy this rank's rows of the whole buffer to the shard; parameters do not count as written. Communication: none."""
+        if self._has_current_whole(parameters) and not self.flat.is_lossy:
+            wholes = self.flat.wholes_in(self._copies[_WHOLE][1])
+            rows = [self.flat.rows_of(k, whole) for k, whole in enumerate(wholes)]
+            pairs = [pair for pair in zip(self._shard_views, rows, strict=True) if pair[0].numel()]
+            if pairs:
+                torch._foreach_copy_([view for view, _ in pairs], [x for _, x in pairs])
+
+    def _has_current_whole(self, parameters: Sequence[ShardedTensor]) -> bool:
+        copy = self._copies.get(_WHOLE)
+        return copy is not None and copy[0] == [_version(x, self._moves) for x in parameters]
 
     def drop_copies(self) -> None:
         """Forget all gathered values, which forward has changed."""

@@ -93,8 +93,8 @@ def prepare(
     if not offload:
         del fsdp2_kwargs["offload_policy"]
     original = model.state_dict()
-    old = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
-    buffers = {name: b for name, b in model.named_buffers()}
+    old = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers())
     model.to(torch.device("meta"))
     model.tie_weights()
     for module in children_bottom_up(model)[:-1]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -504,11 +505,11 @@ def prefetch(model: Transformer) -> None:
         return [block, block.moe.experts] if block.moe_enabled else [block]
 
     model.tok_embeddings.set_modules_to_forward_prefetch([blocks[0]])
-    for block, following in zip(blocks, blocks[1:], strict=False):
+    for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch(units(following))
     blocks[-1].set_modules_to_forward_prefetch([model.norm, model.output])
     model.output.set_modules_to_backward_prefetch(units(blocks[-1]))
-    for block, previous in zip(blocks[::-1], blocks[-2::-1], strict=False):
+    for block, previous in pairwise(blocks[::-1]):
         block.set_modules_to_backward_prefetch(units(previous))
     blocks[0].set_modules_to_backward_prefetch([model.tok_embeddings])
 
