@@ -412,8 +412,8 @@ def _roots(function: str, module: Any) -> tuple[tuple[nn.Module, ...], nn.Module
             )
     if not given:
         raise ValueError(f"{function}([]): the list has no module")
-    roots = tuple(dict.fromkeys(given))
-    target = module if isinstance(module, nn.Module) else _several(list(roots))
+    target = module if isinstance(module, nn.Module) else _several(list(dict.fromkeys(given)))
+    roots = tuple(target) if isinstance(target, UnitModules) else (target,)
     for root in roots:
         unit = unit_of(root)
         if unit is not None and root in unit.roots:

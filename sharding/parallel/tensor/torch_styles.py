@@ -230,7 +230,7 @@ class ColwiseParallel(_LinearStyle):
         output_layouts: the layout of the output; `Shard(-1)` by default.
         use_local_output: return this rank's part as a plain tensor.
 
-    Communication: as `colwise`; for a plain output that is replicated, 40 bytes in its first backward (see `to_local`).
+    Communication: as `colwise`; for a plain output that is replicated, 152 bytes in its first backward (see `to_local`).
 
     Example:
         >>> sm.compat.parallelize_module(model, mesh["tp"], {"up": sm.compat.ColwiseParallel(), "down": sm.compat.RowwiseParallel()})
@@ -264,7 +264,7 @@ class RowwiseParallel(_LinearStyle):
         output_layouts: the layout of the sum; `Replicate()` by default.
         use_local_output: return this rank's part as a plain tensor.
 
-    Communication: as `rowwise`; for a plain output that is replicated, 40 bytes in its first backward (see `to_local`).
+    Communication: as `rowwise`; for a plain output that is replicated, 152 bytes in its first backward (see `to_local`).
 
     Example:
         >>> sm.compat.parallelize_module(model, mesh["tp"], {"up": sm.compat.ColwiseParallel(), "down": sm.compat.RowwiseParallel()})

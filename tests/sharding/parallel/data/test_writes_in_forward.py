@@ -287,7 +287,7 @@ def test_ranks_that_write_different_values(form):
         def write(m):
             m.weight.data.mul_(2 + mesh.get_rank())
 
-        with pytest.raises(ReplicaError, match=r"written in forward: weight: .* is not the same on ranks"):
+        with pytest.raises(ReplicaError, match=r"written in forward: weight, .* is not the same on ranks"):
             kind(_Writer(write), mesh, **options)(_ROWS)
 
     on_ranks((RANKS,), program)

@@ -129,7 +129,7 @@ def test_calls_of_four_blocks(residual, input_grad):
 
     def program(mesh):
         model = sm.compat.parallelize_module(seeded(lambda: blocks(residual)), mesh, PLAN)
-        for checks in ({("all_reduce", 40 * 2 * 3 // 4): 4}, {}):
+        for checks in ({("all_reduce", 152 * 2 * 3 // 4): 4}, {}):
             model.zero_grad()
             forward, backward, found = step(model, inputs())
             check_same(found, expected)
