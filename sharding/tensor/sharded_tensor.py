@@ -89,6 +89,7 @@ class ShardedTensor(Tensor):
             device=local.device,
             requires_grad=local.requires_grad,
         )
+        torch._C._set_throw_on_mutable_data_ptr(out)  # type: ignore[attr-defined]  # it has no memory
         out._local, out._layout, out._lineage = local, layout, root(layout) if lineage is None else lineage
         return out
 

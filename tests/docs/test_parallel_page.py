@@ -274,7 +274,7 @@ def test_program_with_a_style_of_its_own():
 
 
 def test_every_program_of_the_page_is_run():
-    assert len(blocks(PAGE, "python")) == 13
+    assert len(blocks(PAGE, "python")) == 16
 
 
 # -- the table of forms ------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from .storage.saved_tensors import GatheredBuffer, note_in_checkpoint, saved_par
 
 _GATHERING = seed_of("gather a unit")
 _REDUCING = seed_of("sum gradients of a unit")
+_COMPARED_FORWARDS = frozenset(16**k for k in range(16))  # in which the host waits for a comparison of hashes
 
 
 class UnitModules(nn.ModuleList):
@@ -421,7 +422,7 @@ class Unit:
     def _keep_writes(self) -> None:
         """Carry over what forward has written to parameters in use.
 
-        Writes to `.data` of a copy leave no trace: the first, second, fourth, eighth, ... forward compares hashes of the values. Where
+        Writes to `.data` of a copy leave no trace: the first, 16th, 256th, ... forward compares hashes of the values. Where
         copies last until the next step (ZeRO-1, ZeRO-2), this rank's rows are copied to the parameter after the others.
 
         Raises:
@@ -455,7 +456,7 @@ class Unit:
     def _hash_copies(self) -> list[Tensor] | None:
         """Return a hash of each copy in use, None if this forward does not compare them."""
         self._forwards += 1
-        is_due = self._forwards & (self._forwards - 1) == 0 and engine_hooks.current_backward() == -1
+        is_due = self._forwards in _COMPARED_FORWARDS and engine_hooks.current_backward() == -1
         return self._hashes_in_use() if is_due and tracing.recorder is None else None
 
     def _hashes_in_use(self) -> list[Tensor]:
@@ -480,7 +481,7 @@ class Unit:
             return
         for bucket in self._buckets:
             bucket.storage.drop_copies()
-        self._unsharded = None
+        self._unsharded, self._forwards = None, 0  # the next forward compares again
         path = use.slot.path
         raise RuntimeError(
             f"{path} was written in forward, and the write would be lost: {why}. Write to {path} outside of forward, where it is a "

@@ -138,7 +138,7 @@ def test_groups_have_the_timeout_of_their_backends(
     given: list[Any] = []
     bound_world.monitor = two[1].monitor
     monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    monkeypatch.setattr(process, "new_group", lambda ranks, job, timeout, backends: given.append(timeout) or NcclLikeGroup())
+    monkeypatch.setattr(process, "new_group", lambda ranks, job, timeout, *_: given.append(timeout) or NcclLikeGroup())
     monkeypatch.setattr(timeouts, "manage", lambda handle, is_own: given.append(is_own))
     group: Any = bound_world.group((0, 1))
     _ = group.channel

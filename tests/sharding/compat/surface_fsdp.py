@@ -118,7 +118,7 @@ STATUS: dict[str, tuple[str, str]] = {
         "buffers are torch's",
     ),
     "FSDPModule.set_allocate_memory_from_process_group_for_comm(enable)": (NO_EFFECT, ""),
-    "FSDPModule.set_symm_mem_for_comm": (NO_EFFECT, "see `sm.symmetric_memory`"),
+    "FSDPModule.set_symm_mem_for_comm": (NO_EFFECT, "buffers are torch's"),
     "FSDPModule.set_symm_mem_for_comm(backend)": (NO_EFFECT, ""),
     "FSDPModule.set_custom_all_gather": (
         REFUSED,

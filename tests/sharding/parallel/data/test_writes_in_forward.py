@@ -346,6 +346,7 @@ def test_a_value_of_functional_call_that_forward_writes():
         plain = {"weight": torch.ones(3, 3, dtype=torch.float64)}
         torch.func.functional_call(made, plain, (_ROWS,))
         assert plain["weight"].max() == 0.1
+        made = fully_shard(_Writer(_data_in_place), mesh)
         with pytest.raises(RuntimeError, match=r"weight was written in forward.* the value that replaces it is used from a copy"):
             torch.func.functional_call(made, {"weight": made.weight.detach() * 2}, (_ROWS,))
 
