@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...tensor.sharded_tensor import ShardedTensor
@@ -84,8 +83,9 @@ class Use:
     @property
     def is_copy(self) -> bool:
         """Whether the value in use, when it was put in, had other memory than what the module had."""
-        before = self.before._local if isinstance(self.before, ShardedTensor) else self.before
-        return self._address != before.data_ptr()
+        before: Any = self.before
+        local = before._local if isinstance(before, ShardedTensor) else before
+        return self._address != local.data_ptr()
 
     @property
     def is_assigned(self) -> bool:
