@@ -124,9 +124,12 @@ def _data_mesh(mesh: Any, dims: Any, default_name: str) -> _DataMesh:
     """Return the mesh of an argument `mesh=` with `dp_mesh_dims=`.
 
     Raises:
+        TypeError: `mesh` is something else.
         ValueError: a name that is not an axis of the mesh, or no name at all.
     """
     mesh = _default_mesh(default_name) if mesh is None else given_or_current(mesh)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, as init_device_mesh makes it, got {mesh!r}")
     if dims is None:
         return _DataMesh(mesh)
     shard, copies = _names(dims.shard), _names(dims.replicate)

@@ -1166,3 +1166,8 @@ def test_on_processes(world4):
     names = ["test_gradients_accumulate_with_reduce_scatters_only"]
     assert world4(run_programs, __name__, names) == [1] * 4
     world4(train_mixture, experts_by_unit, 2)
+
+
+def test_a_mesh_of_another_type():
+    text = same_error((2,), lambda mesh: fully_shard(nn.Linear(2, 2), mesh=3), TypeError)
+    assert text == "mesh must be a DeviceMesh, as init_device_mesh makes it, got 3"
