@@ -26,9 +26,11 @@ GPU_PY := .venv/gpu/bin/python
 GPU_PIP := $(GPU_PY) -m pip install --quiet --disable-pip-version-check
 GPU_READY := .venv/gpu/ready
 
-# Three workers for two cores, since some tests mostly wait. Each gets the groups that take longest first (tests/tiers.py). What they
-# import may be kept compiled.
-TEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+# One worker more than cores, since some tests mostly wait, at most 16. Each gets the groups that take longest first (tests/tiers.py).
+# What they import may be kept compiled.
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+WORKERS := $(shell expr $(CORES) + 1)
+TEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(WORKERS) --maxprocesses 16 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: demo test test-fast test-all gpu-test lint clean
 

@@ -156,7 +156,7 @@ def _unflatten(input: Tensor, dim: int, sizes: Sequence[int]) -> Rule:
 
 @rule("squeeze", view=True)
 def _squeeze(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
-    return reshape_rule(input, torch.squeeze(input, *args, **kwargs).shape)
+    return reshape_rule(input, Tensor.squeeze(input, *args, **kwargs).shape)
 
 
 @rule("unsqueeze", view=True)
