@@ -183,7 +183,12 @@ def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], tag: CommTag
 
 
 def may_start(leaf: ShardedTensor, node: Any) -> bool:
-    """Return True if `start` may reduce this leaf's gradient in the running backward; `node` is its gradient accumulator."""
+    """Return True if `start` may reduce this leaf's gradient in the running backward; `node` is its gradient accumulator.
+
+    Hooks of the leaf get its gradient from autograd, before it is reduced.
+    """
+    if leaf._local._backward_hooks:
+        return False
     return not (_needs_no_reduction(leaf) or is_accumulating(leaf.mesh.world)) and engine_hooks.accumulates(node)
 
 
