@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from .. import errors
+from ..abstract_mesh import MOST_RANKS
 from ..text import shortened, whole_number
 
 T = TypeVar("T")
 
 MOST_BYTES = 1 << 20  # of a value; a head of a host of 8 ranks has about 10 kB
-MOST_RANKS = 1 << 20
 _JOB = re.compile(r"[0-9a-f]{16}")
 _LONGEST_TEXT = 20_000
 
@@ -91,8 +91,13 @@ def rank_list(text: str) -> set[int]:
 
 def json_object(text: str) -> dict[str, Any]:
     """Return a JSON object. Raises: ValueError."""
+    return checked(json_value(text), dict)
+
+
+def json_value(text: str) -> Any:
+    """Return any value in JSON. Raises: ValueError."""
     try:
-        return checked(json.loads(text), dict)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

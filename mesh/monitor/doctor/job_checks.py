@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...errors import LaunchEnvironmentError
 from ...launch.environment import REQUIRED, completed, launch_environment, launchers_of
+from ...text import shortened, whole_number
 from ..settings import from_environment
 from .facts import DEFAULT_PORT, Facts, number
 from .findings import Finding, fault, ok, warning
@@ -43,8 +44,8 @@ def _alone(facts: Facts, numbers: Mapping[str, str]) -> Finding:
 def _local_contradiction(facts: Facts) -> Finding | None:
     env, place, again = completed(facts.env), facts.place, "unset LOCAL_RANK LOCAL_WORLD_SIZE   # or start the program with torchrun"
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        if not env.get(name, "0").isdecimal():
-            return fault(f"{name}={env[name]!r} is not a number", again)
+        if whole_number(env.get(name, "0")) is None:
+            return fault(f"{name}={shortened(env[name])!r} is not a number", again)
     local = number(env, "LOCAL_WORLD_SIZE", place.size)
     if place.local_rank < local <= place.size:
         return None
@@ -74,7 +75,7 @@ def settings(facts: Facts) -> Finding:
     if slow := [name for name, value in _SLOW.items() if env.get(name) == value]:
         return warning(f"{', '.join(f'{name}=1' for name in slow)}: communication is slower", f"unset {' '.join(slow)}")
     shown = sorted(name for name in env if name.startswith(("NCCL_", "GLOO_", "SHARDMESH_", "TORCH_")))
-    return ok(", ".join(f"{name}={env[name]}" for name in shown) or "none")
+    return ok(", ".join(f"{name}={shortened(env[name])}" for name in shown) or "none")
 
 
 # ------------------------------------------------------------------------------------------------- interfaces

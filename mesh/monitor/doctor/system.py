@@ -13,6 +13,7 @@ from pathlib import Path
 from ..recording.cleanup import is_over
 from ..recording.files import is_own, job_folders, parent_folders, trace_files
 from ..recording.job_directory import is_local, open_buffer, process_state
+from ...text import whole_number
 from .network import within
 
 _DISK_S = 3.0  # a folder on a dead file server blocks without end
@@ -164,14 +165,15 @@ def _upwards(folder: str) -> Iterator[str]:
 
 def _cores(quotas: Iterable[list[str]]) -> Iterator[float]:
     for quota in quotas:
-        if len(quota) == 2 and all(part.isdecimal() for part in quota):
+        if len(quota) == 2 and all(map(whole_number, quota)):
             yield int(quota[0]) / int(quota[1])
 
 
 def _numbers(texts: Iterable[str]) -> Iterator[int]:
     for text in texts:
-        if text.strip().isdecimal() and int(text) < _UNLIMITED:
-            yield int(text)
+        found = whole_number(text.strip())
+        if found is not None and found < _UNLIMITED:
+            yield found
 
 
 # ------------------------------------------------------------------------------------------------- dead jobs

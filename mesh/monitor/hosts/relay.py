@@ -40,6 +40,7 @@ from ..store_values import (
     checked_list,
     has_fields,
     json_object,
+    json_value,
     message,
     number,
     parsed,
@@ -109,7 +110,7 @@ def start_relay(monitor: Monitor, store: Any) -> Relay | None:
     if not isinstance(inner, TCPStore) or not is_needed(os.environ, monitor.directory.size):
         return None
     job = monitor.directory.folder.name.removeprefix(folder_prefix())
-    relay = Relay(monitor, PrefixStore(f"shardmesh/relay/{job}", store.clone()), f"{inner.host}:{inner.port}")
+    relay = Relay(monitor, PrefixStore(f"shardmesh/relay/{job}", store), f"{inner.host}:{inner.port}", shares_store=True)
     relay.start()
     return relay
 
@@ -117,8 +118,9 @@ def start_relay(monitor: Monitor, store: Any) -> Relay | None:
 class Relay:
     """Publish for this host when this rank has to, and compare with the neighbours on other hosts."""
 
-    def __init__(self, monitor: Monitor, store: Any, address: str) -> None:
+    def __init__(self, monitor: Monitor, store: Any, address: str, shares_store: bool = False) -> None:
         self._monitor, self._directory, self._address = monitor, monitor.directory, address
+        self._shares_store = shares_store  # the thread makes a connection of its own, which takes long where names are not resolved
         self._store: Any = store
         self.lost_after_s = _seconds(os.environ, "SHARDMESH_HOST_LOST_S", _LOST_S)
         self._name = socket.gethostname()
@@ -148,7 +150,13 @@ class Relay:
 
     # -- the thread of the store ---------------------------------------------------------------------------------------
 
+    def _connect(self) -> None:
+        self._store = self._store.clone()
+        self._shares_store = False
+
     def _run(self) -> None:
+        while self._shares_store and not self._over.is_set():
+            self._try_to(self._connect)
         while not self._mine and not self._over.is_set():
             self._try_to(self._find_hosts)
         while self._others and not self._over.wait(self._pause()):
@@ -385,7 +393,7 @@ def _versions(said: Any) -> list[tuple[int, dict[int, int]]]:
 
 def _name_of(place: str) -> str:
     """Return the name of a host from what its ranks have published. Raises: ValueError."""
-    _, name = checked_list(json.loads(place), str)
+    _, name = checked_list(json_value(place), str)
     return shortened(name)
 
 

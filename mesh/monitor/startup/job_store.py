@@ -126,13 +126,14 @@ def _reached(address: Address, rank: int, size: int, progress: Progress) -> Stor
     second connection, which tells why there is no answer, is only made when a line about it is due.
     """
     server = "the launcher's store" if address.is_launchers else f"rank 0 of {size}"
-    progress.expect(_TO_RESOLVE_S)
+    is_first = True
     while not addresses(address.host):
         problem = f"{address.host!r} does not resolve"
         if progress.is_over():
             raise _unreachable(address, rank, problem, progress)
-        if progress.is_due():
+        if is_first or progress.is_due():
             progress.report(f"{server} at {address}", problem)
+        is_first = False
         time.sleep(_PAUSE_S)
     box = _connect(address, False, progress.left + _ANSWER_S)
     silent_since: float | None = None

@@ -32,10 +32,6 @@ class Progress:
         """Seconds of the timeout that are left."""
         return max(0.0, self.timeout - self.waited)
 
-    def expect(self, seconds: float) -> None:
-        """Make the next message due after so many seconds at the latest, on every rank."""
-        self._next = min(self._next, seconds)
-
     def is_over(self) -> bool:
         return self.waited > self.timeout
 
