@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...launch.environment import completed, launchers_of
-from ...text import is_secret, printable, whole_number
+from ...text import is_secret, whole_number
 from ...version import __version__
 from .devices import Devices, devices
 from .network import Network, network
@@ -128,7 +128,7 @@ def facts() -> Facts:
 def relevant(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the checks read; of those that may hold secrets only that they are set."""
     found = {name: value for name, value in env.items() if name.startswith(_PREFIXES) or name in _NAMES}
-    return {name: HIDDEN if is_secret(name) else printable(value) for name, value in found.items()}
+    return {name: HIDDEN if is_secret(name) else value for name, value in found.items()}
 
 
 def _software() -> Software:

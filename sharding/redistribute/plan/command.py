@@ -67,7 +67,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         topology = Topology.default(arguments.device, arguments.node_size, arguments.crossing)
         limits = {"max_bytes": arguments.max_bytes, "transport": arguments.transport}
         explained = explain(src, arguments.dst, topology=topology, **limits)
-        if arguments.picture:
+        if arguments.picture is not None:
             explained.picture(arguments.picture)
     except (ValueError, TypeError, ArithmeticError, ImportError, OSError) as error:
         parser.error(shortened(str(error), 1000))
