@@ -67,7 +67,9 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         topology = Topology.default(arguments.device, arguments.node_size, arguments.crossing)
         limits = {"max_bytes": arguments.max_bytes, "transport": arguments.transport}
         explained = explain(src, arguments.dst, topology=topology, **limits)
-        if arguments.picture is not None:
+        if arguments.picture == "":
+            raise ValueError("--picture '': write the name of a file, such as plan.png")
+        if arguments.picture:
             explained.picture(arguments.picture)
     except (ValueError, TypeError, ArithmeticError, ImportError, OSError) as error:
         parser.error(shortened(str(error), 1000))
