@@ -12,7 +12,6 @@ from .mesh.monitor.ledger import command as ledger_command
 from .mesh.text import shortened
 from .sharding.redistribute.plan import command as plan_command
 
-
 _LONGEST = 1000  # characters of an error
 
 

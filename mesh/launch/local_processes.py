@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..monitor.startup.job_store import loopback_socket
+from ..monitor.startup.job_store import loopback_listener
 from .child_process import RESULT, SIGTERM_EXIT, RankFailure, callable_name, child_main
 
 T = TypeVar("T")
@@ -128,8 +128,7 @@ def launch(
 
 def _local_store() -> dist.TCPStore:
     """Return a store at a free port that is reached from this host only."""
-    listening = loopback_socket((_HOST,), 0)
-    assert listening is not None
+    listening = loopback_listener(_HOST, 0)
     port = listening.getsockname()[1]
     return dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 

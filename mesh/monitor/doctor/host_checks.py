@@ -7,6 +7,7 @@ from math import inf
 
 from ...errors import LaunchEnvironmentError
 from ...launch.environment import completed, device_index, visible
+from ...text import whole_number
 from ..recording.trace_buffer import BUFFER_BYTES
 from .facts import Facts, number
 from .findings import Finding, fault, ok, size_text, warning

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...text import whole_number
 from ..recording.cleanup import is_over
 from ..recording.files import is_own, job_folders, parent_folders, trace_files
 from ..recording.job_directory import is_local, open_buffer, process_state
-from ...text import whole_number
 from .network import within
 
 _DISK_S = 3.0  # a folder on a dead file server blocks without end

@@ -176,7 +176,8 @@ class Ledger:
         if not found:
             others = " that only you can write" if paths else ""
             raise FileNotFoundError(
-                f"{shortened(str(folder))} contains no trace buffers (rank0.trace, rank1.trace ...){others}: give the folder of a job of yours."
+                f"{shortened(str(folder))} contains no trace buffers (rank0.trace, rank1.trace ...){others}: "
+                "give the folder of a job of yours."
             )
         ledger = Ledger({buffer.words[Header.RANK]: buffer for buffer in found.values()})
         try:

@@ -107,7 +107,11 @@ def loopback_socket(found: Sequence[str], port: int) -> socket.socket | None:
     """
     if not found or not all(map(is_loopback, found)):
         return None
-    host = next((one for one in found if ":" not in one), found[0])
+    return loopback_listener(next((one for one in found if ":" not in one), found[0]), port)
+
+
+def loopback_listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address of this host. Raises: OSError when the port is in use."""
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from ...text import is_secret, ranks_text, shortened
 from ...version import __version__
 from ..diagnosis.votes import minority, parties_by
-from ..store_values import MOST_RANKS, checked, has_fields, json_object, parsed, whole
 from ..recording.job_directory import boot_id, born, pid_space, process_state
+from ..store_values import MOST_RANKS, checked, has_fields, json_object, parsed, whole
 
 # Variables that change what ranks send each other, or how they connect: where they differ, ranks hang or compute different
 # bits. Names of interfaces, devices and files are not among them: those differ from host to host in healthy jobs.

@@ -29,7 +29,8 @@ from torch.distributed import PrefixStore, Store
 from ... import errors
 from ...launch.environment import completed
 from ...text import printable, ranks_text, whole_number
-from ..store_values import StoreValueError, bad_value, message, number, parsed, rank_list
+from ..store_values import StoreValueError, bad_value, message, parsed, rank_list
+from ..store_values import number as parse_number
 from . import job_store
 from .job_store import Address
 from .progress import Progress
@@ -304,7 +305,7 @@ def _read(keys: Any, name: str) -> str:
 def _add(keys: Any, name: str, amount: int) -> int:
     """Add to a counter. torch's store drops the connection if there is something else than a number, so look first."""
     if keys.check([name]):
-        parsed(_key(name), keys.get(name), number)
+        parsed(_key(name), keys.get(name), parse_number)
     return keys.add(name, amount)
 
 

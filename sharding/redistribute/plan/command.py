@@ -171,5 +171,6 @@ def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., T]]) ->
 
 def _not_a_spec(text: str) -> ValueError:
     return ValueError(
-        f"expected a spec or placements in quotes, such as P('dp', None, unreduced={{'tp'}}) or [Shard(0), Replicate()], got {shortened(text)!r}"
+        "expected a spec or placements in quotes, such as P('dp', None, unreduced={'tp'}) or [Shard(0), Replicate()], got "
+        f"{shortened(text)!r}"
     )

@@ -1,9 +1,12 @@
 """Environments that are wrong: each ends in one LaunchEnvironmentError of one line, at once, before anything of its size is made."""
 
+# ruff: noqa: RUF001
+
 from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import tracemalloc
 from typing import Any
@@ -20,7 +23,7 @@ from shardmesh.mesh.monitor.startup.progress import Progress
 from shardmesh.mesh.monitor.startup.rank_info import what_must_agree
 from shardmesh.mesh.topology import torchrun_node_size
 from tests.mesh.monitor.healthy_host import facts
-from tests.mesh.monitor.starter import Starter, by_hand, free_port
+from tests.mesh.monitor.starter import Rank, Starter, by_hand, free_port
 
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 NO_NUMBERS = {
@@ -131,10 +134,10 @@ def test_an_address_that_does_not_resolve_is_said_soon(capfd: pytest.CaptureFixt
     monkeypatch.setattr(job_store, "addresses", lambda name: ())
     address = job_store.Address("no-such-host.invalid", free_port(), False)
     since = time.monotonic()
-    with pytest.raises(LaunchEnvironmentError, match="'no-such-host.invalid' does not resolve"):
+    with pytest.raises(LaunchEnvironmentError, match=r"'no-such-host\.invalid' does not resolve"):
         job_store.opened(address, 0, 2, Progress(0, 60.0))
     assert time.monotonic() - since < 10
-    with pytest.raises(LaunchEnvironmentError, match="'no-such-host.invalid' does not resolve"):
+    with pytest.raises(LaunchEnvironmentError, match=r"'no-such-host\.invalid' does not resolve"):
         job_store.opened(address, 1, 2, Progress(1, 0.5))
     assert capfd.readouterr().err.count("'no-such-host.invalid' does not resolve") == 1
 
@@ -155,8 +158,6 @@ def test_strays_do_not_keep_a_job_from_starting() -> None:
     envs = by_hand(2)
     port = int(envs[0]["MASTER_PORT"])
     strays: list[Any] = []
-    import threading
-
     def come() -> None:
         deadline = time.monotonic() + 20
         while len(strays) < 300 and time.monotonic() < deadline:
@@ -167,8 +168,6 @@ def test_strays_do_not_keep_a_job_from_starting() -> None:
 
     thread = threading.Thread(target=come)
     thread.start()
-    from tests.mesh.monitor.starter import Rank
-
     try:
         outcomes = starter([envs[0], Rank(envs[1], delay=3.0)])
         assert [outcome.text for outcome in outcomes] == ["", ""]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -205,7 +206,7 @@ def test_a_folder_of_a_stranger_is_skipped(state: Callable[[Path], Path], shared
     assert ended.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
     if not path.name.endswith(".gone"):
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="zzz"):
             JobDirectory("zzz", 0, 2, shared)
     assert listing(shared) == before
 
@@ -222,9 +223,9 @@ def test_a_file_of_a_stranger_is_not_opened(name: str, shared: Path) -> None:
         with pytest.raises((OSError, ValueError)):
             read_verdict(path)
     else:
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="alarm"):
             make_file(path / file, 1 << 18)
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="alarm"):
             JobDirectory("zzz", 0, 2, shared)
     assert time.monotonic() - since < 5
 
@@ -251,8 +252,7 @@ def test_a_folder_where_everybody_renames_is_refused(shared: Path) -> None:
 def test_only_the_files_of_the_monitor_are_deleted(shared: Path) -> None:
     directory = JobDirectory("zzz", 0, 1, shared)
     (directory.folder / "thesis.txt").write_text("years of work")
-    remove = pytest.raises(OSError)
-    with remove:
+    with pytest.raises(OSError, match="not empty"):
         remove_folder(directory.folder)
     assert [path.name for path in directory.folder.iterdir()] == ["thesis.txt"]
     (directory.folder / "thesis.txt").unlink()
@@ -277,7 +277,8 @@ def test_jobs_start_while_a_stranger_cuts_his_traces(shared: Path) -> None:
 
     thread = threading.Thread(target=cut)
     thread.start()
-    code = f"from pathlib import Path\nfrom shardmesh.mesh.monitor.recording.cleanup import sweep\nfor _ in range(20): sweep(Path({str(shared)!r}))"
+    imports = "from pathlib import Path\nfrom shardmesh.mesh.monitor.recording.cleanup import sweep"
+    code = f"{imports}\nfor _ in range(20): sweep(Path({str(shared)!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     stop.set()
     thread.join()
@@ -301,7 +302,11 @@ def test_escape_sequences_of_a_job_are_shown_as_text(shared: Path, capsys: pytes
 
 @pytest.mark.parametrize(
     "text",
-    [b"{}", b"null", b"[]", b'{"kind": 5}', b"", b"\xff", b"[" * 100_000, b"1" * 5000, json.dumps({"kind": "new"}).encode(), bytes(1 << 25)],
+    [
+        *(b"{}", b"null", b"[]", b'{"kind": 5}', b"", b"\xff", b"[" * 100_000, b"1" * 5000),
+        json.dumps({"kind": "new"}).encode(),
+        bytes(1 << 25),
+    ],
 )
 def test_a_damaged_verdict_costs_one_line(text: bytes, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = JobDirectory("x", 0, 2, shared)
@@ -320,8 +325,6 @@ def test_a_damaged_verdict_costs_one_line(text: bytes, shared: Path, capsys: pyt
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.one_in(5)
 def test_a_damaged_trace_is_shown_or_one_line(seed: int, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import random
-
     rng = random.Random(seed)
     directory = JobDirectory("x", 0, 2, shared)
     words = directory.buffer.words
