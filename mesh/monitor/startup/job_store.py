@@ -140,7 +140,7 @@ def _reached(address: Address, rank: int, size: int, progress: Progress) -> Stor
         is_first = False
         time.sleep(_PAUSE_S)
     box = _connect(address, False, progress.left + _ANSWER_S)
-    silent_since: float | None = None
+    next_look, silent_since = progress.waited + _ANSWER_S, None
     while True:
         try:
             return _answer(box.get(timeout=min(_LOOK_S, max(0.1, progress.left))))
@@ -150,18 +150,16 @@ def _reached(address: Address, rank: int, size: int, progress: Progress) -> Stor
             raise _no_store(address) from error
         except queue.Empty:
             pass
-        is_over, is_due = progress.is_over(), progress.is_due()
-        is_suspect = silent_since is not None and time.monotonic() - silent_since > _SILENT_S
-        if not (is_over or is_due or is_suspect or progress.waited > _ANSWER_S > progress.waited - _LOOK_S):
+        is_over, is_due, now = progress.is_over(), progress.is_due(), progress.waited
+        if not is_over and not is_due and now < next_look:
             continue
-        problem = _problem(address)
-        silent_since = None if problem else silent_since or time.monotonic()
-        if not problem:
-            problem = _slow_resolver(address) or "it does not answer"
-        if silent_since is not None and "resolver" in problem:
-            is_suspect, silent_since = False, time.monotonic()
-        if silent_since is not None and (is_suspect or (is_over and "resolver" not in problem)):
-            raise _no_store(address)
+        next_look = now + _SILENT_S
+        if problem := _problem(address) or _slow_resolver(address):
+            silent_since = None
+        else:
+            problem, silent_since = "it does not answer", now if silent_since is None else silent_since
+            if is_over or now - silent_since >= _SILENT_S:
+                raise _no_store(address)
         if is_over:
             raise _unreachable(address, rank, problem, progress)
         if is_due:
