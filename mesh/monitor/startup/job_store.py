@@ -160,10 +160,10 @@ def _reached(address: Address, rank: int, size: int, progress: Progress) -> Stor
             problem, silent_since = "it does not answer", now if silent_since is None else silent_since
             if is_over or now - silent_since >= _SILENT_S:
                 raise _no_store(address)
-        if is_over:
-            raise _unreachable(address, rank, problem, progress)
         if is_due:
             progress.report(f"{server} at {address}", problem)
+        if is_over:
+            raise _unreachable(address, rank, problem, progress)
 
 
 def _problem(address: Address) -> str:
