@@ -307,6 +307,7 @@ def test_escape_sequences_of_a_job_are_shown_as_text(shared: Path, capsys: pytes
         json.dumps({"kind": "new"}).encode(),
         bytes(1 << 25),
     ],
+    ids=range(10),
 )
 def test_a_damaged_verdict_costs_one_line(text: bytes, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = JobDirectory("x", 0, 2, shared)
