@@ -91,7 +91,7 @@ def test_a_wrong_setting_ends_the_start_and_not_the_import(monkeypatch: pytest.M
         check_environment()
 
 
-@pytest.mark.parametrize("value", NO_NUMBERS.values())
+@pytest.mark.parametrize("value", NO_NUMBERS.values(), ids=NO_NUMBERS)
 def test_launchers_numbers_that_are_none(value: str) -> None:
     assert launchers_of({"SLURM_PROCID": value, "SLURM_STEP_NUM_TASKS": "2"}) == []
     assert launchers_of({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": value}) == []
@@ -100,7 +100,7 @@ def test_launchers_numbers_that_are_none(value: str) -> None:
         device_index({"LOCAL_RANK": value}, "cuda", 2)
 
 
-@pytest.mark.parametrize("tasks", ["4(x1000000000)", "4(x99999999999999)", "4(x0)", "x", "(x2)", "4(x٢)", ",,,", "4" * 5000])
+@pytest.mark.parametrize("tasks", ["4(x1000000000)", "4(x99999999999999)", "4(x0)", "x", "(x2)", "4(x٢)", ",,,", "4" * 5000], ids=range(8))
 def test_tasks_per_node_are_not_written_out(tasks: str) -> None:
     env = JOB | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": "1"}
     since = time.monotonic()
