@@ -21,7 +21,8 @@ def launcher(facts: Facts) -> Finding:
     try:
         given = launch_environment(env)
     except LaunchEnvironmentError as error:
-        return _wrong_local_number(facts) or fault(str(error), f"torchrun --standalone --nproc-per-node {max(1, len(facts.devices.found))} program.py")
+        count = max(1, len(facts.devices.found))
+        return _wrong_local_number(facts) or fault(str(error), f"torchrun --standalone --nproc-per-node {count} program.py")
     numbers = launchers_of(env)[0].numbers() if place.launcher in ("slurm", "mpi") else {}
     if given is None:
         return _alone(facts, numbers)
