@@ -9,14 +9,17 @@ from typing import NoReturn
 
 from .mesh.monitor.doctor import command as doctor_command
 from .mesh.monitor.ledger import command as ledger_command
+from .mesh.text import shortened
 from .sharding.redistribute.plan import command as plan_command
+
+_LONGEST = 1000  # characters of an error
 
 
 class _Parser(argparse.ArgumentParser):
     """Errors as one line, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {shortened(message, _LONGEST)}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

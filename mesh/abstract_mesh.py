@@ -10,9 +10,11 @@ import numpy as np
 
 from . import errors
 from .mesh_shape import MeshShape
+from .text import shortened
 from .topology import Topology
 
 Axes = str | tuple[str, ...]
+MOST_RANKS = 1 << 20  # of a mesh: a size that was meant for something else would take all memory
 
 
 class MeshCache(Protocol):
@@ -429,14 +431,24 @@ def axes_text(shape: Sequence[int], names: Sequence[str]) -> str:
 
 
 def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape as a tuple of ints. Raises: MeshError when it is not one of positive integers."""
+    """Return the shape as a tuple of ints, before anything of its size is allocated.
+
+    Raises: MeshError when it is not one of positive integers, or has more ranks than any job.
+    """
     try:
         sizes = tuple(int(s) for s in shape)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise errors.bad_shape(shape) from None
     if not sizes or min(sizes) < 1 or any(s != given for s, given in zip(sizes, shape, strict=True)):
         raise errors.bad_shape(shape)
+    if prod(sizes) > MOST_RANKS:
+        text = shortened(" x ".join(map(_digits, sizes)), 80)
+        raise errors.MeshError(f"a mesh of {text} ranks: write sizes whose product is at most {MOST_RANKS}.")
     return sizes
+
+
+def _digits(size: int) -> str:
+    return str(size) if size < 1 << 64 else f"{size:.0e}" if size < 1 << 1000 else "more than 2**1000"
 
 
 def checked_names(names: Sequence[str] | None, shape: Sequence[int]) -> tuple[str, ...]:

@@ -1,8 +1,38 @@
-"""Tables and lists of ranks as text."""
+"""Tables and lists of ranks as text; numbers and texts that others have written."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
+
+_SHOWN = 200  # characters of a value that others have written
+# Control characters but newline and tab, marks that turn the direction of text, and halves of surrogate pairs.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_DIGITS = re.compile(r"[0-9]{1,18}")
+
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|AUTH|JWT|CREDENTIAL", re.IGNORECASE)  # in names of environment variables
+
+
+def is_secret(name: str) -> bool:
+    """Return whether an environment variable of this name may hold a secret, whose value is neither shown nor sent."""
+    return bool(_SECRET.search(name))
+
+
+def whole_number(text: str) -> int | None:
+    """whole_number("42") -> 42; None for anything but 1 to 18 ASCII digits, which `int` and `isdecimal` take from every script."""
+    return int(text) if _DIGITS.fullmatch(text) else None
+
+
+def printable(text: str) -> str:
+    """Return text that others have written with its control characters escaped, so that it cannot steer a terminal."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def shortened(value: object, most: int = _SHOWN) -> str:
+    """Return a value that others have written as one line of at most about `most` characters, for an error."""
+    text = value if isinstance(value, str) else repr(value[: most + 1] if isinstance(value, bytes) else value)
+    text = printable(text[: most + 1]).replace("\n", "\\n").replace("\t", "\\t")
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] | None = None) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import errors
+from .text import whole_number
 
 if TYPE_CHECKING:
     from .abstract_mesh import AbstractMesh
@@ -187,7 +188,7 @@ def torchrun_node_size(world_size: int, env: Mapping[str, str] | None = None) ->
     """
     env = os.environ if env is None else env
     text = env.get("LOCAL_WORLD_SIZE", "")
-    size = int(text) if text.isdecimal() else 0
+    size = whole_number(text) or 0
     if not 0 < size < world_size or world_size % size:
         return None
     return size if env.get("GROUP_WORLD_SIZE", str(world_size // size)) == str(world_size // size) else None

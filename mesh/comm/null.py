@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from .. import errors
+from ..abstract_mesh import MOST_RANKS
 from .current_world import current_world
 from .group import Group
 from .work import DONE, Work
@@ -83,6 +84,8 @@ def null_world(size: int, rank: int = 0) -> Iterator[World]:
     >>> used.bytes_received
     7000
     """
+    if size > MOST_RANKS:
+        raise errors.MeshError(f"null_world: a world has at most {MOST_RANKS} ranks.")
     if size < 1 or not 0 <= rank < size:
         raise errors.MeshError(f"null_world(size={size}, rank={rank}): rank must be from 0 to size - 1.")
     before = activate(NullWorld(rank, size, list(current_world().observers)))

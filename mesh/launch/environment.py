@@ -12,9 +12,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from .. import errors
+from ..abstract_mesh import MOST_RANKS
+from ..text import shortened, whole_number
 
 # Set by torchrun, `launch` and most cluster launchers, and read by torch's own env:// initialization.
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LONGEST_NAME = 255  # characters of a host's name, RFC 1123
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 
@@ -42,7 +45,7 @@ LAUNCHERS = (
 
 def launchers_of(env: Mapping[str, str], least: int = 2) -> list[Launcher]:
     """Return the launchers that have started at least so many processes, the innermost first. For Slurm that is srun, not sbatch."""
-    return [one for one in LAUNCHERS if _is_number(env, one.rank) and _is_number(env, one.size) and int(env[one.size]) >= least]
+    return [one for one in LAUNCHERS if _is_number(env, one.rank) and (whole_number(env.get(one.size, "")) or 0) >= least]
 
 
 def unconnected(env: Mapping[str, str]) -> str:
@@ -91,10 +94,19 @@ def launch_environment(env: Mapping[str, str] | None = None) -> tuple[int, int] 
             f"single process unset {', '.join(given)}."
         )
     rank, size, port = (_number(env, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if size > MOST_RANKS:
+        raise errors.LaunchEnvironmentError(f"WORLD_SIZE={size}: a job has at most {MOST_RANKS} ranks.")
     if not 0 <= rank < size:
         raise errors.LaunchEnvironmentError(f"RANK={rank} with WORLD_SIZE={size}: ranks go from 0 to WORLD_SIZE - 1.")
     if port > 65535:
         raise errors.LaunchEnvironmentError(f"MASTER_PORT={port}: a port is a number from 0 to 65535.")
+    if port == 0 and size > 1:
+        raise errors.LaunchEnvironmentError("MASTER_PORT=0: the ranks would not find each other; write a free port of the host of rank 0.")
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if name in env:
+            _number(env, name)
+    if "\0" in env["MASTER_ADDR"] or not env["MASTER_ADDR"].isprintable() or len(env["MASTER_ADDR"]) > _LONGEST_NAME:
+        raise errors.LaunchEnvironmentError(f"MASTER_ADDR={shortened(env['MASTER_ADDR'], 80)!r}: it must be the name or address of a host.")
     return rank, size
 
 
@@ -138,17 +150,23 @@ def _local_size(env: Mapping[str, str], launcher: Launcher) -> str:
     if launcher.name != "slurm":
         return env[launcher.local_size] if _is_number(env, launcher.local_size) else ""
     # "4(x2),3": two nodes with four tasks, one with three; SLURM_NODEID counts them
-    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get(launcher.local_size, ""))
-    counts = [tasks for tasks, times in runs for _ in range(int(times or 1))]
-    node = int(env["SLURM_NODEID"]) if _is_number(env, "SLURM_NODEID") else 0 if len(set(counts)) == 1 else len(counts)
-    return counts[node] if node < len(counts) else ""
+    runs = re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", env.get(launcher.local_size, ""))
+    node = whole_number(env.get("SLURM_NODEID", ""))
+    if node is None:
+        return runs[0][0] if runs and len({tasks for tasks, _ in runs}) == 1 else ""
+    for tasks, times in runs:
+        if node < int(times or 1):
+            return tasks
+        node -= int(times or 1)
+    return ""
 
 
 def _is_number(env: Mapping[str, str], name: str) -> bool:
-    return env.get(name, "").isdecimal()
+    return whole_number(env.get(name, "")) is not None
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
-    if not env[name].isdecimal():
-        raise errors.LaunchEnvironmentError(f"{name}={env[name]!r}: it must be a whole number.")
-    return int(env[name])
+    found = whole_number(env[name])
+    if found is None:
+        raise errors.LaunchEnvironmentError(f"{name}={shortened(env[name], 80)!r}: it must be a whole number.")
+    return found

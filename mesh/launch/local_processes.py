@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..monitor.startup.job_store import loopback_listener
 from .child_process import RESULT, SIGTERM_EXIT, RankFailure, callable_name, child_main
 
 T = TypeVar("T")
@@ -111,7 +112,7 @@ def launch(
     """
     _check_call(fn, nprocs, env)
     payload = _pickle_call(fn, tuple(args), dict(kwargs or {}))
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    store = _local_store()
     shared = _shared_environment(nprocs, store.port) | dict(env or {})
     ranks: list[_LocalRank] = []
     with _forwarding_sigterm(ranks) as signals:
@@ -123,6 +124,13 @@ def launch(
             return [pickle.loads(r.result) for r in ranks]
         finally:
             _end(ranks)
+
+
+def _local_store() -> dist.TCPStore:
+    """Return a store at a free port that is reached from this host only."""
+    listening = loopback_listener(_HOST, 0)
+    port = listening.getsockname()[1]
+    return dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 # ------------------------------------------------------------------------------------------------ checks of the call

@@ -34,6 +34,7 @@ from ..comm.current_world import current_world
 from ..comm.process import ProcessWorld
 from ..comm.world import World
 from ..monitor.monitor import Monitor, monitor_of
+from ..monitor.store_values import parsed, signed_number
 from ..simulated.simulate import SimulatedWorld
 from ..text import ranks_text
 
@@ -166,13 +167,17 @@ class _StoreAgreement:
                 self._store.set(f"step{self._rank}", str(self._step))
                 if not self._wait_for_all("step", _STEP_TIMEOUT_S):
                     return
-                self.agreed = max(int(self._store.get(f"step{rank}")) for rank in range(self._size)) + 1
+                self.agreed = max(self._step_of(rank) for rank in range(self._size)) + 1
             except Exception as error:
                 self.error = error
                 return
             with contextlib.suppress(Exception):  # the process of the store must not exit before all ranks have read the step
                 self._store.set(f"read{self._rank}", "")
                 self._wait_for_all("read", _READ_TIMEOUT_S)
+
+    def _step_of(self, rank: int) -> int:
+        key = f"step{rank}"
+        return parsed(f"shardmesh/preemption/*/{key}", self._store.get(key), signed_number)
 
     def _wait_for_all(self, what: str, timeout: float) -> bool:
         """Wait until all ranks have set this key; return False if `stop` was called first."""

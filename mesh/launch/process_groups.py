@@ -12,6 +12,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from .. import errors
 from ..comm.process import ProcessWorld, process_world
 from ..monitor import timeouts
+from ..monitor.settings import check_environment
 from ..monitor.startup import rendezvous
 from ..monitor.startup.rank_info import what_must_agree
 from .environment import device_index, launch_environment, visible
@@ -62,6 +63,7 @@ def _default_backend(device_type: str) -> str:
 def _start_default_group(device_type: str, backend: str | None) -> None:
     global _epoch
     try:
+        check_environment()
         _bind_device(device_type)
         place = launch_environment()
     except errors.LaunchEnvironmentError as error:

@@ -31,7 +31,7 @@ from ..comm.world import World
 from ..monitor.monitor import monitor_of
 from ..monitor.verdict import Observation, Verdict
 from ..simulated.simulate import SimulatedWorld
-from ..text import ranks_text
+from ..text import ranks_text, whole_number
 from .environment import completed, launch_environment
 
 Args = ParamSpec("Args")
@@ -139,7 +139,7 @@ def _of_this_host(rank: int) -> range:
     """Return the ranks of this host, which launchers number consecutively."""
     env = completed(os.environ)
     found = [env.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    if not all(text.isdecimal() for text in found):
+    if None in map(whole_number, found):
         raise errors.LaunchEnvironmentError(
             f"local=True needs the ranks of this host, but LOCAL_RANK={found[0]!r} and LOCAL_WORLD_SIZE={found[1]!r} are not both set. "
             "Start the program with torchrun, or set both in every process."

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore
 
-from ..text import ranks_text
-from .recording.files import parent_folder
+from ..text import printable, ranks_text, shortened
+from .recording.files import parent_folder, parent_folders
 from .recording.job_directory import JobDirectory, boot_id
 from .startup.rank_info import machine
+from .store_values import StoreValueError, message, parsed
 
 if TYPE_CHECKING:
     from .monitor import Monitor
@@ -55,6 +56,10 @@ class Agreement:
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
 
+    def _key(self, name: str) -> str:
+        """Return the whole name of a key, for errors."""
+        return f"shardmesh/watch/{self._job}/{name}"
+
     def _keys(self, store: Any) -> Any:
         return PrefixStore(f"shardmesh/watch/{self._job}", store)
 
@@ -63,9 +68,18 @@ class Agreement:
 
         Args:
             needed: bytes for the files of all ranks of this host.
+
+        Raises: OSError when another process has named a folder that is none of those this rank would choose.
         """
-        chosen = str(parent_folder(needed))
-        return Path(self._keys(self._whole).compare_set(f"folder/{machine()}", "", chosen).decode())
+        chosen, key = str(parent_folder(needed)), f"folder/{machine()}"
+        named = parsed(self._key(key), self._keys(self._whole).compare_set(key, "", chosen), message)
+        known = {str(folder): folder for folder in (Path(chosen), *parent_folders())}
+        if named not in known:
+            raise OSError(
+                f"another process has named {shortened(named)!r} as the folder of this host's ranks, and this rank uses one of "
+                f"{', '.join(known)}: set SHARDMESH_WATCH_DIR to one folder on all ranks of a host, see docs/trust.md"
+            )
+        return known[named]
 
     def join(self, directory: JobDirectory) -> None:
         """Publish where this rank's files are. Communication: one message to the store."""
@@ -75,7 +89,7 @@ class Agreement:
         """Turn the monitor off on all ranks, unless another rank already has. Communication: one message to the store."""
         mine = f"rank {self._rank}: {reason}"
         with contextlib.suppress(RuntimeError):
-            if self._keys(self._whole.clone()).compare_set("without", "", mine).decode() != mine:
+            if self._keys(self._whole.clone()).compare_set("without", "", mine) != mine.encode():
                 return
         warn(mine)
 
@@ -114,7 +128,7 @@ class Agreement:
         """Return why the ranks must go on without the monitor; "" if all is well."""
         keys = self._keys(store)
         if keys.check(["without"]):
-            return keys.get("without").decode()
+            return _reason_text(keys.get("without"))
         if store.check([self._stale]):
             return "the store has what an earlier attempt of the job left there"
         asked = random.sample(self._unseen, min(_ASKED, len(self._unseen)))
@@ -125,8 +139,16 @@ class Agreement:
         """Return whether a rank has files that this rank cannot see."""
         if not keys.check([f"place/{rank}"]):
             return False
-        is_near = keys.get(f"place/{rank}").decode() == _place(monitor.directory)
+        is_near = keys.get(f"place/{rank}") == _place(monitor.directory).encode()
         return monitor.directory.buffer_of(rank) is None and (is_near or monitor.relay is None)
+
+
+def _reason_text(value: bytes) -> str:
+    """Return why another rank has turned the monitor off, or what is wrong with the value that says so."""
+    try:
+        return printable(parsed("shardmesh/watch/*/without", value, message))
+    except StoreValueError as error:
+        return str(error)
 
 
 def warn(reason: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .. import errors
+from ..text import shortened
 
 monotonic_ns = time.monotonic_ns
 
@@ -40,10 +41,11 @@ def from_environment(env: Mapping[str, str]) -> Settings:
     """
     mode = env.get("SHARDMESH_MONITOR", "on")
     if mode not in MODES:
-        raise errors.LaunchEnvironmentError(f"SHARDMESH_MONITOR={mode!r}: write one of {', '.join(MODES)}.")
+        raise errors.LaunchEnvironmentError(f"SHARDMESH_MONITOR={shortened(mode, 80)!r}: write one of {', '.join(MODES)}.")
     calls = env.get("SHARDMESH_MONITOR_TORCH", "on")
     if calls not in ("on", "off"):
-        raise errors.LaunchEnvironmentError(f"SHARDMESH_MONITOR_TORCH={calls!r}: write one of on, off.")
+        raise errors.LaunchEnvironmentError(f"SHARDMESH_MONITOR_TORCH={shortened(calls, 80)!r}: write one of on, off.")
+    _seconds(env, "SHARDMESH_HOST_LOST_S", 10.0)
     return Settings(
         mode,
         _seconds(env, "SHARDMESH_STALL_WARN_S", 30.0),
@@ -54,12 +56,13 @@ def from_environment(env: Mapping[str, str]) -> Settings:
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name, str(default))
     try:
-        found = float(env.get(name, default))
+        found = float(text) if text.isascii() else math.nan  # `float` takes digits of every script
     except ValueError:
         found = math.nan
     if not found > 0:
-        raise errors.LaunchEnvironmentError(f"{name}={env[name]!r}: write a positive number of seconds.")
+        raise errors.LaunchEnvironmentError(f"{name}={shortened(env[name], 80)!r}: write a positive number of seconds.")
     return found
 
 
@@ -68,10 +71,19 @@ on_timeout: list[Callable[[], None]] = []  # called after `watchdog`
 
 
 def settings() -> Settings:
+    """Return the settings of this process; the defaults where those of the environment are invalid, which `check_environment` reports."""
     global _settings
     if _settings is None:
-        _settings = from_environment(os.environ)
+        try:
+            _settings = from_environment(os.environ)
+        except errors.LaunchEnvironmentError:
+            _settings = Settings()
     return _settings
+
+
+def check_environment() -> None:
+    """Raise LaunchEnvironmentError if a setting of the environment is invalid, before ranks rendezvous."""
+    from_environment(os.environ)
 
 
 def collective_check(mode: str) -> None:

@@ -6,6 +6,7 @@ import json
 import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from ..errors import (
     CollectiveMismatchError,
@@ -16,6 +17,8 @@ from ..errors import (
     StallError,
     WatchError,
 )
+from ..text import printable, shortened
+from .store_values import MOST_RANKS, checked, checked_list, checked_ranks, has_fields, json_object, whole
 
 _COLUMNS = 120
 
@@ -77,9 +80,19 @@ class Verdict:
 
     @staticmethod
     def from_json(text: str) -> Verdict:
-        found = json.loads(text)
-        seen = tuple(Observation(**one) for one in found["seen"])
-        return Verdict(found["kind"], tuple(found["ranks"]), found["field"], seen, found["text"])
+        """Return the verdict in a text that anybody may have written. Raises: ValueError."""
+        found = has_fields(json_object(text), Verdict.__dataclass_fields__)
+        seen = tuple(_observation(one) for one in checked_list(found["seen"], dict))
+        if checked(found["kind"], str) not in ERRORS:
+            raise ValueError(f"there is no kind of verdict {shortened(found['kind'], 40)}")
+        named, complete = (printable(checked(found[name], str)) for name in ("field", "text"))
+        return Verdict(found["kind"], checked_ranks(found["ranks"]), named, seen, complete)
+
+
+def _observation(found: dict[str, Any]) -> Observation:
+    has_fields(found, Observation.__dataclass_fields__)
+    call, place = (printable(checked(found[name], str)) for name in ("call", "place"))
+    return Observation(whole(found["rank"], MOST_RANKS - 1), call, place)
 
 
 def composed(said: str, advice: str, lines: Iterable[str] = ()) -> str:

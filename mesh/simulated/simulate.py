@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import errors
+from ..abstract_mesh import MOST_RANKS
 from ..comm.call_site import _INNER
 from ..comm.current_world import current_world
 from ..comm.group import Group, Observer
@@ -129,8 +130,8 @@ def simulate(n: int, prints: str = "all") -> Callable[[Callable[..., Any]], Call
     >>> simulate(4)(fn)()
     [6.0, 6.0, 6.0, 6.0]
     """
-    if not isinstance(n, int) or n < 1:
-        raise errors.MeshError(f"simulate({n!r}): the number of ranks must be a positive integer.")
+    if not isinstance(n, int) or not 1 <= n <= MOST_RANKS:
+        raise errors.MeshError(f"simulate({n!r}): the number of ranks must be a positive integer, at most {MOST_RANKS}.")
     check_prints(prints)
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., list[Any]]:

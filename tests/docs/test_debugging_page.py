@@ -324,6 +324,25 @@ def of_a_missing_rank_0() -> Iterator[str]:
     yield raised(lambda: job_store._reached(job_store.Address("127.0.0.1", port, False), 1, 4, waited(32, 32.1)))
 
 
+def of_an_unknown_name() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job_store, "addresses", lambda name: ())
+        yield raised(lambda: job_store._reached(job_store.Address("host0", 1, False), 1, 4, waited(3, 3.1)))
+
+
+def of_a_silent_resolver() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as server:
+        patch.setattr(job_store, "within", lambda seconds, probe, otherwise: otherwise)
+        address = job_store.Address("127.0.0.1", server.getsockname()[1], False)
+        yield raised(lambda: job_store._reached(address, 1, 4, waited(32, 32.1)))
+
+
+def of_a_stranger() -> Iterator[str]:
+    twin = roll_call(dist.HashStore(), card(1))
+    twin.store.set("rank1", b"hello")
+    yield raised(lambda: twin._claim(twin.store))
+
+
 def of_two_processes(other: int) -> Iterator[str]:
     store = dist.HashStore()
     assert roll_call(store, card(1))._claim(roll_call(store, card(1)).store)
@@ -367,7 +386,7 @@ def of_a_port_in_use() -> Iterator[str]:
 
 
 def of_an_address_elsewhere() -> Iterator[str]:
-    yield str(job_store._does_not_lead_here(ADDRESS, OSError("timed out")))
+    yield str(job_store._does_not_lead_here(ADDRESS, "timed out"))
 
 
 def of_a_file_store(folder: Path) -> Iterator[str]:
@@ -379,14 +398,14 @@ def of_a_file_store(folder: Path) -> Iterator[str]:
 def test_messages_at_start(tmp_path: Path, capsys: pytest.CaptureFixture[str], runs: Runs) -> None:
     makers = [of_missing_ranks(), of_a_missing_rank_0(), of_two_processes(runs.pid), of_a_rank_that_cannot_start(), of_another_size()]
     makers += [of_another_job(), of_a_job_that_has_started(), of_a_port_in_use(), of_an_address_elsewhere(), of_a_file_store(tmp_path)]
-    makers += [of_a_shared_device()]
+    makers += [of_a_shared_device(), of_an_unknown_name(), of_a_silent_resolver(), of_a_stranger()]
     said = [" ".join(text.split()) for maker in makers for text in maker]
     said += capsys.readouterr().err.splitlines()
     (meshes,) = [name for name in FAILING if "MeshMismatchError" in PROGRAMS[name].shown]
     said += [line.partition(": ")[2] for line in runs.of(meshes)[0]]
     rows = table("| message | what it means |")
     messages = [message for row in rows for cell in row[:2] for message in re.findall(r"`([^`]+)`", cell) if message.count(" ") > 1]
-    assert len(rows) == 13
+    assert len(rows) == 16
     unknown = [message for message in messages if not any(begins(message).match(text) for text in said)]
     assert unknown == [], "\n".join(said)
 

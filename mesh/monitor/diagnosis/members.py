@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...text import whole_number
 from ..recording.call_text import fields_of
 from ..recording.job_directory import JobDirectory, is_dead
 from ..recording.recorder import Recorder, differ, unlike
@@ -129,7 +130,7 @@ def awaited(directory: JobDirectory, rank: int) -> list[Member]:
     record = None if buffer is None else _stuck_for_long(buffer)
     if buffer is None or record is None:
         return []
-    ranks = [int(r) for r in buffer.group_text(record.group).partition("\t")[2].split(",") if r.isdecimal()]
+    ranks = [int(r) for r in buffer.group_text(record.group).partition("\t")[2].split(",") if whole_number(r) is not None]
     key = buffer.group_key(record.group)
     others = [member(directory, key, r, record.sequence) for r in ranks if r != rank]
     on_device = buffer.words[Header.BLOCKED] & ON_DEVICE and fields_of(record.call)[0] in _OF_ALL

@@ -28,6 +28,7 @@ EXAMPLE = """\
 _SECONDS = 2.0  # per axis
 _LIMIT_S = 120.0  # for connecting and measuring: torch alone takes up to half of it to start on a cold machine
 _MOST_LOCAL = 4  # processes that are started to try CPUs
+_MOST_NPROCS, _MOST_PER_CORE = 64, 4  # of --nprocs
 _AXIS = "ranks"
 _MOST_TEXT = 600  # characters of an error
 # With a fault in one of these checks ranks cannot connect, or would wait in vain.
@@ -101,6 +102,8 @@ def _alone(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mesh
     if size is None:
         count = len(here.devices.found)
         size = count if count > 1 else min(_MOST_LOCAL, max(2, here.system.cores))
+    if size > (most := max(_MOST_NPROCS, _MOST_PER_CORE * here.system.cores)):
+        raise ValueError(f"{size} processes are more than this host can start at once ({most}): write a smaller --nprocs or --mesh")
     if size < 2:
         raise ValueError(f"collectives need at least 2 processes, got {size}: write --nprocs 2, or more")
     return _over(given, size, here)

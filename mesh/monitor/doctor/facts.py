@@ -12,11 +12,14 @@ import torch
 import torch.distributed as dist
 
 from ...launch.environment import completed, launchers_of
+from ...text import is_secret, whole_number
 from ...version import __version__
 from .devices import Devices, devices
 from .network import Network, network
 from .system import System, system
 
+HIDDEN = "(hidden)"
+_LAST_PORT = 65535
 DEFAULT_PORT = 29500  # torchrun's default
 # Nothing else of the environment is read: reports are pasted into forums, and variables may hold passwords.
 _PREFIXES = ("CUDA_", "GLOO_", "MASTER_", "MPI_LOCAL", "NCCL_", "OMP_", "OMPI_COMM_", "PMI_", "SHARDMESH_", "SLURM_", "TORCH")
@@ -77,7 +80,8 @@ class Place:
 
 
 def number(env: Mapping[str, str], name: str, otherwise: int) -> int:
-    return int(env[name]) if env.get(name, "").isdecimal() else otherwise
+    found = whole_number(env.get(name, ""))
+    return otherwise if found is None else found
 
 
 def _launcher(env: Mapping[str, str]) -> str:
@@ -112,11 +116,19 @@ class Facts:
 
 def facts() -> Facts:
     """Collect the facts here. Reads, looks up names and connects to MASTER_PORT; changes nothing. Takes at most about a minute."""
-    env = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES) or name in _NAMES}
+    env = relevant(os.environ)
     place = Place.of(env)
     master = env.get("MASTER_ADDR", "")
     is_client = place.agent_store and bool(master)
-    return Facts(env, _software(), system(), network(master, number(env, "MASTER_PORT", DEFAULT_PORT), is_client), devices())
+    port = number(env, "MASTER_PORT", DEFAULT_PORT)
+    port = port if 0 < port <= _LAST_PORT else DEFAULT_PORT  # `checks.launcher` reports it
+    return Facts(env, _software(), system(), network(master, port, is_client), devices())
+
+
+def relevant(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the checks read; of those that may hold secrets only that they are set."""
+    found = {name: value for name, value in env.items() if name.startswith(_PREFIXES) or name in _NAMES}
+    return {name: HIDDEN if is_secret(name) else value for name, value in found.items()}
 
 
 def _software() -> Software:

@@ -7,6 +7,7 @@ from math import inf
 
 from ...errors import LaunchEnvironmentError
 from ...launch.environment import completed, device_index, visible
+from ...text import whole_number
 from ..recording.trace_buffer import BUFFER_BYTES
 from .facts import Facts, number
 from .findings import Finding, fault, ok, size_text, warning
@@ -132,7 +133,7 @@ def threads(facts: Facts) -> Finding:
             return warning(f"OMP_NUM_THREADS is not set: each of {ranks} ranks starts {cores} threads on {cores} cores", fitting)
         return ok("OMP_NUM_THREADS is not set: one thread per core; torchrun sets 1 for each rank, launch the cores per rank")
     first = given.partition(",")[0]
-    if not first.isdecimal() or int(first) < 1:
+    if not whole_number(first):
         return fault(f"OMP_NUM_THREADS={given!r} is not a number of threads", fitting)
     if int(first) * ranks > max(cores, ranks):
         return warning(f"OMP_NUM_THREADS={given} for each of {ranks} ranks is more than the {cores} cores", fitting)

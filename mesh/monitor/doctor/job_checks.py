@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...errors import LaunchEnvironmentError
 from ...launch.environment import REQUIRED, completed, launch_environment, launchers_of
+from ...text import shortened, whole_number
 from ..settings import from_environment
 from .facts import DEFAULT_PORT, Facts, number
 from .findings import Finding, fault, ok, warning
 from .network import Interface, is_loopback
 
+_AGAIN = "unset LOCAL_RANK LOCAL_WORLD_SIZE   # or start the program with torchrun"
 _SLOW = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "CUDA_LAUNCH_BLOCKING": "1"}
 
 
@@ -19,7 +21,8 @@ def launcher(facts: Facts) -> Finding:
     try:
         given = launch_environment(env)
     except LaunchEnvironmentError as error:
-        return fault(str(error), f"torchrun --standalone --nproc-per-node {max(1, len(facts.devices.found))} program.py")
+        count = max(1, len(facts.devices.found))
+        return _wrong_local_number(facts) or fault(str(error), f"torchrun --standalone --nproc-per-node {count} program.py")
     numbers = launchers_of(env)[0].numbers() if place.launcher in ("slurm", "mpi") else {}
     if given is None:
         return _alone(facts, numbers)
@@ -40,15 +43,20 @@ def _alone(facts: Facts, numbers: Mapping[str, str]) -> Finding:
     )
 
 
-def _local_contradiction(facts: Facts) -> Finding | None:
-    env, place, again = completed(facts.env), facts.place, "unset LOCAL_RANK LOCAL_WORLD_SIZE   # or start the program with torchrun"
+def _wrong_local_number(facts: Facts) -> Finding | None:
+    env = completed(facts.env)
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        if not env.get(name, "0").isdecimal():
-            return fault(f"{name}={env[name]!r} is not a number", again)
+        if whole_number(env.get(name, "0")) is None:
+            return fault(f"{name}={shortened(env[name])!r} is not a number", _AGAIN)
+    return None
+
+
+def _local_contradiction(facts: Facts) -> Finding | None:
+    env, place = completed(facts.env), facts.place
     local = number(env, "LOCAL_WORLD_SIZE", place.size)
     if place.local_rank < local <= place.size:
         return None
-    return fault(f"LOCAL_RANK={place.local_rank}, LOCAL_WORLD_SIZE={local} and WORLD_SIZE={place.size} contradict each other", again)
+    return fault(f"LOCAL_RANK={place.local_rank}, LOCAL_WORLD_SIZE={local} and WORLD_SIZE={place.size} contradict each other", _AGAIN)
 
 
 def _contradiction(facts: Facts, numbers: Mapping[str, str]) -> Finding | None:
@@ -74,7 +82,7 @@ def settings(facts: Facts) -> Finding:
     if slow := [name for name, value in _SLOW.items() if env.get(name) == value]:
         return warning(f"{', '.join(f'{name}=1' for name in slow)}: communication is slower", f"unset {' '.join(slow)}")
     shown = sorted(name for name in env if name.startswith(("NCCL_", "GLOO_", "SHARDMESH_", "TORCH_")))
-    return ok(", ".join(f"{name}={env[name]}" for name in shown) or "none")
+    return ok(", ".join(f"{name}={shortened(env[name])}" for name in shown) or "none")
 
 
 # ------------------------------------------------------------------------------------------------- interfaces

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...text import table_lines
+from ...text import printable, table_lines
 from ...topology import seconds_text
 from .bandwidth import Bandwidth
 from .findings import Finding
@@ -57,9 +57,9 @@ class Report:
     def _checks(self) -> Iterator[str]:
         width = max(map(len, self.checks), default=0)
         for name, found in self.checks.items():
-            yield f"{_SHOWN[found.status]:<8} {name:<{width}}  {found.found}"
+            yield f"{_SHOWN[found.status]:<8} {name:<{width}}  {printable(found.found)}"
             if found.fix:
-                yield f"{'':<8} {'':<{width}}  fix: {found.fix}"
+                yield f"{'':<8} {'':<{width}}  fix: {printable(found.fix)}"
 
     def _table(self) -> list[str]:
         if not self.bandwidth:

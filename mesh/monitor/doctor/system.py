@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...text import whole_number
 from ..recording.cleanup import is_over
-from ..recording.files import job_folders, parent_folders
+from ..recording.files import is_own, job_folders, parent_folders, trace_files
 from ..recording.job_directory import is_local, open_buffer, process_state
 from .network import within
 
 _DISK_S = 3.0  # a folder on a dead file server blocks without end
 _SHARED = "/dev/shm"
-_OF_TORCH = re.compile(r"torch_(\d+)_")  # torch/csrc: NewProcessWideShmHandle, "/torch_<pid>_<random>_<number>"
+_OF_TORCH = re.compile(r"torch_([0-9]{1,10})_[0-9A-Za-z_]*")  # torch/csrc: NewProcessWideShmHandle, "/torch_<pid>_<random>_<number>"
 _UNLIMITED = 1 << 60  # cgroup 1 writes a number near 2^63 for no limit
 
 
@@ -164,14 +165,15 @@ def _upwards(folder: str) -> Iterator[str]:
 
 def _cores(quotas: Iterable[list[str]]) -> Iterator[float]:
     for quota in quotas:
-        if len(quota) == 2 and all(part.isdecimal() for part in quota):
+        if len(quota) == 2 and all(map(whole_number, quota)):
             yield int(quota[0]) / int(quota[1])
 
 
 def _numbers(texts: Iterable[str]) -> Iterator[int]:
     for text in texts:
-        if text.strip().isdecimal() and int(text) < _UNLIMITED:
-            yield int(text)
+        found = whole_number(text.strip())
+        if found is not None and found < _UNLIMITED:
+            yield found
 
 
 # ------------------------------------------------------------------------------------------------- dead jobs
@@ -181,9 +183,10 @@ def leftovers(parents: Sequence[Path], shared: Path) -> Iterator[Leftover]:
     """Yield what jobs without living processes left behind: the monitor's trace buffers, and torch's shared tensors."""
     for folder in sorted(folder for parent in parents for _, folder in job_folders(parent)):
         with contextlib.suppress(OSError):  # a job deletes it
-            if is_over(folder) and any(is_local(buffer) for path in folder.glob("rank*.trace") if (buffer := open_buffer(path))):
-                yield Leftover(str(folder), sum(file.stat().st_size for file in folder.iterdir()))
+            if is_over(folder) and any(is_local(buffer) for path in trace_files(folder) if (buffer := open_buffer(path))):
+                yield Leftover(str(folder), sum(file.lstat().st_size for file in folder.iterdir()))
     for file in sorted(shared.glob("torch_*")):
-        found = _OF_TORCH.match(file.name)
-        if found and process_state(int(found[1])) is None:
-            yield Leftover(str(file), file.stat().st_size)
+        found = _OF_TORCH.fullmatch(file.name)
+        with contextlib.suppress(OSError):
+            if found and is_own(file.lstat()) and process_state(int(found[1])) is None:
+                yield Leftover(str(file), file.lstat().st_size)

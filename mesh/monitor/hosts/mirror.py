@@ -20,11 +20,14 @@ from ..recording.trace_buffer import (
     GROUP_TABLE,
     GROUP_WORDS,
     GROUPS,
+    MAGIC,
     RECORD_WORDS,
     RECORDS,
     RING,
+    SLOT_AREA,
     SLOT_WORDS,
     SLOTS,
+    SPLITS,
     STACK_BYTES,
     TEXT_BYTES,
     Header,
@@ -60,6 +63,25 @@ def parts(buffer: TraceBuffer) -> Iterator[tuple[int, int]]:
         yield RING * 8 + part * _PART_BYTES, _PART_BYTES
     for start in range(0, min(words[Header.TEXT_END], _REASON), _PART_BYTES):
         yield _TEXT + start, _PART_BYTES
+
+
+def is_part(start: int, length: int) -> bool:
+    """Return whether another host may have published a part of this length, which begins here."""
+    if start == 0:
+        return length == _HEADER_WORDS * 8
+    if start == _STACK:
+        return 0 < length <= STACK_BYTES
+    if start == GROUP_TABLE * 8:
+        return length <= GROUPS * GROUP_WORDS * 8
+    areas = ((SLOT_AREA * 8, RING * 8, _ROW_PART_BYTES), (RING * 8, SPLITS * 8, _PART_BYTES), (_TEXT, _TEXT + _REASON, _PART_BYTES))
+    return any(first <= start < end and (start - first) % size == 0 and length == size for first, end, size in areas)
+
+
+def checked_header(data: bytes, rank: int, size: int) -> None:
+    """Raise ValueError if these bytes are not the header of this rank's trace buffer."""
+    words = struct.unpack(f"{_HEADER_WORDS}Q", data)
+    if (words[Header.MAGIC], words[Header.RANK], words[Header.SIZE]) != (MAGIC, rank, size):
+        raise ValueError(f"it is not the header of rank {rank} of {size}")
 
 
 def _last_parts(count: int, length: int, size: int) -> list[int]:

@@ -20,21 +20,34 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore, TCPStore
 
-from ...text import ranks_text
+from ...text import ranks_text, shortened
 from ..diagnosis import diagnose
 from ..recording.files import folder_prefix
 from ..recording.job_directory import JobDirectory, boot_id
 from ..recording.recorder import Recorder, unlike
-from ..recording.trace_buffer import MAY_GO_ON, SLOT_WORDS, Header, RankState, TraceBuffer, slots_of
+from ..recording.trace_buffer import BUFFER_BYTES, MAY_GO_ON, SLOT_WORDS, Header, RankState, TraceBuffer, slots_of
 from ..settings import _seconds
+from ..store_values import (
+    StoreValueError,
+    bad_value,
+    checked,
+    checked_list,
+    has_fields,
+    json_object,
+    json_value,
+    message,
+    number,
+    parsed,
+    whole,
+)
 from ..verdict import Verdict
-from .mirror import BufferCopy, BufferSource, make_copy
+from .mirror import BufferCopy, BufferSource, checked_header, is_part, make_copy
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -43,6 +56,7 @@ _LOST_S = 10.0  # a host that is silent for so long counts as lost
 _TICK_S = 0.1  # between two exchanges; 0.02 while a rank of this host waits
 _EAGER_S = 0.02
 _FEW_HOSTS = 8
+_MOST_HEAD = 1 << 18  # bytes of a host's state, for each of its ranks
 _FRESH_NS = 1_000_000_000  # a rank whose heartbeat is older does not publish for its host
 _FAREWELL_S = 1.0  # for the others to read the last state of a host
 _LONGEST_STEP_S = 0.5  # time in which this process itself did not run says nothing about others
@@ -96,7 +110,7 @@ def start_relay(monitor: Monitor, store: Any) -> Relay | None:
     if not isinstance(inner, TCPStore) or not is_needed(os.environ, monitor.directory.size):
         return None
     job = monitor.directory.folder.name.removeprefix(folder_prefix())
-    relay = Relay(monitor, PrefixStore(f"shardmesh/relay/{job}", store.clone()), f"{inner.host}:{inner.port}")
+    relay = Relay(monitor, PrefixStore(f"shardmesh/relay/{job}", store), f"{inner.host}:{inner.port}", shares_store=True)
     relay.start()
     return relay
 
@@ -104,8 +118,9 @@ def start_relay(monitor: Monitor, store: Any) -> Relay | None:
 class Relay:
     """Publish for this host when this rank has to, and compare with the neighbours on other hosts."""
 
-    def __init__(self, monitor: Monitor, store: Any, address: str) -> None:
+    def __init__(self, monitor: Monitor, store: Any, address: str, shares_store: bool = False) -> None:
         self._monitor, self._directory, self._address = monitor, monitor.directory, address
+        self._shares_store = shares_store  # the thread makes a connection of its own, which takes long where names are not resolved
         self._store: Any = store
         self.lost_after_s = _seconds(os.environ, "SHARDMESH_HOST_LOST_S", _LOST_S)
         self._name = socket.gethostname()
@@ -135,7 +150,13 @@ class Relay:
 
     # -- the thread of the store ---------------------------------------------------------------------------------------
 
+    def _connect(self) -> None:
+        self._store = self._store.clone()
+        self._shares_store = False
+
     def _run(self) -> None:
+        while self._shares_store and not self._over.is_set():
+            self._try_to(self._connect)
         while not self._mine and not self._over.is_set():
             self._try_to(self._find_hosts)
         while self._others and not self._over.wait(self._pause()):
@@ -150,6 +171,9 @@ class Relay:
     def _try_to(self, act: Callable[[], None]) -> None:
         try:
             act()
+        except StoreValueError as error:
+            self._over.set()
+            self._monitor.give_up(str(error))
         except (RuntimeError, OSError):  # the connection broke, or the folder is gone
             self._sources.clear()  # which parts have arrived is not known
             if not self._over.wait(_TICK_S):
@@ -166,8 +190,8 @@ class Relay:
                 return
         ranks_of: dict[str, list[int]] = {}
         for r, place in enumerate(self._store.multi_get(keys)):
-            ranks_of.setdefault(place.decode(), []).append(r)
-        hosts = [Host(json.loads(place)[1], tuple(ranks)) for place, ranks in ranks_of.items()]
+            ranks_of.setdefault(parsed(self._key(f"place/{r}"), place, message), []).append(r)
+        hosts = [Host(parsed(self._key(f"place/{ranks[0]}"), place.encode(), _name_of), tuple(ranks)) for place, ranks in ranks_of.items()]
         mine = next(h.ranks for h in hosts if rank in h.ranks)
         self._others = [h for h in hosts if h.ranks != mine]
         self._mine = mine
@@ -228,7 +252,7 @@ class Relay:
         if not host.beat and not self._store.check([host.head]):
             return
         (data,) = self._store.multi_get([host.head])
-        said = json.loads(data)
+        said = self._said(host, data)
         if said["beat"] == host.beat:
             return
         parts: dict[str, bytes] = {}
@@ -236,12 +260,23 @@ class Relay:
             # Read together with the head: if that has changed, so may have parts that were not asked for.
             data, *values = self._store.multi_get([host.head, *missing])
             parts |= dict(zip(missing, values, strict=True))
-            if (newer := json.loads(data))["beat"] != said["beat"]:
+            if (newer := self._said(host, data))["beat"] != said["beat"]:
                 said, parts = newer, {}
         self._take(host, said, parts)
 
+    def _key(self, name: str) -> str:
+        """Return the name of a key, for errors."""
+        return f"shardmesh/relay/*/{name}"
+
+    def _said(self, host: Host, data: bytes) -> dict[str, Any]:
+        """Return the state that a host has published. Raises: StoreValueError."""
+        return parsed(self._key(host.head), data, lambda text: _checked_state(json_object(text), host.ranks), _MOST_HEAD * len(host.ranks))
+
     def _missing(self, host: Host, said: Any) -> list[str]:
-        return [f"page/{rank}/{start}" for rank, versions in _versions(said) for start in self._copy(host, rank).missing(versions)]
+        found = [f"page/{rank}/{start}" for rank, versions in _versions(said) for start in self._copy(host, rank).missing(versions)]
+        if found and not self._store.check(found):  # to ask for a part that is not there waits without end
+            raise bad_value(self._key(host.head), "its state", "it names parts that are not there")
+        return found
 
     def _copy(self, host: Host, rank: int) -> BufferCopy:
         found = host.copies.get(rank)
@@ -253,18 +288,32 @@ class Relay:
                 raise
         return found
 
+    def _check_part(self, key: str, data: bytes, rank: int, start: int) -> None:
+        """Raise StoreValueError for bytes that do not fit their place in the copy of a rank's trace buffer."""
+        try:
+            if not is_part(start, len(data)):
+                raise ValueError("no trace buffer has such a part")
+            if not start:
+                checked_header(data, rank, self._directory.size)
+        except ValueError as error:
+            raise bad_value(self._key(key), data, str(error)) from None
+
     def _take(self, host: Host, said: Any, parts: Mapping[str, bytes]) -> None:
         """Write the published data of a host into the copies."""
+        for key, data in parts.items():
+            _, rank, start = key.split("/")
+            self._check_part(key, data, int(rank), int(start))
         host.beat, host.heard = said["beat"], self._exchanged
         for rank, versions in _versions(said):
             mine = f"page/{rank}/"
             self._copy(host, rank).write({int(key[len(mine) :]): data for key, data in parts.items() if key.startswith(mine)}, versions)
         self._ask(host, said["wanted"])
-        for rank, number in said["answers"].get(str(self._mine[0]), {}).items():
-            host.copies[int(rank)].buffer.words[Header.STACK_GIVEN] = number
+        for rank, count in said["answers"].get(str(self._mine[0]), {}).items():
+            if int(rank) in host.copies:
+                host.copies[int(rank)].buffer.words[Header.STACK_GIVEN] = count
         host.is_notified = said["verdict"] is not None
         if host.is_notified and self._monitor.standing() is None:
-            self._monitor.fail(Verdict.from_json(said["verdict"]))
+            self._monitor.fail(said["verdict"])
 
     # -- questions for stacks ------------------------------------------------------------------------------------------
 
@@ -276,10 +325,10 @@ class Relay:
     def _ask(self, host: Host, wanted: Mapping[str, int]) -> None:
         """Pass another host's requests for stacks on to the ranks of this one."""
         for rank in set(map(int, wanted)) & set(self._mine):
-            buffer, number = self._directory.buffer_of(rank), wanted[str(rank)]
-            if buffer is not None and host.asked.get(rank, (0, 0))[1] != number:
+            buffer, request = self._directory.buffer_of(rank), wanted[str(rank)]
+            if buffer is not None and host.asked.get(rank, (0, 0))[1] != request:
                 buffer.words[Header.STACK_WANTED] += 1
-                host.asked[rank] = buffer.words[Header.STACK_WANTED], number
+                host.asked[rank] = buffer.words[Header.STACK_WANTED], request
 
     def _given(self) -> dict[int, dict[int, int]]:
         """Return by host and rank which requests have been answered."""
@@ -340,6 +389,33 @@ class Relay:
 
 def _versions(said: Any) -> list[tuple[int, dict[int, int]]]:
     return [(int(rank), dict(versions)) for rank, versions in said["pages"].items()]
+
+
+def _name_of(place: str) -> str:
+    """Return the name of a host from what its ranks have published. Raises: ValueError."""
+    _, name = checked_list(json_value(place), str)
+    return shortened(name)
+
+
+def _checked_state(said: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
+    """Return the state of a host, with its verdict parsed. Raises: ValueError."""
+    has_fields(said, ("beat", "pages", "wanted", "answers", "verdict"))
+    whole(said["beat"])
+    for rank, versions in checked(said["pages"], dict).items():
+        if number(rank) not in ranks:
+            raise ValueError(f"rank {shortened(rank, 20)} is not on that host")
+        for pair in checked_list(versions, list):
+            start, _ = (whole(value) for value in pair)
+            if start >= BUFFER_BYTES:
+                raise ValueError(f"a trace buffer has no byte {start}")
+    for asked in (said["wanted"], *checked(said["answers"], dict).values()):
+        for rank, count in checked(asked, dict).items():
+            number(rank)
+            whole(count)
+    list(map(number, said["answers"]))
+    if said["verdict"] is not None:
+        said["verdict"] = Verdict.from_json(checked(said["verdict"], str))
+    return said
 
 
 def _first_difference(recorder: Recorder, neighbour: tuple[Any, int, int, int], first: int, both: int) -> int | None:

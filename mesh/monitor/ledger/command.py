@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import struct
 from pathlib import Path
 from typing import Any
 
-from ..recording.files import folder_prefix, is_being_deleted, job_folders, parent_folder, parent_folders
+from ...text import printable, shortened
+from ..recording.files import folder_prefix, is_being_deleted, job_folders, parent_folder, parent_folders, trace_files
 from .ledger import Ledger
 from .stragglers import StragglerReport
 
+# What reading a trace buffer raises whose bytes are not those of a rank.
+_DAMAGE = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, OSError, struct.error)
 EXAMPLE = """\
   python -m shardmesh ledger
   python -m shardmesh ledger --last 5 --trace trace.json --flight-recorder dumps && torchfrtrace dumps
@@ -41,18 +45,28 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error(f"no folder {parent_folder() / folder_prefix()}* of a job on this host; pass the folder if it is elsewhere")
     try:
         found = Ledger.read(folder)
+        report = StragglerReport.of(found) if arguments.stragglers else found.report(arguments.last)
     except FileNotFoundError as error:
         parser.error(str(error))
-    print(f"{folder}\n\n{StragglerReport.of(found) if arguments.stragglers else found.report(arguments.last)}")
-    if arguments.trace is not None:
-        found.save_trace(arguments.trace)
-    if arguments.flight_recorder is not None:
-        found.save_flight_recorder(arguments.flight_recorder)
+    except _DAMAGE as error:
+        parser.error(f"the trace buffers in {shortened(str(folder))} are damaged ({type(error).__name__}: {shortened(str(error))})")
+    print(f"{printable(str(folder))}\n\n{report}")
+    try:
+        if arguments.trace is not None:
+            found.save_trace(arguments.trace)
+        if arguments.flight_recorder is not None:
+            found.save_flight_recorder(arguments.flight_recorder)
+    except OSError as error:
+        parser.error(f"{shortened(str(error.filename or ''))} cannot be written: {error.strerror or error}")
+    except _DAMAGE as error:
+        parser.error(f"the trace buffers in {shortened(str(folder))} are damaged ({type(error).__name__}: {shortened(str(error))})")
+    if found.damage:
+        parser.exit(1, f"{parser.prog}: error: {found.damage}\n")
     return 0
 
 
 def newest_job() -> Path | None:
     """Return the folder of the user's job that began, or ended, last."""
     folders = [one for parent in parent_folders() for one in job_folders(parent)]
-    found = [one for one in folders if not is_being_deleted(one[1]) and any(one[1].glob("rank*.trace"))]
+    found = [one for one in folders if not is_being_deleted(one[1]) and trace_files(one[1])]
     return max(found)[1] if found else None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...text import whole_number
 from ..settings import settings
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def _sizes(entry: LedgerEntry) -> tuple[list[int], list[int]]:
 def _frame(entry: LedgerEntry) -> dict[str, Any]:
     """Return the user's line. The function's name holds what torch's format has no field for: reduction and layouts."""
     file, _, line = entry.place.rpartition(":")
-    return {"name": entry.text, "filename": file, "line": int(line) if line.isdigit() else 0}
+    return {"name": entry.text, "filename": file, "line": whole_number(line) or 0}
 
 
 @lru_cache

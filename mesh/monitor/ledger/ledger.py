@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...comm.current_world import current_world
-from ...text import table_lines
+from ...text import shortened, table_lines, whole_number
 from ..recording.call_text import call_text, fields_of
+from ..recording.files import trace_files
 from ..recording.job_directory import is_dead, is_local, is_near, is_stopped, open_buffer, read_verdict
-from ..recording.trace_buffer import RECORDS, Header, RankState, Record, TraceBuffer
+from ..recording.trace_buffer import GROUPS, RECORDS, Header, RankState, Record, TraceBuffer
 from ..verdict import Verdict
 from . import flight_recorder, trace_export
 
@@ -150,7 +151,10 @@ class Ledger:
     Attributes:
         rank: the rank that asked; None for a ledger that was read from a folder.
         verdict: why the job could not go on; None if it could.
+        damage: what is wrong with the file that has the verdict; "" if nothing is.
     """
+
+    damage = ""
 
     def __init__(self, buffers: Mapping[int, TraceBuffer], rank: int | None = None, verdict: Verdict | None = None) -> None:
         self.rank, self.verdict = rank, verdict
@@ -167,10 +171,20 @@ class Ledger:
         Raises: FileNotFoundError when there are no trace buffers in it.
         Communication: none.
         """
-        found = [buffer for path in Path(folder).glob("rank*.trace") if (buffer := open_buffer(path)) is not None]
+        paths = trace_files(Path(folder))
+        found = {path: buffer for path in paths if (buffer := open_buffer(path)) is not None}
         if not found:
-            raise FileNotFoundError(f"{folder} contains no trace buffers (rank0.trace, rank1.trace ...): give the folder of a job.")
-        return Ledger({buffer.words[Header.RANK]: buffer for buffer in found}, verdict=read_verdict(Path(folder)))
+            others = " that only you can write" if paths else ""
+            raise FileNotFoundError(
+                f"{shortened(str(folder))} contains no trace buffers (rank0.trace, rank1.trace ...){others}: "
+                "give the folder of a job of yours."
+            )
+        ledger = Ledger({buffer.words[Header.RANK]: buffer for buffer in found.values()})
+        try:
+            ledger.verdict = read_verdict(Path(folder))
+        except (OSError, ValueError) as error:
+            ledger.damage = f"{shortened(str(folder))}/verdict.json cannot be read ({type(error).__name__}: {shortened(str(error))})"
+        return ledger
 
     @cached_property
     def ranks(self) -> dict[int, RankLedger]:
@@ -286,7 +300,7 @@ def read_buffer(buffer: TraceBuffer) -> RankLedger:
     words = buffer.words
     clock = words[Header.CLOCK] or time.time_ns() - time.monotonic_ns()
     marks = _marks(buffer)
-    groups = [_Group.read(buffer, number) for number in range(words[Header.GROUPS])]
+    groups = [_Group.read(buffer, number) for number in range(min(words[Header.GROUPS], GROUPS))]
     reader = _Reader(words[Header.RANK], clock, groups, marks)
     entries = tuple(reader.entry(record) for record in _records(buffer))
     blocked, since = buffer.blocked, words[Header.BLOCKED_SINCE]
@@ -345,7 +359,7 @@ class _Group(NamedTuple):
     @staticmethod
     def read(buffer: TraceBuffer, number: int) -> _Group:
         axes, _, ranks = buffer.group_text(number).partition("\t")
-        return _Group(axes, tuple(int(rank) for rank in ranks.split(",") if rank), buffer.group_key(number))
+        return _Group(axes, tuple(whole_number(rank) or 0 for rank in ranks.split(",") if rank), buffer.group_key(number))
 
 
 _NO_GROUP = _Group("?", (), 0)
@@ -372,7 +386,7 @@ class _Reader:
         found = self._calls.get(text)
         if found is None:
             op, how, dtype, size, layout = fields_of(text)
-            found = self._calls[text] = (op, how, dtype, int(size) if size.isdigit() else None, layout)
+            found = self._calls[text] = (op, how, dtype, whole_number(size), layout)
         return found
 
     def _step(self, number: int) -> int | None:

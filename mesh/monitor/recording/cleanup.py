@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from pathlib import Path
 
-from .files import claim, is_being_deleted, job_folders
+from .files import claim, is_being_deleted, job_folders, remove_folder, trace_files
 from .job_directory import is_dead, is_local, open_buffer
 from .trace_buffer import Header, RankState
 
@@ -29,11 +28,11 @@ def sweep(parent: Path) -> None:
             if now - changed > _NEW_S and is_over(folder):
                 gone = folder if is_being_deleted(folder) else claim(folder)
                 if gone is not None:
-                    shutil.rmtree(gone, ignore_errors=True)
+                    remove_folder(gone)
 
 
 def is_over(folder: Path) -> bool:
     """Return whether all processes of the job in this folder are gone, as far as can be seen: not those of another container."""
-    buffers = [buffer for path in folder.glob("rank*.trace") if (buffer := open_buffer(path)) is not None]
+    buffers = [buffer for path in trace_files(folder) if (buffer := open_buffer(path)) is not None]
     ours = [buffer for buffer in buffers if buffer.words[Header.PID_SPACE]]  # not the copies of other hosts' buffers
     return all(is_local(buffer) and (is_dead(buffer) or buffer.words[Header.STATE] != RankState.RUNNING) for buffer in ours)

@@ -1,13 +1,19 @@
 """The monitor's files: which folder they are in, and memory for them that is allocated before it is mapped.
 
+Folders such as /dev/shm are shared with other users, so only files and folders that this user alone can write are used, and only
+those are deleted whose names are the monitor's.
+
 A sparse file on a file system that fills up later can be mapped, and the first write to it kills the process with SIGBUS.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
+import re
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +21,11 @@ from pathlib import Path
 _SHARED_MEMORY = Path("/dev/shm")
 _LARGEST_SHARE = 4  # a job uses at most a quarter of the free shared memory: data loaders and NCCL need it too
 _GONE = ".gone"  # suffix of a folder that is being deleted
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_FOLDER = re.compile(r"[0-9A-Za-z_-]+(\.gone)?")  # of a job, after the prefix
+_TRACE = re.compile(r"rank[0-9]+\.trace")
+_FILES = re.compile(r"rank[0-9]+\.(trace|[0-9]+)|alarm|verdict\.(json|[0-9]+)")  # all that are ever in a job's folder
 _start_folder = os.getcwd()  # a program may change its folder before it makes its first mesh
 
 
@@ -49,17 +60,90 @@ def folder_prefix() -> str:
     return f"shardmesh-{os.getuid() if hasattr(os, 'getuid') else 0}-"
 
 
+def open_own(path: Path | str, flags: int = os.O_RDONLY, folder: int | None = None) -> int:
+    """Open a file that only this user can have written; return its descriptor. A link is not followed, a FIFO not waited for.
+
+    Args:
+        flags: as those of `os.open`.
+        folder: the descriptor of the folder that a relative path is in.
+
+    Raises: OSError, PermissionError where the file is not a plain file, or others could have written it.
+    """
+    file = os.open(path, flags | _NO_FOLLOW, 0o600, dir_fd=folder)
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or not is_own(found):
+        os.close(file)
+        raise PermissionError(errno.EPERM, "it is not a plain file that only this user can write", str(path))
+    return file
+
+
+def is_own(found: os.stat_result) -> bool:
+    """Return whether a file or folder belongs to this user, and nobody else can write to it."""
+    return not hasattr(os, "geteuid") or (found.st_uid == os.geteuid() and not found.st_mode & _WRITABLE_BY_OTHERS)
+
+
+def make_own_folder(path: Path) -> None:
+    """Make a folder that nobody else can enter, unless this user has one there.
+
+    Raises: OSError, PermissionError where a folder, a link or a file of somebody else has that name, or where everybody may
+        rename what is in its parent.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    above = os.stat(path.parent)
+    if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
+        raise PermissionError(errno.EPERM, "everybody may rename files in it (chmod +t, or set SHARDMESH_WATCH_DIR)", str(path.parent))
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if not is_own_folder(path):
+        raise PermissionError(errno.EPERM, "it is not a folder that only this user can write to", str(path))
+
+
+def is_own_folder(path: Path) -> bool:
+    """Return whether this is a folder, and no link to one, that only this user can write to."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and is_own(found)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a job's folder: the files that the monitor makes, one by one, then the folder if it is empty. Raises: OSError."""
+    if not is_own_folder(path):
+        return
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_FOLLOW)
+    try:
+        if is_own(os.fstat(folder)):
+            for name in os.listdir(folder):
+                if _FILES.fullmatch(name):
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=folder)
+    finally:
+        os.close(folder)
+    os.rmdir(path)
+
+
+def trace_files(folder: Path) -> list[Path]:
+    """Return the trace buffers in a job's folder, by name only."""
+    try:
+        return sorted(folder / name for name in os.listdir(folder) if _TRACE.fullmatch(name))
+    except OSError:
+        return []
+
+
 def job_folders(parent: Path) -> Iterator[tuple[float, Path]]:
-    """Yield (time of the last change, folder) of the user's jobs, without folders that another process deletes meanwhile."""
+    """Yield (time of the last change, folder) of the user's jobs, without those of others and those that another process deletes."""
     prefix = folder_prefix()
     try:
         entries = list(os.scandir(parent))
     except OSError:
         return
     for entry in entries:
-        if entry.name.startswith(prefix):
+        if _FOLDER.fullmatch(entry.name.removeprefix(prefix)) and entry.name.startswith(prefix):
             with contextlib.suppress(OSError):
-                yield entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)
+                found = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(found.st_mode) and is_own(found):
+                    yield found.st_mtime, Path(entry.path)
 
 
 def is_being_deleted(folder: Path) -> bool:
@@ -81,7 +165,7 @@ def make_file(path: Path, size: int) -> Path:
 
     Raises: OSError where there is no room, or the folder cannot be written to.
     """
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # never shorter than it was: another rank may have it mapped
+    file = open_own(path, os.O_RDWR | os.O_CREAT)  # never shorter than it was: another rank may have it mapped
     try:
         there = os.fstat(file).st_size
         if there >= size:
@@ -96,6 +180,20 @@ def make_file(path: Path, size: int) -> Path:
 
 
 def map_file(path: Path, size: int) -> mmap.mmap:
-    """Map a file. Raises: OSError, or ValueError where the file is shorter."""
-    with path.open("r+b") as file:
-        return mmap.mmap(file.fileno(), size)
+    """Map a file of this user, which nobody else can cut. Raises: OSError, or ValueError where the file is shorter."""
+    file = open_own(path, os.O_RDWR)
+    try:
+        return mmap.mmap(file, size)
+    finally:
+        os.close(file)
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """Read a small file of this user. Raises: OSError, or ValueError where it is longer than `most` bytes."""
+    file = open_own(path)
+    try:
+        if os.fstat(file).st_size > most:
+            raise ValueError(f"it is longer than {most} bytes")
+        return os.read(file, most)
+    finally:
+        os.close(file)

@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import mmap
 import os
-import shutil
 import socket
 import threading
 import time
@@ -23,8 +22,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...text import whole_number
 from ..verdict import Verdict
-from .files import folder_prefix, make_file, map_file, parent_folder
+from .files import (
+    folder_prefix,
+    make_file,
+    make_own_folder,
+    map_file,
+    open_own,
+    parent_folder,
+    read_file,
+    remove_folder,
+    trace_files,
+)
 from .trace_buffer import BUFFER_BYTES, MAGIC, Header, RankState, TraceBuffer, stable_hash
 
 ALARM_BYTES = 1 << 18
@@ -32,6 +42,7 @@ _LONGEST_TEXT = 16_000
 _VERDICT = 16  # where the verdict starts in the alarm file, after the flag and its length
 _TO_LOCK_S = 1.0  # a process that is stopped while it holds the lock must not stop the others
 _PAUSE_S = 0.001
+_MOST_VERDICT = 1 << 24  # bytes
 
 
 class Alarm:
@@ -56,8 +67,8 @@ class JobDirectory:
         """Create the files of this rank. Raises: OSError if that fails."""
         self.rank, self.size = rank, size
         self.folder = (parent_folder() if parent is None else parent) / f"{folder_prefix()}{job}"
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._alarm_file = os.open(make_file(self.folder / "alarm", ALARM_BYTES), os.O_RDWR)
+        make_own_folder(self.folder)
+        self._alarm_file = open_own(make_file(self.folder / "alarm", ALARM_BYTES), os.O_RDWR)
         weakref.finalize(self, os.close, self._alarm_file)
         self._alarm = memoryview(mmap.mmap(self._alarm_file, ALARM_BYTES))
         self.alarm: Any = self._alarm.cast("Q")
@@ -121,7 +132,9 @@ class JobDirectory:
         """Write the verdict for later readers. Without room, or without the folder, the ranks still have it in the alarm."""
         unfinished = self.folder / f"verdict.{os.getpid()}"
         try:
-            unfinished.write_text(verdict.to_json())
+            file = open_own(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            with open(file, "w") as text:
+                text.write(verdict.to_json())
             unfinished.replace(self.folder / "verdict.json")
         except OSError:
             with contextlib.suppress(OSError):
@@ -168,15 +181,15 @@ class JobDirectory:
         if self.alarm[0] == Alarm.VERDICT:
             return
         with contextlib.suppress(OSError):  # the folder has been deleted
-            buffers = [buffer for path in self.folder.glob("rank*.trace") if (buffer := open_buffer(path)) is not None and is_near(buffer)]
+            buffers = [buffer for path in trace_files(self.folder) if (buffer := open_buffer(path)) is not None and is_near(buffer)]
             if len(buffers) >= ranks_here(self.size) and all(buffer.words[Header.STATE] != RankState.RUNNING for buffer in buffers):
-                shutil.rmtree(self.folder, ignore_errors=True)
+                remove_folder(self.folder)
 
 
 def ranks_here(size: int) -> int:
     """Return how many ranks of a job of this size are on this host, according to the launcher; all if it does not say."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdecimal() else size
+    return whole_number(told) or size
 
 
 def open_buffer(path: Path) -> TraceBuffer | None:
@@ -189,9 +202,10 @@ def open_buffer(path: Path) -> TraceBuffer | None:
 
 
 def read_verdict(folder: Path) -> Verdict | None:
+    """Return the verdict that a job has left; None if it has left none. Raises: OSError, ValueError if the file is damaged."""
     try:
-        return Verdict.from_json((folder / "verdict.json").read_text())
-    except (OSError, ValueError):
+        return Verdict.from_json(read_file(folder / "verdict.json", _MOST_VERDICT).decode())
+    except FileNotFoundError:
         return None
 
 

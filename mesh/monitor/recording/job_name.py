@@ -15,6 +15,7 @@ from collections import Counter
 from typing import Any
 
 from ..startup.rank_info import RankInfo, machine, own_rank_info
+from ..store_values import StoreValueError, bad_value, job_name, parsed, rank_list
 
 _joined: Counter[str] = Counter()
 
@@ -22,23 +23,27 @@ _joined: Counter[str] = Counter()
 def find_name(store: Any, rank: int) -> tuple[str, str] | None:
     """Return the name, and the key that is set if the name turns out to be an earlier attempt's; None if the store keeps nothing.
 
+    Raises: StoreValueError for values that no rank of the job has written.
     Communication: a few questions to the store; waits for no rank.
     """
     info = own_rank_info(rank, {}, 0, os.environ)
     try:
         for number in itertools.count():
             record = f"shardmesh/job/{number}"
-            name = store.compare_set(record, "", secrets.token_hex(8)).decode()
+            name = parsed(record, store.compare_set(record, "", secrets.token_hex(8)), job_name)
             if not store.check([f"{record}/stale"]) and _is_ours(store, record, info):
                 _joined[name] += 1  # a store that is used for several default groups keeps the name, but not the trace buffers
                 return (name if _joined[name] == 1 else f"{name}-{_joined[name]}"), f"{record}/stale"
+    except StoreValueError:
+        raise
     except (RuntimeError, AttributeError):  # the "fake" backend's store; no store at all under MPI
         pass
     return None
 
 
 def _is_ours(store: Any, record: str, info: RankInfo) -> bool:
-    holder = RankInfo.from_json(store.compare_set(f"{record}/rank{info.rank}", "", info.to_json()))
+    key = f"{record}/rank{info.rank}"
+    holder = parsed(key, store.compare_set(key, "", info.to_json()), RankInfo.from_json)
     if holder.is_same_process(info) and not _others_are_gone(store, record, info):
         return True
     store.set(f"{record}/stale", "1")
@@ -51,6 +56,9 @@ def _others_are_gone(store: Any, record: str, info: RankInfo) -> bool:
         return False
     here = f"{record}/{machine()}"
     store.append(here, f"{info.rank} ")
-    ranks = {int(rank) for rank in store.get(here).split()} - {info.rank}
-    infos = store.multi_get([f"{record}/rank{rank}" for rank in sorted(ranks)]) if ranks else []
-    return any(RankInfo.from_json(text).is_gone() for text in infos)
+    ranks = parsed(here, store.get(here), rank_list) - {info.rank}
+    keys = [f"{record}/rank{rank}" for rank in sorted(ranks)]
+    if keys and not store.check(keys):
+        raise bad_value(here, store.get(here), "it names ranks that have not come")
+    infos = store.multi_get(keys) if keys else []
+    return any(parsed(key, text, RankInfo.from_json).is_gone() for key, text in zip(keys, infos, strict=True))

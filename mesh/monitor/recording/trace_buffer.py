@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ...text import printable
+
 GROUPS, SLOTS, SLOT_WORDS = 256, 64, 4  # groups beyond these are recorded, but not compared
 LONG_ROWS, LONG_SLOTS = 16, 1024  # the first groups have longer rows: CUDA queues about 1000 launches, so far apart may hosts be
 RECORDS, RECORD_WORDS = 4096, 8
@@ -185,10 +187,12 @@ class TraceBuffer:
         if not 0 < start < TEXT_BYTES - 4:
             return ""
         (length,) = struct.unpack_from("I", self.data, _TEXT + start)
-        return bytes(self.data[_TEXT + start + 4 : _TEXT + start + 4 + length]).decode(errors="replace")
+        length = min(length, _LONGEST_TEXT)
+        return printable(bytes(self.data[_TEXT + start + 4 : _TEXT + start + 4 + length]).decode(errors="replace"))
 
     def read_stack(self) -> str:
-        return bytes(self.data[_HEADER_BYTES : _HEADER_BYTES + self.words[Header.STACK_BYTES]]).decode(errors="replace")
+        length = min(self.words[Header.STACK_BYTES], STACK_BYTES)
+        return printable(bytes(self.data[_HEADER_BYTES : _HEADER_BYTES + length]).decode(errors="replace"))
 
     def ask_for_stack(self, seconds: float) -> str:
         """Ask the rank's watchdog thread where the main thread is; "" when it does not answer within so many seconds."""
@@ -207,7 +211,7 @@ class TraceBuffer:
 
     def find_group(self, key: int) -> int | None:
         """Return the number that this rank gave a group; None if it has called nothing on it."""
-        for number in range(self.words[Header.GROUPS]):
+        for number in range(min(self.words[Header.GROUPS], GROUPS)):
             if self.words[GROUP_TABLE + GROUP_WORDS * number] == key:
                 return number
         return None

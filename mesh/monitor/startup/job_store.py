@@ -11,7 +11,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -20,13 +20,20 @@ from torch.distributed import Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from ... import errors
-from ..doctor.network import listener
+from ...text import whole_number
+from ..doctor.network import addresses, is_loopback, is_own, listener, within
 from .progress import Progress
 
 _ANSWER_S = 10.0  # for a store to answer; a server of another kind never does
+_SLOW_ANSWER_S = 60.0  # the same for one on this host, which may have to look up the names of many peers first
+_SILENT_S = 20.0  # after which a server that takes connections and does not answer is no store, if names are looked up in time
+_SLOW_LOOKUP_S = 1.0
+_TO_RESOLVE_S = 2.0  # for the name of MASTER_ADDR, before there is a line about it
+_LOOK_S = 0.5  # between looks at the clock
+_BACKLOG = 2048
 _OTHERS_ANSWER_S = 0.5  # for a server that holds the port that this rank wants to serve
 _PROBE_S = 2.0
-_FIRST_PAUSE_S, _PAUSE_S = 1e-2, 0.5  # between attempts to connect
+_PAUSE_S = 0.2  # between look-ups of a name
 
 _open: dict[Address, Store] = {}
 
@@ -43,7 +50,7 @@ class Address(NamedTuple):
 
 
 def address_of(env: Mapping[str, str]) -> Address:
-    return Address(env["MASTER_ADDR"], int(env["MASTER_PORT"]), env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    return Address(env["MASTER_ADDR"], whole_number(env["MASTER_PORT"]) or 0, env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
 def opened(address: Address, rank: int, size: int, progress: Progress) -> tuple[Store, bool]:
@@ -68,31 +75,95 @@ def drop(address: Address) -> None:
 
 def _served(address: Address) -> Store:
     """Return the store, served by this process. If another shardmesh job listens at the port, return its store: it tells the two apart."""
+    found = resolved(address.host, _TO_RESOLVE_S)
+    if not found:
+        raise _does_not_lead_here(address, f"{address.host!r} does not resolve")
     try:
-        return _made(address, True, _ANSWER_S)
-    except dist.DistNetworkError as error:
+        return _made(address, True, _SLOW_ANSWER_S if any(map(is_own, found)) else _ANSWER_S, loopback_socket(found, address.port))
+    except (dist.DistNetworkError, OSError) as error:
         if not _says_in_use(error):
-            raise _does_not_lead_here(address, error) from error
+            raise _does_not_lead_here(address, str(error).splitlines()[0]) from error
         other = _store_of_another(address)
         if other is None:
             raise _port_in_use(address) from error
         return other
 
 
+def resolved(host: str, seconds: float) -> tuple[str, ...]:
+    """Return the addresses of a host; none if it does not resolve within these seconds. A name that is new is asked for again."""
+    deadline = time.monotonic() + seconds
+    while not (found := addresses(host)) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+    return found
+
+
+def loopback_socket(found: Sequence[str], port: int) -> socket.socket | None:
+    """Return a listening socket for a job whose ranks are all on this host, where MASTER_ADDR is a loopback address; else None.
+
+    A store listens on all interfaces otherwise. Here nobody on another host reaches it, and torch, which looks up the name of each
+    peer, finds that of 127.0.0.1 without asking a name server.
+
+    Raises: OSError when the port is in use.
+    """
+    if not found or not all(map(is_loopback, found)):
+        return None
+    return loopback_listener(next((one for one in found if ":" not in one), found[0]), port)
+
+
+def loopback_listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address of this host. Raises: OSError when the port is in use."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(_BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
 def _reached(address: Address, rank: int, size: int, progress: Progress) -> Store:
-    pause = _FIRST_PAUSE_S
-    while problem := _problem(address):
+    """Return the store, which another process serves: one connection, over which torch's store waits until somebody listens.
+
+    The server looks up the name of each peer, one after the other, and a resolver that does not answer takes seconds for each. So a
+    second connection, which tells why there is no answer, is only made when a line about it is due.
+    """
+    server = "the launcher's store" if address.is_launchers else f"rank 0 of {size}"
+    is_first = True
+    while not addresses(address.host):
+        problem = f"{address.host!r} does not resolve"
         if progress.is_over():
             raise _unreachable(address, rank, problem, progress)
-        if progress.is_due():
-            server = "the launcher's store" if address.is_launchers else f"rank 0 of {size}"
+        if is_first or progress.is_due():
             progress.report(f"{server} at {address}", problem)
-        time.sleep(pause)
-        pause = min(1.5 * pause, _PAUSE_S)
-    try:
-        return _made(address, False, _ANSWER_S)
-    except dist.DistNetworkError as error:
-        raise _no_store(address) from error
+        is_first = False
+        time.sleep(_PAUSE_S)
+    box = _connect(address, False, progress.left + _ANSWER_S)
+    next_look, silent_since = progress.waited + _ANSWER_S, None
+    while True:
+        try:
+            return _answer(box.get(timeout=min(_LOOK_S, max(0.1, progress.left))))
+        except dist.DistNetworkError as error:
+            if problem := _problem(address):
+                raise _unreachable(address, rank, problem, progress) from error
+            raise _no_store(address) from error
+        except queue.Empty:
+            pass
+        is_over, is_due, now = progress.is_over(), progress.is_due(), progress.waited
+        if not is_over and not is_due and now < next_look:
+            continue
+        next_look = now + _SILENT_S
+        if problem := _problem(address) or _slow_resolver(address):
+            silent_since = None
+        else:
+            problem, silent_since = "it does not answer", now if silent_since is None else silent_since
+            if is_over or now - silent_since >= _SILENT_S:
+                raise _no_store(address)
+        if is_due:
+            progress.report(f"{server} at {address}", problem)
+        if is_over:
+            raise _unreachable(address, rank, problem, progress)
 
 
 def _problem(address: Address) -> str:
@@ -104,24 +175,51 @@ def _problem(address: Address) -> str:
     return ""
 
 
-def _made(address: Address, serves: bool, limit: float) -> Store:
-    """Create torch's store, in a thread, since torch waits without end for an answer from a server that is no store.
+def _slow_resolver(address: Address) -> str:
+    """Return that name servers do not answer, if looking up the name of the store's host takes long here; else ""."""
+
+    def look_up() -> bool:
+        peer = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][4]
+        socket.getnameinfo(peer, 0)
+        return True
+
+    if within(_SLOW_LOOKUP_S, look_up, False):
+        return ""
+    return (
+        f"the resolver does not answer within {_SLOW_LOOKUP_S:.0f} s, and torch's store looks up the name of every connection: put the "
+        "job's hosts into /etc/hosts, or mend /etc/resolv.conf"
+    )
+
+
+def _made(address: Address, serves: bool, limit: float, listening: socket.socket | None = None) -> Store:
+    """Create torch's store.
 
     Raises: DistNetworkError; LaunchEnvironmentError when there is no answer.
     """
-    box: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
-    threading.Thread(target=_make, args=(box, address, serves, limit), name="shardmesh-connect", daemon=True).start()
     try:
-        found = box.get(timeout=2 * limit)
+        return _answer(_connect(address, serves, limit, listening).get(timeout=2 * limit))
     except queue.Empty:
         raise _no_store(address) from None
+
+
+def _answer(found: Store | Exception) -> Store:
     if isinstance(found, Exception):
         raise found
     found.set_timeout(default_pg_timeout)
     return found
 
 
-def _make(box: queue.SimpleQueue[Store | Exception], address: Address, serves: bool, limit: float) -> None:
+def _connect(
+    address: Address, serves: bool, limit: float, listening: socket.socket | None = None
+) -> queue.SimpleQueue[Store | Exception]:
+    """Create torch's store in a thread, since torch waits without end for an answer from a server that is no store."""
+    box: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
+    file = None if listening is None else listening.detach()
+    threading.Thread(target=_make, args=(box, address, serves, limit, file), name="shardmesh-connect", daemon=True).start()
+    return box
+
+
+def _make(box: queue.SimpleQueue[Store | Exception], address: Address, serves: bool, limit: float, file: int | None) -> None:
     try:
         box.put(
             TCPStore(
@@ -131,7 +229,8 @@ def _make(box: queue.SimpleQueue[Store | Exception], address: Address, serves: b
                 timeout=timedelta(seconds=limit),
                 wait_for_workers=False,
                 multi_tenant=True,
-                use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+                use_libuv=file is not None or os.environ.get("USE_LIBUV", "1") == "1",
+                master_listen_fd=file,
             )
         )
     except Exception as error:
@@ -159,9 +258,9 @@ def _port_in_use(address: Address) -> errors.LaunchEnvironmentError:
     )
 
 
-def _does_not_lead_here(address: Address, error: Exception) -> errors.LaunchEnvironmentError:
+def _does_not_lead_here(address: Address, why: str) -> errors.LaunchEnvironmentError:
     return errors.LaunchEnvironmentError(
-        f"rank 0 serves the store, but cannot reach itself at {address}: {str(error).splitlines()[0]}. Set MASTER_ADDR to the "
+        f"rank 0 serves the store, but cannot reach itself at {address}: {why}. Set MASTER_ADDR to the "
         f"address of the host of rank 0, in every process; rank 0 runs on {socket.gethostname()}."
     )
 

@@ -27,6 +27,11 @@ class Progress:
         """Seconds since the wait began."""
         return time.monotonic() - self._since
 
+    @property
+    def left(self) -> float:
+        """Seconds of the timeout that are left."""
+        return max(0.0, self.timeout - self.waited)
+
     def is_over(self) -> bool:
         return self.waited > self.timeout
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...text import ranks_text
+from ...text import is_secret, ranks_text, shortened
 from ...version import __version__
 from ..diagnosis.votes import minority, parties_by
 from ..recording.job_directory import boot_id, born, pid_space, process_state
+from ..store_values import MOST_RANKS, checked, has_fields, json_object, parsed, whole
 
 # Variables that change what ranks send each other, or how they connect: where they differ, ranks hang or compute different
 # bits. Names of interfaces, devices and files are not among them: those differ from host to host in healthy jobs.
@@ -43,6 +44,7 @@ ALIKE = (
 )
 _OWN = "SHARDMESH_"
 _PER_HOST = ("SHARDMESH_WATCH_DIR",)
+_MOST_PID = 1 << 31
 _NAMED = 8  # outliers whose processes are listed
 
 
@@ -76,7 +78,14 @@ class RankInfo:
 
     @staticmethod
     def from_json(text: str | bytes) -> RankInfo:
-        return RankInfo(**json.loads(text))
+        """Return the rank info in a text that anybody may have written. Raises: ValueError."""
+        found = has_fields(json_object(text if isinstance(text, str) else text.decode()), RankInfo.__dataclass_fields__)
+        names = ("host", "machine", "job", "device")
+        texts = {name: shortened(checked(found[name], str)) for name in names}
+        alike = {shortened(key): shortened(checked(value, str)) for key, value in checked(found["alike"], dict).items()}
+        rank, pid = whole(found["rank"], MOST_RANKS - 1), whole(found["pid"], _MOST_PID)
+        numbers = whole(found["born"]), whole(found["start"])
+        return RankInfo(rank, texts["host"], pid, texts["machine"], *numbers, texts["job"], alike, texts["device"])
 
     @property
     def place(self) -> str:
@@ -84,7 +93,7 @@ class RankInfo:
 
     @property
     def size(self) -> str:
-        return self.alike["WORLD_SIZE"]
+        return self.alike.get("WORLD_SIZE", "?")
 
     def is_same_process(self, other: RankInfo) -> bool:
         return (self.machine, self.pid, self.born) == (other.machine, other.pid, other.born)
@@ -116,7 +125,8 @@ def machine() -> str:
 def file_store_fault(store: Any, rank: int) -> str:
     """Return what is wrong if a file store knows another process as this rank (a killed job's, or a second one); else ""."""
     mine = own_rank_info(rank, {}, 0, os.environ)
-    holder = RankInfo.from_json(store.compare_set(f"shardmesh/file/{rank}", "", mine.to_json()))
+    key = f"shardmesh/file/{rank}"
+    holder = parsed(key, store.compare_set(key, "", mine.to_json()), RankInfo.from_json)
     if holder.is_same_process(mine):
         return ""
     was = "has ended, so the file was left by a job that was killed" if holder.is_gone() else "has the same rank"
@@ -141,7 +151,7 @@ def what_must_agree(size: int, device_type: str, backend: str, env: Mapping[str,
 
         found["NCCL"] = ".".join(map(str, nccl.version()))
     names = sorted(name for name in env if name in ALIKE or (name.startswith(_OWN) and name not in _PER_HOST))
-    return found | {name: env[name] for name in names}
+    return found | {name: env[name] for name in names if not is_secret(name)}
 
 
 def disagreement(infos: Sequence[RankInfo], missing: Sequence[int] = ()) -> str:

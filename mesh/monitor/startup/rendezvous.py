@@ -14,6 +14,7 @@ never count as arrived. A rank that finds an earlier entry with its own number e
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
@@ -27,7 +28,9 @@ from torch.distributed import PrefixStore, Store
 
 from ... import errors
 from ...launch.environment import completed
-from ...text import ranks_text
+from ...text import printable, ranks_text, whole_number
+from ..store_values import StoreValueError, bad_value, message, parsed, rank_list
+from ..store_values import number as parse_number
 from . import job_store
 from .job_store import Address
 from .progress import Progress
@@ -81,7 +84,7 @@ def notify_of_early_errors() -> None:
     """Notify the other ranks if this one raises before its first mesh and no launcher ends them; they would wait for it."""
     env = completed(os.environ)
     numbers = [env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
-    if not all(map(str.isdecimal, numbers)) or numbers[1] == "1" or not env.get("MASTER_ADDR") or job_store.address_of(env).is_launchers:
+    if None in map(whole_number, numbers) or numbers[1] == "1" or not env.get("MASTER_ADDR") or job_store.address_of(env).is_launchers:
         return
     before, rank_process = sys.excepthook, os.getpid()
     if os.environ.setdefault(_RANK_PROCESS, str(rank_process)) != str(rank_process):  # a child inherits the RANK, but is not that rank
@@ -98,9 +101,9 @@ def notify_of_early_errors() -> None:
 def notify_ranks(error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S) -> errors.LaunchEnvironmentError:
     """Notify the ranks that can be reached in time that this one cannot start; return the error that all ranks raise."""
     env = completed(os.environ)
-    if not all(env.get(name, "").isdecimal() for name in ("RANK", "MASTER_PORT")) or not env.get("MASTER_ADDR"):
+    rank, port = (whole_number(env.get(name, "")) for name in ("RANK", "MASTER_PORT"))
+    if rank is None or port is None or not 0 < port < 1 << 16 or not env.get("MASTER_ADDR"):
         return error
-    rank = int(env["RANK"])
     progress, address = Progress(rank, seconds), job_store.address_of(env)
     info = own_rank_info(rank, {"WORLD_SIZE": env.get("WORLD_SIZE", "?")}, next(_starts), env)
     try:
@@ -121,7 +124,7 @@ class StoreRendezvous:
     ) -> None:
         self.store: Any = PrefixStore("shardmesh/start", store)
         self.info, self.progress, self.address, self.serves, self.fault = info, progress, address, serves, fault
-        self.size = int(info.size) if info.size.isdecimal() else 0
+        self.size = whole_number(info.size) or 0
 
     def run(self) -> int:
         """Return the number of the round in which all ranks agreed.
@@ -131,9 +134,16 @@ class StoreRendezvous:
         self._check_job()
         for number in itertools.count():
             keys = PrefixStore(str(number), self.store)
-            if not self._claim(keys):
-                continue
-            verdict = _write_verdict(keys, self.fault) if self.fault else self._take_part(keys)
+            try:
+                if not self._claim(keys):
+                    continue
+                verdict = _write_verdict(keys, self.fault) if self.fault else self._take_part(keys)
+            except StoreValueError as error:  # the others raise the same
+                with contextlib.suppress(StoreValueError, dist.DistError):
+                    if (stands := _write_verdict(keys, str(error))) not in (_GO, _AGAIN):
+                        self._leave(keys)
+                        raise errors.LaunchEnvironmentError(stands) from error
+                raise
             if verdict == _GO and not self.fault:
                 return number
             if verdict != _AGAIN:
@@ -145,7 +155,7 @@ class StoreRendezvous:
 
     def _check_job(self) -> None:
         """Raise a LaunchEnvironmentError if the store belongs to another job, which continues."""
-        first = RankInfo.from_json(self.store.compare_set("job", "", self.info.to_json()))
+        first = parsed("shardmesh/start/job", self.store.compare_set("job", "", self.info.to_json()), RankInfo.from_json)
         if self.info.job and first.job and first.job != self.info.job:
             self.store.append("strays", f"rank {self.info.rank} of job {self.info.job!r} ({self.info.place}) came here by mistake; ")
             raise errors.LaunchEnvironmentError(
@@ -159,7 +169,7 @@ class StoreRendezvous:
 
         Raises: LaunchEnvironmentError when another process is the same rank, or this one arrives too late.
         """
-        holder = RankInfo.from_json(keys.compare_set(f"rank{self.info.rank}", "", self.info.to_json()))
+        holder = _claimed(keys, f"rank{self.info.rank}", self.info)
         verdict = _read(keys, "verdict")
         if verdict == _AGAIN:
             return False
@@ -178,7 +188,7 @@ class StoreRendezvous:
             return False
         if verdict != _GO:
             raise errors.LaunchEnvironmentError(verdict)
-        first = RankInfo.from_json(keys.get("first"))
+        first = _claimed(keys, "first", self.info)
         raise errors.LaunchEnvironmentError(
             self.fault
             or f"rank {self.info.rank} ({self.info.place}) came to {self.address} with WORLD_SIZE={self.info.size}, but a job of "
@@ -208,10 +218,11 @@ class StoreRendezvous:
 
     def _take_part(self, keys: Any) -> str:
         """Take part in this round; return the verdict on all ranks."""
-        first = RankInfo.from_json(keys.compare_set("first", "", self.info.to_json()))
+        first = _claimed(keys, "first", self.info)
         if self._sign(keys, "came") == self.size:
             keys.set(f"all{self.size}", "1")
-        return self._wait(keys, f"all{max(self.size, int(first.size))}" if first.alike != self.info.alike else "")
+        largest = max(self.size, whole_number(first.size) or 0)
+        return self._wait(keys, f"all{largest}" if first.alike != self.info.alike else "")
 
     def _wait(self, keys: Any, differing: str) -> str:
         """Wait for the verdict on all ranks, and return it.
@@ -243,12 +254,14 @@ class StoreRendezvous:
     def _sign(self, keys: Any, list_name: str) -> int:
         """Add this rank to a list of ranks; return how many are on it."""
         keys.append(list_name, f"{self.info.rank} ")
-        return keys.add(f"{list_name}/number", 1)
+        return _add(keys, f"{list_name}/number", 1)
 
     def _compared(self, keys: Any) -> str:
         """Return what differs between the ranks that have arrived; "" if nothing does."""
         here = [f"rank{rank}" for rank in _on_list(keys, "came")]
-        infos = [RankInfo.from_json(text) for text in keys.multi_get(here)]
+        if here and not keys.check(here):
+            raise bad_value(_key("came"), _read(keys, "came"), "it names ranks that have not come")
+        infos = [parsed(_key(key), text, RankInfo.from_json) for key, text in zip(here, keys.multi_get(here), strict=True)]
         return disagreement(infos, self._missing(keys, "came")) or shared_device(infos)
 
     def _report_progress(self, keys: Any) -> None:
@@ -274,9 +287,9 @@ class StoreRendezvous:
 
     def _leave(self, keys: Any) -> None:
         """Confirm that this rank has read the verdict. The rank that serves the store waits for the others."""
-        keys.add("left", 1)
+        _add(keys, "left", 1)
         deadline = time.monotonic() + _TO_READ_S
-        while self.serves and keys.add("left", 0) < max(self.size, 2) and time.monotonic() < deadline:
+        while self.serves and _add(keys, "left", 0) < max(self.size, 2) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
 
 
@@ -286,13 +299,30 @@ def _is_restartable() -> bool:
 
 
 def _read(keys: Any, name: str) -> str:
-    return keys.get(name).decode() if keys.check([name]) else ""
+    return printable(parsed(_key(name), keys.get(name), message)) if keys.check([name]) else ""
+
+
+def _add(keys: Any, name: str, amount: int) -> int:
+    """Add to a counter. torch's store drops the connection if there is something else than a number, so look first."""
+    if keys.check([name]):
+        parsed(_key(name), keys.get(name), parse_number)
+    return keys.add(name, amount)
 
 
 def _on_list(keys: Any, list_name: str) -> set[int]:
-    return set(map(int, _read(keys, list_name).split()))
+    return parsed(_key(list_name), keys.get(list_name), rank_list) if keys.check([list_name]) else set()
 
 
 def _write_verdict(keys: Any, verdict: str) -> str:
     """Write the verdict, unless there is one; return the one that stands."""
-    return keys.compare_set("verdict", "", verdict).decode()
+    return printable(parsed(_key("verdict"), keys.compare_set("verdict", "", verdict), message))
+
+
+def _claimed(keys: Any, name: str, info: RankInfo) -> RankInfo:
+    """Write this rank's info under a key, unless there is one; return the one that stands."""
+    return parsed(_key(name), keys.compare_set(name, "", info.to_json()), RankInfo.from_json)
+
+
+def _key(name: str) -> str:
+    """Return the name of a key of a round, for errors."""
+    return f"shardmesh/start/*/{name}"

@@ -20,10 +20,11 @@ from torch.distributed import FileStore, PrefixStore, distributed_c10d
 
 from ... import errors
 from ...comm.call_site import user_line
-from ...text import ranks_text
+from ...text import printable, ranks_text
 from ..diagnosis.votes import minority, parties_by
 from ..monitor import monitor_of
 from ..settings import settings
+from ..store_values import MOST_RANKS, bad_value, checked, has_fields, json_object, parsed, whole
 from ..verdict import Observation, Verdict, composed
 from .rank_info import file_store_fault
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _TO_COME_S = 0.3  # how long to wait for other ranks before votes decide which are the outliers
 _PAUSE_S = 0.01
+_KEYS = "shardmesh/meshes/*"
 _FIELDS = ("device type", "shape", "axis names", "rank order", "backends")
 
 
@@ -50,6 +52,14 @@ class MeshCall:
     text: str
     fields: dict[str, Any]
     place: str
+
+    @staticmethod
+    def from_json(text: str) -> MeshCall:
+        """Return the call in a text that anybody may have written. Raises: ValueError."""
+        found = has_fields(json_object(text), MeshCall.__dataclass_fields__)
+        has_fields(checked(found["fields"], dict), _FIELDS)
+        shown, place = (printable(checked(found[name], str)) for name in ("text", "place"))
+        return MeshCall(whole(found["rank"], MOST_RANKS - 1), shown, found["fields"], place)
 
 
 class _Meshes:
@@ -115,9 +125,13 @@ def _whole(store: Any) -> Any:
 
 def _compare(world: World, keys: Any, key: str, made: MeshCall, number: int) -> None:
     keys.append("made", json.dumps(asdict(made)) + "\n")
-    if keys.compare_set("first", "", key) == key.encode():
+    first = keys.compare_set("first", "", key)
+    if first == key.encode():
         return
-    verdict = Verdict.from_json(keys.compare_set("verdict", "", _diagnosed(_all_made(world, keys), number).to_json()))
+    meshes = _all_made(world, keys)
+    if all(one.fields == made.fields for one in meshes):
+        raise bad_value(f"{_KEYS}/first", first, "no rank has made such a mesh")
+    verdict = parsed(f"{_KEYS}/verdict", keys.compare_set("verdict", "", _diagnosed(meshes, number).to_json()), Verdict.from_json)
     monitor = monitor_of(world)
     raise verdict.error() if monitor is None else monitor.failed(verdict)
 
@@ -128,7 +142,7 @@ def _all_made(world: World, keys: Any) -> list[MeshCall]:
     while True:
         made = {}
         for line in keys.get("made").splitlines():
-            one = MeshCall(**json.loads(line))
+            one = parsed(f"{_KEYS}/made", line, MeshCall.from_json)
             made[one.rank] = one
         if len(made) == world.size or time.monotonic() > deadline:
             return [made[rank] for rank in sorted(made)]

@@ -6,12 +6,14 @@ import argparse
 import ast
 import json
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any, TypeVar
 
 import torch
 
 from ....kernels.quantize import FORMATS
 from ....mesh.abstract_mesh import AbstractMesh
+from ....mesh.text import shortened, whole_number
 from ....mesh.topology import Topology
 from ...debug.explain import explain
 from ...layout.layout import Layout, dtype_name
@@ -25,6 +27,7 @@ FROM and TO are specs or placements, in quotes because of the shell:
   "P('dp', ('tp', 'cp'), None, unreduced={'ep'})"     unreduced={'ep': 'max'}     sizes={'dp': (3, 0, 5)}
   "[Shard(0), Replicate(), Partial('sum')]"           one for each axis of the mesh
 """
+_MOST_ELEMENTS = 1 << 62
 T = TypeVar("T")
 
 
@@ -64,10 +67,12 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         topology = Topology.default(arguments.device, arguments.node_size, arguments.crossing)
         limits = {"max_bytes": arguments.max_bytes, "transport": arguments.transport}
         explained = explain(src, arguments.dst, topology=topology, **limits)
+        if arguments.picture == "":
+            raise ValueError("--picture '': write the name of a file, such as plan.png")
         if arguments.picture:
             explained.picture(arguments.picture)
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        parser.error(str(error))
+    except (ValueError, TypeError, ArithmeticError, ImportError, OSError) as error:
+        parser.error(shortened(str(error), 1000))
     print(json.dumps(explained.as_dict(), indent=2) if arguments.json else explained)
     return 0
 
@@ -82,7 +87,7 @@ def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
         try:
             return parse(text)
         except (ValueError, TypeError) as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            raise argparse.ArgumentTypeError(shortened(str(error), 1000)) from None
 
     return parsed
 
@@ -90,16 +95,18 @@ def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
 def parse_mesh(text: str) -> AbstractMesh:
     """parse_mesh("dp=2,tp=4") -> AbstractMesh((2, 4), ("dp", "tp")). Raises: ValueError."""
     axes = [part.partition("=") for part in text.split(",")]
-    if not all(name.strip() and size.strip().isdecimal() for name, _, size in axes):
-        raise ValueError(f"{text!r} is not a mesh; write its axes with their sizes, major to minor, as in dp=2,tp=4")
+    if not all(name.strip() and whole_number(size.strip()) is not None for name, _, size in axes):
+        raise ValueError(f"{shortened(text)!r} is not a mesh; write its axes with their sizes, major to minor, as in dp=2,tp=4")
     return AbstractMesh([int(size) for _, _, size in axes], _names(",".join(name for name, _, _ in axes)))
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
     """parse_shape("4096,4096") -> (4096, 4096); "" is the shape of a scalar. Raises: ValueError."""
     sizes = [size.strip() for size in text.split(",")] if text.strip() else []
-    if not all(size.isdecimal() for size in sizes):
-        raise ValueError(f"{text!r} is not a shape; write the size of each dim, as in 4096,4096")
+    if None in map(whole_number, sizes):
+        raise ValueError(f"{shortened(text)!r} is not a shape; write the size of each dim, as in 4096,4096")
+    if prod(map(int, sizes)) > _MOST_ELEMENTS:
+        raise ValueError(f"{shortened(text)!r} has more than 2**62 elements; write the size of each dim, as in 4096,4096")
     return tuple(map(int, sizes))
 
 
@@ -110,7 +117,7 @@ def parse_dtype(text: str) -> torch.dtype:
     found = (by_name | short).get(text.removeprefix("torch."))
     if found is None:
         known = ", ".join(f"{name} ({dtype})" for name, dtype in sorted(short.items()))
-        raise ValueError(f"unknown dtype {text!r}; write one of {known}, bool, or the name of another torch dtype")
+        raise ValueError(f"unknown dtype {shortened(text)!r}; write one of {known}, bool, or the name of another torch dtype")
     return found
 
 
@@ -164,5 +171,6 @@ def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., T]]) ->
 
 def _not_a_spec(text: str) -> ValueError:
     return ValueError(
-        f"expected a spec or placements in quotes, such as P('dp', None, unreduced={{'tp'}}) or [Shard(0), Replicate()], got {text!r}"
+        "expected a spec or placements in quotes, such as P('dp', None, unreduced={'tp'}) or [Shard(0), Replicate()], got "
+        f"{shortened(text)!r}"
     )
