@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ...mesh.comm.world import World
 from ..layout.layout import Layout
 from ..layout.spec import Sharding
 from ..tensor.sharded_tensor import ShardedTensor
+from .agreement import brief
 from .placing import own_name
 from .state import optimizer_layouts, parameters_of
 from .storage.manifest import Stored
@@ -57,6 +59,7 @@ class StoredValue(Leaf):
 
 
 Want = Layout | WholeTensor | StoredValue
+_COMPARED, _LONGEST_NAME = 2000, 200  # names, and characters of a name, that are compared for one that is missing
 
 
 def wanted_tree(like: Any, stored: Stored, world: World) -> Any:
@@ -154,6 +157,7 @@ def _check(name: str, want: Any, stored: Stored) -> None:
 
 
 def _missing(name: str, stored: Stored) -> str:
-    near = difflib.get_close_matches(name, list(stored.entries), 3, 0.5)
-    has = f"it has {', '.join(map(repr, near))}" if near else f"it has {len(stored.entries)} leaves, such as {sorted(stored.entries)[:3]}"
-    return f"load: {stored.folder} has no {name!r}; {has}; use the names that were saved"
+    known = list(islice((other for other in stored.entries if len(other) <= _LONGEST_NAME), _COMPARED))
+    near = difflib.get_close_matches(name[:_LONGEST_NAME], known, 3, 0.5)
+    has = f"it has {', '.join(map(repr, near))}" if near else f"it has {len(stored.entries)} leaves, such as {sorted(known)[:3]}"
+    return f"load: {stored.folder} has no {brief(name)!r}; {has}; use the names that were saved"
