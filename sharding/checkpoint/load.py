@@ -171,6 +171,8 @@ def _read_contents(group: Group, dir: Path, step: int | None) -> _Contents:
 
 def _broadcast(group: Group, text: bytes, length: int) -> bytes:
     """Return the text of rank 0 on every rank."""
+    if not length:
+        return b""
     data = torch.frombuffer(bytearray(text or bytes(length)), dtype=torch.uint8).to(_device(group))
     group.broadcast(data, 0)
     return bytes(data.cpu().numpy())

@@ -59,6 +59,7 @@ class StoredValue(Leaf):
 
 
 Want = Layout | WholeTensor | StoredValue
+_MOST_DIMS = 64  # that are shown
 _COMPARED, _LONGEST_NAME = 2000, 200  # names, and characters of a name, that are compared for one that is missing
 
 
@@ -139,7 +140,7 @@ def _check(name: str, want: Any, stored: Stored) -> None:
         if entry is None and not want.optional:
             raise ValueError(_missing(name, stored))
         if entry is not None and entry.shape is not None:
-            is_one = f"{entry.dtype}{list(entry.shape)}"
+            is_one = brief(f"{entry.dtype}{list(entry.shape[:_MOST_DIMS])}")
             raise ValueError(f"load: {name!r} in {stored.folder} is a tensor, {is_one}; pass a Layout or a tensor in like=")
         return
     if not isinstance(want, Layout | WholeTensor):
@@ -149,7 +150,7 @@ def _check(name: str, want: Any, stored: Stored) -> None:
         raise ValueError(_missing(name, stored))
     like = want if isinstance(want, Layout) else want.like
     if like is not None and (entry.shape, entry.dtype) != (like.shape, like.dtype):
-        has = "a value that is not a tensor" if entry.shape is None else f"{entry.dtype}{list(entry.shape)}"
+        has = "a value that is not a tensor" if entry.shape is None else brief(f"{entry.dtype}{list(entry.shape[:_MOST_DIMS])}")
         raise ValueError(
             f"load: {name!r} is {like.dtype}{list(like.shape)} in like=, but {stored.folder} has {has}; "
             "use the stored shape and dtype in like=, and convert the result"

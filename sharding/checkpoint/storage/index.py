@@ -75,7 +75,7 @@ def read_entries(index: bytes) -> tuple[dict[str, IndexedLeaf], dict[str, tuple[
     for key, record in _pairs(fields.get("storage_data"), "storage_data"):
         _add_piece(leaves, boxes, key, record, budget)
     _check_ranges(leaves)
-    return leaves, _paths(fields.get("planner_data"), leaves, budget)
+    return leaves, _paths(fields.get("planner_data"), budget)
 
 
 class _Budget:
@@ -149,13 +149,12 @@ def _check_ranges(leaves: Mapping[str, IndexedLeaf]) -> None:
             raise Damage(f"{_quoted(name)} and {_quoted(other)} share bytes of {file}, at {other_start}")
 
 
-def _paths(planned: Any, leaves: Mapping[str, IndexedLeaf], budget: _Budget) -> dict[str, tuple[Any, ...]]:
+def _paths(planned: Any, budget: _Budget) -> dict[str, tuple[Any, ...]]:
     if planned is None:
         return {}
     paths = _mapping(planned, "planner_data")
     for name, path in paths.items():
-        if name not in leaves:
-            raise Damage(f"it has the path of {_quoted(name)}, which it does not describe")
+        check_name(name)
         if type(path) is not tuple or not 0 < len(path) <= DEEPEST or not all(type(key) in (str, int) for key in path):
             raise Damage(f"the path of {_quoted(name)} is {brief(path)}, which is none")
         budget.spend(len(path))
