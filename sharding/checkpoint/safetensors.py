@@ -27,7 +27,7 @@ from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
-from .agreement import CheckpointError, agree, all_ranks, brief, run_on_all_ranks
+from .agreement import CheckpointError, agree, all_ranks, brief, is_out_of_memory, run_on_all_ranks
 from .full_state import whole_on
 from .load import line_of, load_stateful
 from .storage.files import (
@@ -159,7 +159,9 @@ def _weight_map(index: Path) -> dict[str, str]:
         return found
     except OSError as error:
         problem = brief(error)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        problem = brief(error)
+    except (KeyError, TypeError, AttributeError) as error:
         problem = brief(repr(error))
     raise CheckpointError(f"{index} cannot be read as the index of a model ({problem}); it must have a weight_map from names to files")
 
@@ -362,9 +364,12 @@ def _write(path: Path, shards: Sequence[Mapping[str, Tensor]], parts: Sequence[I
                 if len(files) > 1:
                     write_whole(index, _index_of(shards, files))
                 sync_folder(path.parent)
-    except OSError as error:
+    except (OSError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, OSError) and not is_out_of_memory(error):
+            raise
         deque(chain.from_iterable(parts), 0)  # the other ranks continue to send
-        raise CheckpointError(f"{path} could not be written ({error.strerror or error}); an existing file is unchanged") from error
+        why = brief(error) if isinstance(error, OSError) else f"out of memory: {brief(error)}"
+        raise CheckpointError(f"{path} could not be written ({why}); an existing file is unchanged") from error
 
 
 def _shard_paths(path: Path, count: int) -> list[Path]:

@@ -146,9 +146,9 @@ def parse(folder: Path, manifest: bytes | None, index: bytes) -> Stored:
     with _names(folder / METADATA, "damaged, or not an index of torch.distributed.checkpoint"):
         indexed, paths = read_entries(index)
         entries = {name: _stored_leaf(name, leaf, described) for name, leaf in indexed.items()}
-        structure = described.structure if described else None
-        if structure is None:
-            structure = structure_from(paths or {name: (name,) for name in entries})
+        structure = structure_from(paths or {name: (name,) for name in entries})
+        if described is not None and described.structure is not None:
+            structure = described.structure
     if described is None:
         return Stored(folder, entries, structure, {}, None)
     return Stored(folder, entries, structure, described.sizes, described.step)
