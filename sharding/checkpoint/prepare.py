@@ -27,8 +27,8 @@ from .placing import WriteItem, make_write_plan, own_name
 from .saving import SaveJob, on_host, serialize
 from .staging import copy_leaves, small_on_host
 from .storage import folder as folders
-from .storage.lease import Lease, take_lease
 from .storage.index import Damage
+from .storage.lease import Lease, take_lease
 from .storage.manifest import check_structure, import_format
 from .tree import Path as TreePath
 from .tree import PerRank, Structure, children, leaves, name_of, opened, structure_of, torch_paths

@@ -2,8 +2,9 @@
 
     length of the header, 8 bytes | {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} | tensors, row-major
 
-The format is that of https://github.com/huggingface/safetensors, whose library checks each header. A large model has several files and an index,
-`model.safetensors.index.json`, which names the file of each tensor. A tied weight is stored once.
+The format is that of https://github.com/huggingface/safetensors, whose library checks each header.
+A large model has several files and an index, `model.safetensors.index.json`, which names the file of
+each tensor. A tied weight is stored once.
 """
 
 from __future__ import annotations

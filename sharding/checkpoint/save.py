@@ -164,14 +164,14 @@ class AsyncSave:
 
 def _report_failures() -> None:
     """Log at exit the errors that no `wait()` has raised, and make the exit code 1."""
-    global _last_word
+    global _exit_with_one
     for error in _failed.values():
         _log.error("%s", error)
     if _failed:
-        _last_word = _LastWord()
+        _exit_with_one = _ExitWithOne()
 
 
-class _LastWord:
+class _ExitWithOne:
     """End the process when the interpreter clears its modules: all exit functions have run by then, and output is flushed."""
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class _LastWord:
             end(1)
 
 
-_last_word: _LastWord | None = None
+_exit_with_one: _ExitWithOne | None = None
 
 
 def _tried(work: Callable[[], None]) -> Exception | None:

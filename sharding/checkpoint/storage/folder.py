@@ -10,7 +10,8 @@
       step-00000000.gone-5f3a91c2/     being removed, a share of its files by each rank
       .owner-00000001.json             the process that saves here (lease.py)
 
-A step may be a link, as after a checkpoint was moved to another disk: it is read like a folder, and where a step is removed only the link is.
+A step may be a link, as after a checkpoint was moved to another disk: it is read like a folder, and
+where a step is removed only the link is.
 """
 
 from __future__ import annotations

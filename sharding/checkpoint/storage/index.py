@@ -20,7 +20,7 @@ import torch
 from ....kernels.box import Box, box_size, intersect
 from ..agreement import brief
 from . import pickled
-from .pickled import Name, Pairs, Record
+from .pickled import Name, Pairs, PickledObject
 
 LARGEST = 2**63 - 1
 DEEPEST = 200  # levels of a tree
@@ -87,10 +87,14 @@ class _Budget:
     def spend(self, items: int) -> None:
         self.items -= items
         if self.items < 0:
-            raise Damage("it has the same lists in so many places that its size does not account for them")
+            raise Damage(
+                "it has the same lists in so many places that its size does not account for them"
+            )
 
 
-def _described(name: str, record: Any, budget: _Budget) -> tuple[IndexedLeaf, dict[tuple[int, ...], Box]]:
+def _described(
+    name: str, record: Any, budget: _Budget
+) -> tuple[IndexedLeaf, dict[tuple[int, ...], Box]]:
     """Return a leaf without its pieces, and its boxes by their origin."""
     check_name(name)
     if _is(record, "BytesStorageMetadata"):
@@ -104,10 +108,14 @@ def _described(name: str, record: Any, budget: _Budget) -> tuple[IndexedLeaf, di
         parts = _fields(chunk, "ChunkStorageMetadata")
         origin, sizes = _size(parts.get("offsets"), budget), _size(parts.get("sizes"), budget)
         if not len(origin) == len(sizes) == len(shape):
-            raise Damage(f"{_quoted(name)} has {len(shape)} dims, but a box of {len(origin)} and {len(sizes)}")
+            raise Damage(
+                f"{_quoted(name)} has {len(shape)} dims, but a box of {len(origin)} and {len(sizes)}"
+            )
         box = tuple((start, start + size) for start, size in zip(origin, sizes, strict=True))
         if any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
-            raise Damage(f"{_quoted(name)} has the shape {brief(list(shape))}, but a box {brief(box)} outside of it")
+            raise Damage(
+                f"{_quoted(name)} has the shape {brief(list(shape))}, but a box {brief(box)} outside of it"
+            )
         if origin in boxes and box_size(box) and box_size(boxes[origin]):
             raise Damage(f"{_quoted(name)} has two boxes at {brief(origin)}")
         if origin not in boxes or box_size(box):
@@ -116,37 +124,56 @@ def _described(name: str, record: Any, budget: _Budget) -> tuple[IndexedLeaf, di
 
 
 def _add_piece(
-    leaves: Mapping[str, IndexedLeaf], boxes: Mapping[str, dict[tuple[int, ...], Box]], key: Any, record: Any, budget: _Budget
+    leaves: Mapping[str, IndexedLeaf],
+    boxes: Mapping[str, dict[tuple[int, ...], Box]],
+    key: Any,
+    record: Any,
+    budget: _Budget,
 ) -> None:
     index, info = _fields(key, "MetadataIndex"), _fields(record, "_StorageInfo")
     name = index.get("fqn")
     if type(name) is not str or name not in leaves:
         raise Damage(f"it has the bytes of {_quoted(name)}, which it does not describe")
     if info.get("transform_descriptors"):
-        raise Damage(f"{_quoted(name)} is stored transformed ({brief(info['transform_descriptors'])}): load it with torch's own tools")
+        raise Damage(
+            f"{_quoted(name)} is stored transformed ({brief(info['transform_descriptors'])}): load it with torch's own tools"
+        )
     leaf, box = leaves[name], None
     if leaf.shape is not None:
         origin = _size(index.get("offset"), budget)
         if origin not in boxes[name]:
-            raise Damage(f"{_quoted(name)} has bytes of a box at {brief(origin)}, which it does not describe")
+            raise Damage(
+                f"{_quoted(name)} has bytes of a box at {brief(origin)}, which it does not describe"
+            )
         box = boxes[name].pop(origin)
     elif leaf.pieces:
         raise Damage(f"{_quoted(name)} is a value and has bytes in two places")
     file = check_file_name(info.get("relative_path"))
-    offset, length = whole_number(info.get("offset"), "an offset"), whole_number(info.get("length"), "a length")
+    offset, length = (
+        whole_number(info.get("offset"), "an offset"),
+        whole_number(info.get("length"), "a length"),
+    )
     if offset + length > LARGEST:
         raise Damage(f"{_quoted(name)} is at {brief(offset)} with {brief(length)} bytes")
     if box is not None and leaf.dtype is not None and box_size(box) * leaf.dtype.itemsize > length:
-        raise Damage(f"{_quoted(name)} has {length} bytes for the box {brief(box)} of {leaf.dtype}, which needs more")
+        raise Damage(
+            f"{_quoted(name)} has {length} bytes for the box {brief(box)} of {leaf.dtype}, which needs more"
+        )
     leaf.pieces.append((box, file, offset, length))
 
 
 def _check_ranges(leaves: Mapping[str, IndexedLeaf]) -> None:
     """Check that no two pieces share bytes of a file."""
-    ranges = sorted((file, offset, offset + length, name) for name, leaf in leaves.items() for _, file, offset, length in leaf.pieces)
+    ranges = sorted(
+        (file, offset, offset + length, name)
+        for name, leaf in leaves.items()
+        for _, file, offset, length in leaf.pieces
+    )
     for (file, start, stop, name), (other_file, other_start, _, other) in pairwise(ranges):
         if file == other_file and (other_start < stop or start == other_start):
-            raise Damage(f"{_quoted(name)} and {_quoted(other)} share bytes of {file}, at {other_start}")
+            raise Damage(
+                f"{_quoted(name)} and {_quoted(other)} share bytes of {file}, at {other_start}"
+            )
 
 
 def _paths(planned: Any, budget: _Budget) -> dict[str, tuple[Any, ...]]:
@@ -155,7 +182,11 @@ def _paths(planned: Any, budget: _Budget) -> dict[str, tuple[Any, ...]]:
     paths = _mapping(planned, "planner_data")
     for name, path in paths.items():
         check_name(name)
-        if type(path) is not tuple or not 0 < len(path) <= DEEPEST or not all(type(key) in (str, int) for key in path):
+        if (
+            type(path) is not tuple
+            or not 0 < len(path) <= DEEPEST
+            or not all(type(key) in (str, int) for key in path)
+        ):
             raise Damage(f"the path of {_quoted(name)} is {brief(path)}, which is none")
         budget.spend(len(path))
         for key in path:
@@ -247,7 +278,12 @@ def _total(name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
 
 def _size(value: Any, budget: _Budget) -> tuple[int, ...]:
     """Return a `torch.Size` as a tuple."""
-    if not (type(value) is Record and value.name == "torch.Size" and len(value.args) == 1 and value.state is None):
+    if not (
+        type(value) is PickledObject
+        and value.name == "torch.Size"
+        and len(value.args) == 1
+        and value.state is None
+    ):
         raise Damage(f"it has {brief(_kind(value))} in the place of a torch.Size")
     sizes = _expect(value.args[0], tuple, "a size")
     if len(sizes) > _MOST_DIMS:
@@ -260,14 +296,18 @@ def _dtype(record: Any) -> torch.dtype:
     if not _is(record, "TensorProperties"):
         raise Damage(f"it has {brief(_kind(record))} in the place of TensorProperties")
     state = record.state
-    name = state[0] if type(state) is tuple and state else dict(_fields(record, "TensorProperties")).get("dtype")
+    name = (
+        state[0]
+        if type(state) is tuple and state
+        else dict(_fields(record, "TensorProperties")).get("dtype")
+    )
     if type(name) is not Name or name not in _DTYPES:
         raise Damage(f"it has {brief(_kind(name))} in the place of a dtype")
     return _DTYPES[name]
 
 
 def _is(value: Any, name: str) -> bool:
-    return type(value) is Record and value.name.rpartition(".")[2] == name
+    return type(value) is PickledObject and value.name.rpartition(".")[2] == name
 
 
 def _fields(record: Any, name: str) -> dict[str, Any]:
@@ -294,9 +334,17 @@ def _pairs(value: Any, what: str) -> Iterator[tuple[Any, Any]]:
 
 def _expect(value: Any, kind: type, what: str) -> Any:
     if type(value) is not kind:
-        raise Damage(f"{brief(what)} is {brief(_kind(value))}, not a {kind.__name__.replace('Pairs', 'dict')}")
+        raise Damage(
+            f"{brief(what)} is {brief(_kind(value))}, not a {kind.__name__.replace('Pairs', 'dict')}"
+        )
     return value
 
 
 def _kind(value: Any) -> str:
-    return value.name if type(value) is Record else value if type(value) is Name else f"a {type(value).__name__}"
+    return (
+        value.name
+        if type(value) is PickledObject
+        else value
+        if type(value) is Name
+        else f"a {type(value).__name__}"
+    )

@@ -233,7 +233,7 @@ def check_structure(structure: Any, depth: int = 0) -> None:
         keys = set()
         for item in items:
             if kind == "dict":
-                key, item = item  # noqa: PLW2901
+                key, item = item
                 if type(key) not in (str, int) or key in keys:
                     raise Damage(f"the tree has the key {brief(key)}, which is none, or stands twice")
                 check_name(str(key))

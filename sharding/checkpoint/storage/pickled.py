@@ -1,7 +1,7 @@
 """Read the pickle of an index as data: no class is imported, made or called, and no attribute of one is set.
 
-    torch.Size((4, 2))                   Record("torch.Size", args=((4, 2),))
-    MetadataIndex, state {"fqn": "w"}    Record("torch...MetadataIndex", state=Pairs([("fqn", "w")]))
+    torch.Size((4, 2))                   PickledObject("torch.Size", args=((4, 2),))
+    MetadataIndex, state {"fqn": "w"}    PickledObject("torch...MetadataIndex", state=Pairs([("fqn", "w")]))
     {"w": 1}                             Pairs([("w", 1)])
 
 Time and memory are proportional to the length of the pickle.
@@ -31,7 +31,7 @@ class Name(str):
     __slots__ = ()
 
 
-class Record:
+class PickledObject:
     """An object: the name of its class or function, its arguments, and its state."""
 
     __slots__ = ("args", "name", "state")
@@ -57,7 +57,7 @@ def loads(data: bytes, known: Mapping[str, Collection[str]]) -> Any:
         raise PickleError(f"it is not a pickle, or not whole: {brief(error)}") from error
 
 
-def _run(data: bytes, known: Mapping[str, Collection[str]]) -> Any:  # noqa: C901, PLR0912, PLR0915
+def _run(data: bytes, known: Mapping[str, Collection[str]]) -> Any:
     stack: list[Any] = []
     marked: list[list[Any]] = []  # the stacks below each mark
     memo: dict[int, Any] = {}
@@ -130,10 +130,10 @@ def _run(data: bytes, known: Mapping[str, Collection[str]]) -> Any:  # noqa: C90
             args = _expect(stack.pop(), tuple)
             name = _expect(stack.pop(), Name)
             is_dict = name == "collections.OrderedDict" and not args
-            stack.append(Pairs() if is_dict else Record(name, args))
+            stack.append(Pairs() if is_dict else PickledObject(name, args))
         elif op == 0x62:  # BUILD
             state = stack.pop()
-            record = _expect(stack[-1], Record)
+            record = _expect(stack[-1], PickledObject)
             if record.state is not None:
                 raise PickleError("it sets the state of an object twice")
             record.state = state
@@ -173,7 +173,9 @@ def _run(data: bytes, known: Mapping[str, Collection[str]]) -> Any:  # noqa: C90
                 raise PickleError("there is something after its end")
             return value
         else:
-            raise PickleError(f"it has the instruction 0x{op:02x} at byte {at - 1}, which an index may not")
+            raise PickleError(
+                f"it has the instruction 0x{op:02x} at byte {at - 1}, which an index may not"
+            )
 
 
 def _expect(value: Any, kind: type) -> Any:

@@ -23,7 +23,16 @@ from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.safetensors import load_safetensors
 from shardmesh.sharding.checkpoint.save import save
 from tests.sharding.checkpoint import damages
-from tests.sharding.checkpoint.damages import B, HEADER, HOSTILE, STEP, TENSORS, W, safetensors_file, seal
+from tests.sharding.checkpoint.damages import (
+    HEADER,
+    HOSTILE,
+    STEP,
+    TENSORS,
+    B,
+    W,
+    safetensors_file,
+    seal,
+)
 from tests.sharding.ranks import on_mesh
 from tests.tiers import examples
 
@@ -166,11 +175,21 @@ def test_index_of_safetensors(name, tmp_path):
     sandbox = Sandbox(tmp_path / "box")
     index = damages.INDICES[name]
     (sandbox.folder / "model.safetensors").write_bytes(safetensors_file(HEADER))
-    (sandbox.folder / "model.safetensors.index.json").write_bytes(index if isinstance(index, bytes) else json.dumps(index).encode())
+    (sandbox.folder / "model.safetensors.index.json").write_bytes(
+        index if isinstance(index, bytes) else json.dumps(index).encode()
+    )
     assert of_safetensors(sandbox)[0] == "CheckpointError"
 
 
-@pytest.mark.parametrize("how", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path), lambda path: os.symlink(path, path)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        os.mkfifo,
+        os.mkdir,
+        lambda path: os.symlink("/dev/zero", path),
+        lambda path: os.symlink(path, path),
+    ],
+)
 def test_safetensors_that_is_no_file(how, tmp_path):
     sandbox = Sandbox(tmp_path / "box")
     how(sandbox.folder / "model.safetensors")
@@ -196,7 +215,10 @@ def test_honest_files_load(good, tmp_path):
     assert of_checkpoint(sandbox) == ("", "")
     damages._boxes(([0, 0], [4, 4]), ([4, 0], [4, 4]), ([0, 4], [8, 2]))(sandbox.folder / STEP)
     step = sandbox.folder / STEP
-    assert torch.equal(on_mesh((2,), lambda mesh: load(step, {"w": torch.zeros(8, 6)})["w"])[1], torch.full((8, 6), 5.0))
+    assert torch.equal(
+        on_mesh((2,), lambda mesh: load(step, {"w": torch.zeros(8, 6)})["w"])[1],
+        torch.full((8, 6), 5.0),
+    )
 
 
 def test_the_count():
@@ -205,7 +227,12 @@ def test_the_count():
 
 # -- anything in any place ---------------------------------------------------------------------------------------------
 
-ANY = st.sampled_from(HOSTILE) | st.integers(-(2**80), 2**80) | st.text(max_size=8) | st.lists(st.integers(-9, 99), max_size=4)
+ANY = (
+    st.sampled_from(HOSTILE)
+    | st.integers(-(2**80), 2**80)
+    | st.text(max_size=8)
+    | st.lists(st.integers(-9, 99), max_size=4)
+)
 _settings = settings(
     max_examples=examples(400), deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -221,7 +248,11 @@ def _places(value, path=()):
     elif isinstance(value, list):
         items = list(enumerate(value))
     else:
-        items = list(vars(value).items()) if hasattr(value, "__dict__") and not isinstance(value, torch.dtype | type) else []
+        items = (
+            list(vars(value).items())
+            if hasattr(value, "__dict__") and not isinstance(value, torch.dtype | type)
+            else []
+        )
     for key, item in items:
         yield from _places(item, (*path, key))
 
@@ -281,7 +312,9 @@ def test_any_bytes_in_the_index(good, tmp_path, draw):
         data[draw.draw(st.integers(0, len(data) - 1))] = draw.draw(st.integers(0, 255))
     (step / ".metadata").write_bytes(data)
     (step / "manifest.json").unlink()
-    sandbox.outcome(lambda mesh: load(step, {**_like(mesh), "step": None}), (CheckpointError, ValueError))
+    sandbox.outcome(
+        lambda mesh: load(step, {**_like(mesh), "step": None}), (CheckpointError, ValueError)
+    )
     shutil.rmtree(sandbox.path)
 
 

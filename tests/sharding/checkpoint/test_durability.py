@@ -162,7 +162,7 @@ def test_new_files_are_never_links(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", told)
     saved(tmp_path / "c", 1)
-    on_mesh((2,), lambda mesh: sm.checkpoint.save_safetensors({"x": X, "y": X}, tmp_path / "m.safetensors", max_shard_size=24000))
+    on_mesh((2,), lambda mesh: sm.checkpoint.save_safetensors({"x": X, "y": X}, tmp_path / "m.safetensors", max_shard_size=2400))
     assert len(made) == 9
     assert all(flags & os.O_EXCL and flags & os.O_NOFOLLOW for _, flags in made)
     assert len({name for name, _ in made}) == len(made)

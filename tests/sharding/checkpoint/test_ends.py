@@ -32,7 +32,9 @@ def tree(mesh, size=48):
 # -- Ctrl-C ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("values", [slow({"w": torch.ones(100_000), "step": 5}), {"w": torch.ones(3)}])
+@pytest.mark.parametrize(
+    "values", [slow({"w": torch.ones(100_000), "step": 5}), {"w": torch.ones(3)}]
+)
 def test_ctrl_c_in_any_write(values, tmp_path, monkeypatch):
     """A signal arrives inside of `torch.save`, which replaces the KeyboardInterrupt by an error of its own."""
     sm.checkpoint.save(values, tmp_path, step=1)
@@ -74,7 +76,9 @@ def test_an_error_while_an_interrupt_is_handled(tmp_path):
 
 ERRORS = [
     MemoryError(),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8e9 bytes"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8e9 bytes"
+    ),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
 ]
 
@@ -110,12 +114,17 @@ PLACES = [
 @pytest.mark.one_in(3, each=["name"])
 @pytest.mark.parametrize("error", ERRORS, ids=["Python", "torch", "CUDA"])
 @pytest.mark.parametrize("who", ["all", "one"])
-@pytest.mark.parametrize(("program", "module", "name"), PLACES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("program", "module", "name"), PLACES, ids=lambda value: getattr(value, "__name__", value)
+)
 def test_out_of_memory(program, module, name, who, error, tmp_path, monkeypatch):
     """The same CheckpointError with a text on every rank, and the checkpoint of before."""
     on_mesh((2,), lambda mesh: sm.checkpoint.save(tree(mesh), tmp_path / "c", step=1))
     on_mesh((2,), lambda mesh: save_file(mesh, tmp_path))
-    whole, rank = getattr(module, name), 0 if name in ("take_lease", "index_of", "manifest_of", "write", "serialize") else 1
+    whole, rank = (
+        getattr(module, name),
+        0 if name in ("take_lease", "index_of", "manifest_of", "write", "serialize") else 1,
+    )
 
     def fails(*args, **kwargs):
         if who == "one" and current_world().rank != rank:
@@ -157,9 +166,17 @@ print("end of the program", flush=True)
 """
 
 
-@pytest.mark.parametrize(("when", "code"), [("late", 1), ("waited", 0), pytest.param("soon", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("when", "code"), [("late", 1), ("waited", 0), pytest.param("soon", 1, marks=pytest.mark.slow)]
+)
 def test_an_asynchronous_save_that_nobody_waits_for(when, code, tmp_path):
-    run = subprocess.run([sys.executable, "-c", NEVER_WAITED, tmp_path, when], capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", NEVER_WAITED, tmp_path, when],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert run.returncode == code, run.stderr
     assert "end of the program" in run.stdout
     assert ("No space left on device" in run.stderr) == (code == 1)
@@ -226,5 +243,3 @@ def test_long_errors_are_cut(kind):
         run_on_all_ranks(all_ranks(current_world()), fails)
 
     assert len(same_error((2,), program, CheckpointError, silent=False)) <= 2100
-
-

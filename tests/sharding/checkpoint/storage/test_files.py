@@ -11,7 +11,14 @@ import torch
 
 import shardmesh as sm
 from shardmesh.sharding.checkpoint.agreement import CheckpointError
-from shardmesh.sharding.checkpoint.storage.files import Sink, open_regular, read_regular, remove_left_over, temporary_path, write_whole
+from shardmesh.sharding.checkpoint.storage.files import (
+    Sink,
+    open_regular,
+    read_regular,
+    remove_left_over,
+    temporary_path,
+    write_whole,
+)
 from tests.sharding.ranks import on_mesh
 
 OLD = (1, 1)
@@ -114,7 +121,12 @@ def test_two_writers_of_one_model(size, tmp_path):
         for _ in range(10):
             try:
                 whole = {name: x + number for name, x in values.items()}
-                on_mesh((1,), lambda mesh, whole=whole: sm.checkpoint.save_safetensors(whole, path, max_shard_size=size))
+                on_mesh(
+                    (1,),
+                    lambda mesh, whole=whole: sm.checkpoint.save_safetensors(
+                        whole, path, max_shard_size=size
+                    ),
+                )
             except Exception as error:
                 failures.append(error)
 
