@@ -153,7 +153,7 @@ def _add_piece(
         whole_number(info.get("offset"), "an offset"),
         whole_number(info.get("length"), "a length"),
     )
-    if offset + length > LARGEST:
+    if not length or offset + length > LARGEST:
         raise Damage(f"{_quoted(name)} is at {brief(offset)} with {brief(length)} bytes")
     if box is not None and leaf.dtype is not None and box_size(box) * leaf.dtype.itemsize > length:
         raise Damage(

@@ -246,6 +246,7 @@ INDEX: dict[str, Damage] = {
     "length 2**70": _store(length=2**70),
     "length 8e9": _store(length=8 * 10**9),
     "length 1": _store(length=1),
+    "a value of length 0": _index(lambda index: setattr(_stored(index, "step"), "length", 0)),
     "transformed": _store(transform_descriptors=["zstd"]),
     **{
         f"file {file!r:.20}": _store(relative_path=file)
