@@ -60,7 +60,7 @@ def test_metadata(wheel):
     assert "License-Expression: Apache-2.0" in lines
     assert "Requires-Python: >=3.11" in lines
     required = {line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")}
-    assert {r for r in required if "extra ==" not in r} == {"torch>=2.11", "numpy", "einops"}
+    assert {r for r in required if "extra ==" not in r} == {"torch>=2.11", "numpy", "einops", "safetensors"}
 
 
 def test_versions_agree():

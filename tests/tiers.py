@@ -36,7 +36,7 @@ NOT_FAST = (
     "mesh/monitor/test_breakpoint.py", "mesh/monitor/doctor/test_doctor.py", "mesh/monitor/test_termination.py",
     "mesh/monitor/recording/test_files.py", "mesh/monitor/ledger/test_ledger.py", "mesh/launch/test_session.py",
     "mesh/monitor/startup/test_rendezvous.py", "mesh/monitor/torch_calls/test_torch_calls.py",
-    "sharding/checkpoint/storage/test_lease.py", "sharding/functional/test_random_programs.py",
+    "sharding/checkpoint/storage/test_lease.py", "sharding/checkpoint/test_ends.py", "sharding/functional/test_random_programs.py",
     "sharding/parallel/data/test_compiled.py", "sharding/parallel/tensor/test_compiled.py",
     "sharding/ops/rules/test_check.py", "sharding/debug/test_nan_check.py", "sharding/ops/test_torch_compile.py",
     "sharding/redistribute/test_through_kernels.py",

@@ -18,7 +18,7 @@ from ...mesh.comm.world import World
 from ...mesh.topology import torchrun_node_size
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
-from .agreement import CheckpointError, agree, all_ranks, run_on_all_ranks
+from .agreement import CheckpointError, agree, all_ranks, attempt, run_on_all_ranks
 from .placing import own_name
 from .storage import folder as folders
 from .storage.manifest import Stored, check_whole, parse, read_index
@@ -67,15 +67,25 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
     """
     world = current_world()
     group = all_ranks(world)
-    stored = _read_contents(group, Path(dir), step)
+    contents = _read_contents(group, Path(dir), step)
+    prepared, failure = attempt(lambda: _prepare(contents, like, world))
+    stored, tree, wants = prepared or (None, None, {})
+    lines = {"": f"dir={os.fspath(dir)!r}, step={step}", **{name: line_of(want) for name, want in wants.items()}}
+    agree(group, "load", lines, failure)
+    assert stored is not None  # noqa: S101
+    loaded = _read_parts(world, group, stored, wants)
+    return load_stateful(like, mapped(tree, lambda path, want: _result(stored, loaded, name_of(path), want)))
+
+
+def _prepare(contents: _Contents, like: Any, world: World) -> tuple[Stored, Any, dict[str, Any]]:
+    """Return what is stored, the tree of wanted leaves, and these by name."""
+    stored = contents.parsed()
     tree = wanted_tree(like, stored, world)
     wants = {name_of(path): want for path, want in leaves(tree)}
     for name, want in wants.items():
         if not isinstance(want, StoredValue):
             check_whole(stored, name)
-    agree(group, "load", {"": f"dir={os.fspath(dir)!r}, step={step}", **{name: line_of(want) for name, want in wants.items()}})
-    loaded = _read_parts(world, group, stored, wants)
-    return load_stateful(like, mapped(tree, lambda path, want: _result(stored, loaded, name_of(path), want)))
+    return stored, tree, wants
 
 
 def _read_parts(world: World, group: Group, stored: Stored, wants: Mapping[str, Any]) -> LoadedParts:
@@ -84,16 +94,20 @@ def _read_parts(world: World, group: Group, stored: Stored, wants: Mapping[str, 
     Raises:
         CheckpointError: some rank of some node could not read; on every rank, the same text.
     """
-    loaded = _allocate(stored, wants, world.rank)
     node = _sharing(world)
     tensors = {name: want if isinstance(want, Layout) else None for name, want in wants.items() if not isinstance(want, StoredValue)}
     plan = plan_reads(stored, tensors, _values(stored, wants, node), node)
     if len(node) == 1:  # each rank starts at another piece, so that together they read an uncached file only once
         first = len(plan) * world.rank // world.size
         plan = plan[first:] + plan[:first]
-    work = partial(read, stored, plan, world.group(node), world.rank, loaded, _device(world.group(node)))
+    parts: list[LoadedParts] = []
+    allocate = partial(_allocate, stored, wants, world.rank)
+
+    def work() -> None:
+        parts.append(read(stored, plan, world.group(node), world.rank, allocate, _device(world.group(node))))
+
     run_on_all_ranks(group, work)
-    return loaded
+    return parts[0]
 
 
 class _Index(NamedTuple):
@@ -106,7 +120,27 @@ class _Index(NamedTuple):
     problem: str = ""
 
 
-def _read_contents(group: Group, dir: Path, step: int | None) -> Stored:
+class _Contents(NamedTuple):
+    """The path and step of a checkpoint, and the bytes of its manifest and its index."""
+
+    path: Path
+    step: int | None
+    manifest: bytes | None
+    index: bytes
+
+    def parsed(self) -> Stored:
+        """Return what is stored.
+
+        Raises:
+            CheckpointError: the manifest or the index is damaged.
+        """
+        stored = parse(self.path, self.manifest, self.index)
+        if None not in (self.step, stored.step) and self.step != stored.step:
+            raise CheckpointError(f"{self.path} is of step {stored.step} by its manifest, not {self.step}: its folder was renamed")
+        return stored
+
+
+def _read_contents(group: Group, dir: Path, step: int | None) -> _Contents:
     """Return the contents of the checkpoint; rank 0 reads the index and broadcasts it.
 
     Raises:
@@ -132,14 +166,13 @@ def _read_contents(group: Group, dir: Path, step: int | None) -> Stored:
         raise FileNotFoundError(index.problem)
     text = _broadcast(group, text, (index.manifest or 0) + index.index)
     manifest = None if index.manifest is None else text[: index.manifest]
-    stored = parse(Path(index.path), manifest, text[index.manifest or 0 :])
-    if None not in (index.step, stored.step) and index.step != stored.step:
-        raise CheckpointError(f"{index.path} is of step {stored.step} by its manifest, not {index.step}: its folder was renamed")
-    return stored
+    return _Contents(Path(index.path), index.step, manifest, text[index.manifest or 0 :])
 
 
 def _broadcast(group: Group, text: bytes, length: int) -> bytes:
     """Return the text of rank 0 on every rank."""
+    if not length:
+        return b""
     data = torch.frombuffer(bytearray(text or bytes(length)), dtype=torch.uint8).to(_device(group))
     group.broadcast(data, 0)
     return bytes(data.cpu().numpy())
@@ -147,7 +180,7 @@ def _broadcast(group: Group, text: bytes, length: int) -> bytes:
 
 def _found(dir: Path, step: int | None) -> tuple[Path | None, int | None]:
     """Return the checkpoint's folder and the step in its name; if `dir` is a checkpoint itself, its name does not matter."""
-    if step is None and (dir / folders.METADATA).is_file():
+    if step is None and os.path.lexists(dir / folders.METADATA):
         return dir, None
     found = folders.complete(dir)
     step = max(found, default=None) if step is None else step

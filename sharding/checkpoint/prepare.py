@@ -7,6 +7,7 @@ import os
 import threading
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,15 +19,17 @@ from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import Group
 from ...mesh.comm.process import ProcessWorld
 from ...mesh.comm.world import World
+from ...mesh.monitor.diagnosis.members import lost_ranks
 from ..tensor.redistribute import redistribute
 from ..tensor.sharded_tensor import ShardedTensor
-from .agreement import agree, all_ranks, run_on_all_ranks
+from .agreement import agree, all_ranks, attempt, is_out_of_memory, run_on_all_ranks
 from .placing import WriteItem, make_write_plan, own_name
 from .saving import SaveJob, on_host, serialize
 from .staging import copy_leaves, small_on_host
 from .storage import folder as folders
+from .storage.index import Damage
 from .storage.lease import Lease, take_lease
-from .storage.manifest import import_format
+from .storage.manifest import check_structure, import_format
 from .tree import Path as TreePath
 from .tree import PerRank, Structure, children, leaves, name_of, opened, structure_of, torch_paths
 
@@ -56,20 +59,29 @@ def prepare_save(tree: Any, dir: str | os.PathLike[str], step: int | None, keep:
     group = all_ranks(world)
     _check_numbers(step, keep)
     import_format()  # the thread of an asynchronous save may outlive the program, and could not import it then
-    state = state_of(tree, world)
-    agree(group, "save", {"": f"dir={os.fspath(dir)!r}, step={step}, keep={keep}", **state.lines})
-    state = _reduce_pending(state)
+    collected, failure = attempt(lambda: state_of(tree, world))
+    lines = {} if collected is None else collected.lines
+    agree(group, "save", {"": f"dir={os.fspath(dir)!r}, step={step}, keep={keep}", **lines}, failure)
+    assert collected is not None  # noqa: S101
+    state = _reduce_pending(collected)
     plan = make_write_plan(state.leaves, world)
     held, ready = _held(state, plan, world.rank), None
     if copies:
-        held, ready = copy_leaves(held, world)
+        copied, failure = attempt(lambda: copy_leaves(held, world))
+        held, ready = copied or ({}, None)
     paths = dict(torch_paths(state.structure))
     paths |= {piece.name: _own_path(piece.name, paths) for piece in plan if piece.name not in paths}
-    unfinished, number, nonce, lease = _begin(group, Path(dir), step, kept=isinstance(world, ProcessWorld))
+    unfinished, number, nonce, lease = _begin(group, Path(dir), step, isinstance(world, ProcessWorld), failure)
     return SaveJob(
         world.rank, world.size, number, keep, unfinished, nonce, plan, held, state.structure, paths,
-        threading.Event(), lease, ready,
+        threading.Event(), lease, ready, partial(_is_lost, world),
     )  # fmt: skip
+
+
+def _is_lost(world: World, rank: int) -> bool:
+    """Return whether the process of a rank is known to have died, so that it will write nothing more."""
+    monitor = world.monitor if isinstance(world, ProcessWorld) else None
+    return monitor is not None and any(member.rank == rank for member in lost_ranks(monitor.directory))
 
 
 def _held(state: SaveState, plan: Sequence[WriteItem], rank: int) -> dict[str, Any]:
@@ -93,12 +105,20 @@ def _check_numbers(step: int | None, keep: int | None) -> None:
         raise ValueError(f"save: keep, the number of checkpoints to keep, must be an integer >= 1, or None for all, got {keep!r}")
 
 
-def _begin(group: Group, dir: Path, step: int | None, kept: bool) -> tuple[Path, int, str, Lease | None]:
-    """Return the folder to write to, step, nonce, and on rank 0 the lease of the folder; rank 0 makes them."""
+def _begin(
+    group: Group, dir: Path, step: int | None, kept: bool, failure: Exception | None
+) -> tuple[Path, int, str, Lease | None]:
+    """Return the folder to write to, step, nonce, and on rank 0 the lease of the folder; rank 0 makes them.
+
+    An earlier failure of a rank is raised on all.
+    """
     lease: Lease | None = None
+    unfinished: Path | None = None
 
     def begin() -> tuple[str, int] | None:
-        nonlocal lease
+        nonlocal lease, unfinished
+        if failure is not None:
+            raise failure
         if group.rank != 0:
             return None
         dir.mkdir(parents=True, exist_ok=True)
@@ -107,13 +127,16 @@ def _begin(group: Group, dir: Path, step: int | None, kept: bool) -> tuple[Path,
         newest = folders.latest(dir)
         number = step if step is not None else 0 if newest is None else newest.step + 1
         nonce = os.urandom(4).hex()
-        (dir / folders.name(number, f"tmp-{nonce}")).mkdir()
+        unfinished = dir / folders.name(number, f"tmp-{nonce}")
+        unfinished.mkdir()
         return nonce, number
 
     try:
         (begun, *_) = run_on_all_ranks(group, begin)
         assert begun is not None  # noqa: S101
     except BaseException:
+        if unfinished is not None:
+            folders.remove(unfinished)
         if lease is not None:
             lease.end()
         raise
@@ -142,7 +165,12 @@ def state_of(tree: Any, world: World) -> SaveState:
             raise ValueError(f"save: two leaves have the name {name!r}, {both}: names are paths joined by dots; rename one")
         found[name], paths[name] = leaf, path
     lines = {name: _line(name, leaf, world) for name, leaf in small_on_host(found, world).items()}
-    return SaveState(found, structure_of(tree), lines)
+    structure = structure_of(tree)
+    try:
+        check_structure(structure)
+    except Damage as error:
+        raise ValueError(f"save: {error}, which could not be loaded") from error
+    return SaveState(found, structure, lines)
 
 
 def _line(name: str, leaf: Any, world: World) -> str:
@@ -179,6 +207,8 @@ def _check_value(name: str, value: Any) -> None:
     try:
         torch.load(io.BytesIO(serialize(value)), weights_only=True)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise TypeError(
             f"save: {name!r} is a {type(value).__name__}, which cannot be loaded safely; save tensors, numbers, strings, None, lists, "
             "tuples and dicts of these, or an object with state_dict() and load_state_dict()"

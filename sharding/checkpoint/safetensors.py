@@ -2,12 +2,14 @@
 
     length of the header, 8 bytes | {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} | tensors, row-major
 
-The format is that of https://github.com/huggingface/safetensors; the library is not required. A large model has several files and an index,
-`model.safetensors.index.json`, which names the file of each tensor. A tied weight is stored once.
+The format is that of https://github.com/huggingface/safetensors, whose library checks each header.
+A large model has several files and an index, `model.safetensors.index.json`, which names the file of
+each tensor. A tied weight is stored once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -26,10 +28,21 @@ from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
-from .agreement import CheckpointError, agree, all_ranks, run_on_all_ranks
+from .agreement import CheckpointError, agree, all_ranks, brief, is_out_of_memory, run_on_all_ranks
 from .full_state import whole_on
 from .load import line_of, load_stateful
-from .storage.files import Sink, sync_folder, write_whole
+from .storage.files import (
+    Sink,
+    locked_folder,
+    open_regular,
+    read_regular,
+    remove_left_over,
+    removed_on_error,
+    sync_folder,
+    temporary_path,
+    write_whole,
+)
+from .storage.index import check_file_name
 from .storage.manifest import Stored, StoredLeaf
 from .storage.reading import box_of
 from .ties import ties
@@ -71,7 +84,7 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
         CheckpointError: a file is missing, or not in the format; a tensor is in two files, or not in the file of the index. The
             text names the file, the same on every rank.
 
-    Communication: two all_gathers of small objects over all ranks.
+    Communication: three all_gathers of small objects over all ranks.
 
     Example:
         >>> sm.checkpoint.load_safetensors("llama/", like=model)
@@ -84,8 +97,16 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
     ((stored, places),) = found
     tree = wanted_tree(like, stored, world)
     wants = {name_of(path): want for path, want in leaves(tree)}
+    for name, want in wants.items():
+        if isinstance(want, StoredValue):
+            raise ValueError(f"load_safetensors: {name!r} in like= is not a tensor, and these files have only tensors; leave it out")
     agree(group, "load_safetensors", {name: line_of(want) for name, want in wants.items()})
-    return load_stateful(like, mapped(tree, lambda path, want: _read(name_of(path), want, stored, places, world)))
+    loaded: list[Any] = []
+    run_on_all_ranks(
+        group,
+        lambda: loaded.append(mapped(tree, lambda path, want: _read(name_of(path), want, stored, places, world))),
+    )
+    return load_stateful(like, loaded[0])
 
 
 def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _FileOffset]]:
@@ -103,11 +124,11 @@ def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Fi
         aliases |= _aliases(header.pop("__metadata__", None))
         for name, description in header.items():
             if name in places:
-                raise CheckpointError(f"{name!r} is in {places[name].path} and in {file}; pass one file or the index")
-            entries[name], places[name] = _entry(file, name, description, data), _FileOffset(file, data + description["data_offsets"][0])
+                raise CheckpointError(f"{brief(name)!r} is in {places[name].path} and in {file}; pass one file or the index")
+            entries[name], places[name] = _entry(file, name, description), _FileOffset(file, data + description["data_offsets"][0])
     for name, file in indexed.items():
         if name not in places or places[name].path != file:
-            raise CheckpointError(f"{file} has no {name!r}, although the index of {path} lists it there; write the model again")
+            raise CheckpointError(f"{file} has no {brief(name)!r}, although the index of {path} lists it there; write the model again")
     for group in [*_groups(aliases), *_groups(tied)]:
         for kept in [name for name in group if name in entries][:1]:
             for name in group:
@@ -120,7 +141,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
     """Return the files of a path, and the file of each tensor if there is an index."""
     indices = sorted(path.glob(f"*.safetensors{_INDEX}")) if path.is_dir() else [path] if path.name.endswith(_INDEX) else []
     if len(indices) > 1:
-        raise CheckpointError(f"{path} has {len(indices)} indices, {[index.name for index in indices]}; give the path of one")
+        raise CheckpointError(f"{path} has {len(indices)} indices, {[index.name for index in indices][:3]}; give the path of one")
     if indices:
         weight_map = _weight_map(indices[0])
         named = {name: indices[0].parent / file for name, file in weight_map.items()}
@@ -133,14 +154,16 @@ def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found = json.loads(index.read_text())["weight_map"]
-        if all(isinstance(file, str) and Path(file).name == file for file in found.values()):
-            return found
-        problem = "a file of its weight_map is not in the same folder"
+        found = json.loads(read_regular(index, _LONGEST_HEADER), object_pairs_hook=_no_name_twice)["weight_map"]
+        for file in found.values():
+            check_file_name(file)
+        return found
     except OSError as error:
-        problem = error.strerror
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = repr(error)
+        problem = brief(error)
+    except (ValueError, RecursionError) as error:
+        problem = brief(error)
+    except (KeyError, TypeError, AttributeError) as error:
+        problem = brief(repr(error))
     raise CheckpointError(f"{index} cannot be read as the index of a model ({problem}); it must have a weight_map from names to files")
 
 
@@ -158,35 +181,46 @@ def _groups(aliases: Mapping[str, str]) -> list[list[str]]:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """Return the header, and the offset of the data."""
+    """Return the header, and the offset of the data.
+
+    The safetensors library checks it: names, dtypes, shapes, and that the tensors fill the file without holes or overlaps.
+    """
+    from safetensors import SafetensorError, safe_open
+
     try:
-        with file.open("rb") as opened_file:
+        with open_regular(file) as opened_file:
+            size = os.fstat(opened_file.fileno()).st_size
             length = int.from_bytes(opened_file.read(8), "little")
-            if length > _LONGEST_HEADER:
-                raise ValueError(f"a header of {length} bytes")
-            return json.loads(opened_file.read(length)), 8 + length
+            if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            text = opened_file.read(length)
+        with safe_open(file, framework="numpy"):
+            pass
+        header = json.loads(text, object_pairs_hook=_no_name_twice)
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is damaged, or not in the safetensors format: {error}") from error
+        raise CheckpointError(f"{file} cannot be read ({brief(error)})") from error
+    except (ValueError, RecursionError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is damaged, or not in the safetensors format: {brief(error)}") from error
+    return header, 8 + length
 
 
-def _entry(file: Path, name: str, description: Any, data: int) -> StoredLeaf:
-    try:
-        dtype, shape, (start, stop) = _DTYPES[description["dtype"]], torch.Size(description["shape"]), description["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file} describes {name!r} as {description!r}, which is not in the safetensors format") from error
-    size = file.stat().st_size
-    if stop - start != math.prod(shape) * dtype.itemsize or start < 0 or data + stop > size:
-        raise CheckpointError(
-            f"{file} is damaged: {name!r}, {dtype}{list(shape)}, should be in bytes {data + start}:{data + stop}, but the file has {size}"
-        )
-    return StoredLeaf(shape, dtype)
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice")
+    return found
+
+
+def _entry(file: Path, name: str, description: Any) -> StoredLeaf:
+    """Return a tensor of a header that the library has checked."""
+    dtype = _DTYPES.get(description["dtype"])
+    if dtype is None:
+        has = brief(description["dtype"])
+        raise CheckpointError(f"{file} has {brief(name)!r} of the dtype {has!r}, which this version of shardmesh does not read")
+    return StoredLeaf(torch.Size(description["shape"]), dtype)
 
 
 def _read(name: str, want: Any, stored: Stored, places: Mapping[str, _FileOffset], world: World) -> Any:
-    if isinstance(want, StoredValue):
-        raise ValueError(f"load_safetensors: {name!r} in like= is not a tensor, and these files have only tensors; leave it out")
     entry = stored.entries[name]
     shape, dtype = entry.shape or torch.Size(), entry.dtype or torch.uint8
     box = box_of(want, world.rank) if isinstance(want, Layout) else full_box(shape)
@@ -310,26 +344,33 @@ def _bytes_on(leaf: Tensor, rank: int, world: World) -> Any:
 def _write(path: Path, shards: Sequence[Mapping[str, Tensor]], parts: Sequence[Iterator[Any]]) -> None:
     """Write every file under a temporary name, then rename them; write the index last."""
     files = _shard_paths(path, len(shards))
-    temporary = [file.with_name(file.name + ".unfinished") for file in files]
+    temporary = [temporary_path(file) for file in files]
     index = path.with_name(path.name + _INDEX)
+    created: list[Path] = []
     try:
-        for file, data in zip(temporary, parts, strict=True):
-            with Sink(file) as sink:
+        with removed_on_error(created), contextlib.ExitStack() as sinks:  # open, and so locked, until all are renamed
+            for file in [*files, index]:
+                remove_left_over(file)
+            for file, data in zip(temporary, parts, strict=True):
+                sink = sinks.enter_context(Sink(file))
+                created.append(file)
                 for part in data:
                     sink.write(part)
                 sink.sync()
-        index.unlink(missing_ok=True)
-        for unfinished, file in zip(temporary, files, strict=True):
-            os.rename(unfinished, file)
-        _remove_others(path, files)
-        if len(files) > 1:
-            write_whole(index, _index_of(shards, files))
-        sync_folder(path.parent)
-    except OSError as error:
+            with locked_folder(path.parent):
+                index.unlink(missing_ok=True)
+                for unfinished, file in zip(temporary, files, strict=True):
+                    os.rename(unfinished, file)
+                _remove_others(path, files)
+                if len(files) > 1:
+                    write_whole(index, _index_of(shards, files))
+                sync_folder(path.parent)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, OSError) and not is_out_of_memory(error):
+            raise
         deque(chain.from_iterable(parts), 0)  # the other ranks continue to send
-        for file in temporary:
-            file.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} could not be written ({error.strerror or error}); an existing file is unchanged") from error
+        why = brief(error) if isinstance(error, OSError) else f"out of memory: {brief(error)}"
+        raise CheckpointError(f"{path} could not be written ({why}); an existing file is unchanged") from error
 
 
 def _shard_paths(path: Path, count: int) -> list[Path]:

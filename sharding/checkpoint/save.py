@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -18,6 +19,7 @@ from .saving import SaveJob
 from .storage.folder import Checkpoint, remove_share
 
 _log = logging.getLogger(__name__)
+_failed: dict[AsyncSave, Exception] = {}  # nobody has waited for these
 _unfinished: weakref.WeakKeyDictionary[World, AsyncSave] = weakref.WeakKeyDictionary()
 
 
@@ -65,7 +67,8 @@ def async_save(tree: Any, dir: str | os.PathLike[str], *, step: int | None = Non
 
     The pieces that this rank writes are copied to host memory, written, synced and committed as by `save`, also without `wait()`. On a
     GPU that memory is pinned and kept for the next save, and the program does not wait for the copies, only later work of the stream.
-    A second save, of either kind, waits for the first.
+    A second save, of either kind, waits for the first. A process in which a save failed that nobody waited for says so when it ends, and
+    its exit code is not 0.
 
     Args: as `save`.
 
@@ -96,6 +99,8 @@ class AsyncSave:
         self._error: Exception | None = None
         self._outcome: Checkpoint | BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"save of step {job.step}")
+        atexit.unregister(_report_failures)
+        atexit.register(_report_failures)
         self._thread.start()
 
     def _run(self) -> None:
@@ -105,8 +110,8 @@ class AsyncSave:
             self._error = _tried(self._commit)
         self._job.end()
         error = self._write_error or self._error
-        if error is not None and not threading.main_thread().is_alive():
-            _log.error("%s", error)  # `wait()` will not be called any more
+        if error is not None:
+            _failed[self] = error
 
     def _commit(self) -> None:
         checkpoint, retired = self._job.commit()
@@ -132,6 +137,7 @@ class AsyncSave:
                 self._outcome = error
                 raise
             finally:
+                _failed.pop(self, None)
                 _unfinished.pop(current_world(), None)
         if isinstance(self._outcome, BaseException):
             raise self._outcome
@@ -154,6 +160,29 @@ class AsyncSave:
         if self._error is not None:
             raise self._error
         return self._result
+
+
+def _report_failures() -> None:
+    """Log at exit the errors that no `wait()` has raised, and make the exit code 1."""
+    global _exit_with_one
+    for error in _failed.values():
+        _log.error("%s", error)
+    if _failed:
+        _exit_with_one = _ExitWithOne()
+
+
+class _ExitWithOne:
+    """End the process when the interpreter clears its modules: all exit functions have run by then, and output is flushed."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    def __del__(self, end: Callable[[int], Any] = os._exit, pid: Callable[[], int] = os.getpid) -> None:
+        if pid() == self._pid:
+            end(1)
+
+
+_exit_with_one: _ExitWithOne | None = None
 
 
 def _tried(work: Callable[[], None]) -> Exception | None:

@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...kernels.box import Box, box_origin, slices
 from ..tensor.sharded_tensor import ShardedTensor
-from .agreement import CheckpointError
+from .agreement import CheckpointError, brief, is_out_of_memory
 from .placing import WriteItem
 from .storage import folder as folders
-from .storage.files import Sink, write_whole
+from .storage.files import Sink, torch_save, write_whole
 from .storage.lease import Lease
 from .storage.manifest import StoredLeaf, StoredPiece, index_of, manifest_of
 from .tree import Path as TreePath
 from .tree import Structure
 
 _POLL_S = 0.01
+_LOST_S = 0.25  # how often to ask whether the rank that is waited for has died
 _AFTER_END_S = 30.0  # how long the thread of an asynchronous save waits for other ranks after the program has ended
 
 
@@ -46,6 +46,7 @@ class SaveJob:
         stopped: set when rank 0 must stop waiting for others.
         lease: on rank 0, the lease of the folder of checkpoints.
         ready: waits until the leaves have their values; None if they have.
+        is_lost: whether the process of a rank is known to have died.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class SaveJob:
     stopped: threading.Event
     lease: Lease | None
     ready: Callable[[], None] | None = None
+    is_lost: Callable[[int], bool] = lambda rank: False
 
     def write(self) -> None:
         """Write and sync this rank's pieces, then their list."""
@@ -78,6 +80,13 @@ class SaveJob:
             write_whole(path, json.dumps(written).encode())
         except OSError as error:
             raise CheckpointError(self._error_text(path, error)) from error
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CheckpointError(
+                f"the checkpoint of step {self.step} was not made: rank {self.rank} ran out of memory ({brief(error)}); "
+                "complete checkpoints are unchanged"
+            ) from error
 
     def _data(self, piece: WriteItem) -> Tensor | bytes:
         leaf = self.leaves[piece.name]
@@ -113,10 +122,16 @@ class SaveJob:
 
     def _wait_for_rank(self, rank: int) -> bytes:
         """Wait for a rank's list of written pieces and return it."""
-        path, ended = self.unfinished / _part(rank), None
+        path, ended, asked = self.unfinished / _part(rank), None, time.monotonic()
         while not path.exists():
             if not self.unfinished.is_dir():
                 raise CheckpointError(f"the checkpoint of step {self.step} was not made: {self.unfinished} was removed")
+            if time.monotonic() > asked + _LOST_S:
+                asked = time.monotonic()
+                if self.is_lost(rank) and not path.exists():
+                    raise CheckpointError(
+                        f"the checkpoint of step {self.step} was not made: rank {rank} died before it had written its part"
+                    )
             if not threading.main_thread().is_alive():
                 ended = ended or time.monotonic()
             if self.stopped.wait(_POLL_S) or (ended and time.monotonic() > ended + _AFTER_END_S):
@@ -192,5 +207,5 @@ def on_host(x: Tensor, copy: bool = False) -> Tensor:
 def serialize(value: Any) -> bytes:
     """Return a value that is not a tensor, as torch.distributed.checkpoint stores it."""
     file = io.BytesIO()
-    torch.save(value, file)
+    torch_save(value, file)
     return file.getvalue()

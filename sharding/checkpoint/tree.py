@@ -154,9 +154,13 @@ def structure_from(paths: Mapping[str, Path]) -> Structure:
     """Return the structure of torch's own checkpoints: keys of dicts are strings, indices of lists are integers."""
     nested: dict[Any, Any] = {}
     for name, path in paths.items():
-        at = nested
+        at: Any = nested
         for key in path[:-1]:
             at = at.setdefault(key, {})
+            if not isinstance(at, dict):
+                raise ValueError("a path leads through a leaf")
+        if path[-1] in at:
+            raise ValueError("two leaves have one path, or one leads through the other")
         at[path[-1]] = name
     return _as_structure(nested)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ...mesh.comm.world import World
 from ..layout.layout import Layout
 from ..layout.spec import Sharding
 from ..tensor.sharded_tensor import ShardedTensor
+from .agreement import brief
 from .placing import own_name
 from .state import optimizer_layouts, parameters_of
 from .storage.manifest import Stored
@@ -57,6 +59,8 @@ class StoredValue(Leaf):
 
 
 Want = Layout | WholeTensor | StoredValue
+_MOST_DIMS = 64  # that are shown
+_COMPARED, _LONGEST_NAME = 2000, 200  # names, and characters of a name, that are compared for one that is missing
 
 
 def wanted_tree(like: Any, stored: Stored, world: World) -> Any:
@@ -136,7 +140,7 @@ def _check(name: str, want: Any, stored: Stored) -> None:
         if entry is None and not want.optional:
             raise ValueError(_missing(name, stored))
         if entry is not None and entry.shape is not None:
-            is_one = f"{entry.dtype}{list(entry.shape)}"
+            is_one = brief(f"{entry.dtype}{list(entry.shape[:_MOST_DIMS])}")
             raise ValueError(f"load: {name!r} in {stored.folder} is a tensor, {is_one}; pass a Layout or a tensor in like=")
         return
     if not isinstance(want, Layout | WholeTensor):
@@ -146,7 +150,7 @@ def _check(name: str, want: Any, stored: Stored) -> None:
         raise ValueError(_missing(name, stored))
     like = want if isinstance(want, Layout) else want.like
     if like is not None and (entry.shape, entry.dtype) != (like.shape, like.dtype):
-        has = "a value that is not a tensor" if entry.shape is None else f"{entry.dtype}{list(entry.shape)}"
+        has = "a value that is not a tensor" if entry.shape is None else brief(f"{entry.dtype}{list(entry.shape[:_MOST_DIMS])}")
         raise ValueError(
             f"load: {name!r} is {like.dtype}{list(like.shape)} in like=, but {stored.folder} has {has}; "
             "use the stored shape and dtype in like=, and convert the result"
@@ -154,6 +158,7 @@ def _check(name: str, want: Any, stored: Stored) -> None:
 
 
 def _missing(name: str, stored: Stored) -> str:
-    near = difflib.get_close_matches(name, list(stored.entries), 3, 0.5)
-    has = f"it has {', '.join(map(repr, near))}" if near else f"it has {len(stored.entries)} leaves, such as {sorted(stored.entries)[:3]}"
-    return f"load: {stored.folder} has no {name!r}; {has}; use the names that were saved"
+    known = list(islice((other for other in stored.entries if len(other) <= _LONGEST_NAME), _COMPARED))
+    near = difflib.get_close_matches(name[:_LONGEST_NAME], known, 3, 0.5)
+    has = f"it has {', '.join(map(repr, near))}" if near else f"it has {len(stored.entries)} leaves, such as {sorted(known)[:3]}"
+    return f"load: {stored.folder} has no {brief(name)!r}; {has}; use the names that were saved"

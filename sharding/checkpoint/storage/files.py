@@ -1,28 +1,45 @@
-"""Atomic files: written, synced, renamed; with a checksum of every piece."""
+"""Atomic files: written under a random name, synced, renamed; with a checksum of every piece.
+
+    model.safetensors.5f3a91c2e07b4d18.unfinished    created with O_EXCL and O_NOFOLLOW, locked while it is written
+    model.safetensors                                the same file, renamed
+
+A file that is read may be a link, but must be a regular file: a FIFO or a device is refused.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import io
 import os
+import re
+import stat
 import struct
+import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..agreement import interrupt_of
 from .crc import crc32_combine
 
 _BUFFER = 1 << 20
+_TOKEN_BYTES = 8  # of the random part of a temporary name
+_LEFT_S = 60.0  # a temporary file of this age that nobody has locked was left by a process that was killed
+_LONGEST_NAME = 255  # bytes, of a file's name
 _COMBINED = 1 << 16  # from this number of bytes on, combining checksums is faster than computing one
 
 
 class Sink:
     """A new file, written sequentially; `sync` returns when it is on disk.
 
-    Errors of `write` are raised by `sync`, since `torch.save`, which calls `write`, would replace them by another error.
+    The file must not exist, also not as a link. Errors of `write` are raised by `sync`, since `torch.save`, which calls
+    `write`, would replace them by another error.
 
     Attributes:
         position: bytes written so far.
@@ -33,7 +50,7 @@ class Sink:
         self._raw = _Descriptor(path)
         self._file = io.BufferedWriter(self._raw, _BUFFER)
         self.position = self.crc = 0
-        self._error: OSError | None = None
+        self._error: OSError | MemoryError | None = None
         self._elements: int | None = None  # bytes of the tensor that is being saved, whose CRC-32 `torch.save` computes
         self._waiting: Any = None  # these bytes, until the CRC-32 after them is written
 
@@ -56,7 +73,7 @@ class Sink:
         if self._error is None:
             try:
                 self._file.write(data)
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 self._error = error
         return written
 
@@ -67,7 +84,7 @@ class Sink:
         of reading the elements again.
         """
         self._elements = x.nbytes if x.nbytes >= _COMBINED and torch.serialization.get_crc32_options() else None
-        torch.save(x, self)  # type: ignore[arg-type]
+        torch_save(x, self)
         self._add_waiting(None)
         self._elements = None
 
@@ -92,12 +109,15 @@ class Sink:
         """Flush and sync the file to disk.
 
         Raises:
-            OSError: a write failed.
+            OSError, MemoryError: a write failed.
         """
         if self._error is not None:
             raise self._error
         self._file.flush()
         os.fsync(self._raw.fileno())
+
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def _crc_after(data: Any, length: int) -> int | None:
@@ -108,7 +128,9 @@ def _crc_after(data: Any, length: int) -> int | None:
 
 class _Descriptor(io.RawIOBase):
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._fd = os.open(path, _NEW, 0o666)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def writable(self) -> bool:
         return True
@@ -127,11 +149,86 @@ class _Descriptor(io.RawIOBase):
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file atomically: under a temporary name, synced, then renamed."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    with Sink(unfinished) as sink:
+    unfinished = temporary_path(path)
+    with Sink(unfinished) as sink, removed_on_error([unfinished]):
         sink.write(data)
         sink.sync()
-    os.rename(unfinished, path)
+        os.rename(unfinished, path)
+
+
+def temporary_path(path: Path) -> Path:
+    """Return a path with a random name in the same folder, for a file that will be renamed to `path`."""
+    suffix = f".{os.urandom(_TOKEN_BYTES).hex()}.unfinished"
+    fits = len(os.fsencode(path.name + suffix)) <= _LONGEST_NAME
+    return path.with_name((path.name if fits else "") + suffix)
+
+
+@contextlib.contextmanager
+def removed_on_error(paths: Iterable[Path]) -> Iterator[None]:
+    """Remove these files if the block raises. They must be this process's own."""
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        raise
+
+
+def remove_left_over(path: Path) -> None:
+    """Remove the temporary files of `path` that killed processes left: old ones that no process has locked."""
+    pattern = re.compile(re.escape(path.name) + rf"\.[0-9a-f]{{{2 * _TOKEN_BYTES}}}\.unfinished")
+    for name in filter(pattern.fullmatch, os.listdir(path.parent)):
+        with contextlib.suppress(OSError):
+            _remove_unless_locked(path.with_name(name))
+
+
+def _remove_unless_locked(path: Path) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status = os.fstat(fd)
+        os.utime(fd)  # now, by the clock of the file system
+        if stat.S_ISREG(status.st_mode) and os.fstat(fd).st_mtime > status.st_mtime + _LEFT_S:
+            os.unlink(path)
+        else:
+            os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def locked_folder(path: Path) -> Iterator[None]:
+    """Hold the lock of a folder where its file system has locks, so that sets of files are renamed one after the other."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def torch_save(value: Any, file: Any) -> None:
+    """Write a value with `torch.save`; Ctrl-C stays a KeyboardInterrupt.
+
+    `torch.save` completes its container after an exception, and then raises that this failed.
+    """
+    with own_interrupt():
+        torch.save(value, file)
+
+
+@contextlib.contextmanager
+def own_interrupt() -> Iterator[None]:
+    """Raise the KeyboardInterrupt, SystemExit or MemoryError that the block replaced by another error."""
+    before = sys.exc_info()[1]
+    try:
+        yield
+    except Exception as error:
+        interrupt = interrupt_of(error, before)
+        if interrupt is not None:
+            raise interrupt from None
+        raise
 
 
 def sync_folder(path: Path) -> None:
@@ -143,10 +240,40 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
+def open_regular(path: Path) -> io.FileIO:
+    """Open a file for reading without waiting for a writer.
+
+    Raises:
+        OSError: it is missing, or not a regular file: a folder, a FIFO, a device.
+    """
+    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """Return the bytes of a regular file.
+
+    Raises:
+        OSError: as `open_regular`; or it has more than `limit` bytes.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise OSError(errno.EFBIG, f"{size} bytes, more than {limit}", str(path))
+        return file.readall() or b""
+
+
 def read_into(path: Path, offset: int, views: Iterable[memoryview]) -> int:
-    """Fill the views, one after the other, with a file's bytes from `offset`; return their number, less at the end of the file."""
+    """Fill the views, one after the other, with a file's bytes from `offset`; return their number, less at the end of the file.
+
+    Raises:
+        OSError: the file is missing, or not a regular file.
+    """
     done = 0
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         file.seek(offset)
         for view in views:
             while view and (got := file.readinto(view)):

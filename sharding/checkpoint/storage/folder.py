@@ -9,6 +9,9 @@
       step-00000100.old-5f3a91c2/      replaced by a newer save of its step; valid until that is renamed
       step-00000000.gone-5f3a91c2/     being removed, a share of its files by each rank
       .owner-00000001.json             the process that saves here (lease.py)
+
+A step may be a link, as after a checkpoint was moved to another disk: it is read like a folder, and
+where a step is removed only the link is.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -24,8 +28,8 @@ from typing import NamedTuple
 from .files import sync_folder
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
-_WRITER = re.compile(r"__(\d+)_")
-_NAME = re.compile(r"step-(\d+)(?:\.(tmp|old|gone)-\w+)?")
+_WRITER = re.compile(r"__([0-9]{1,9})_")
+_NAME = re.compile(r"step-([0-9]{1,18})(?:\.(tmp|old|gone)-\w+)?")
 
 
 class Checkpoint(NamedTuple):
@@ -74,7 +78,11 @@ def _entries(folder: Path) -> list[tuple[int, str, Path]]:
     if not folder.is_dir():
         return []
     matched = [(_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
-    return [(int(match[1]), match[2] or "", path) for match, path in matched if match and path.is_dir()]
+    return [
+        (int(match[1]), match[2] or "", path)
+        for match, path in matched
+        if match and (path.is_dir() or path.is_symlink())
+    ]
 
 
 def name(step: int, state: str = "") -> str:
@@ -97,11 +105,11 @@ def commit_folder(unfinished: Path, step: int, nonce: str) -> list[Path]:
     folder = unfinished.parent
     final, replaced = folder / name(step), folder / name(step, f"old-{nonce}")
     sync_folder(unfinished)
-    if final.exists():
+    if os.path.lexists(final):
         os.rename(final, replaced)
     os.rename(unfinished, final)
     sync_folder(folder)
-    return [mark_for_removal(replaced)] if replaced.exists() else []
+    return [mark_for_removal(replaced)] if os.path.lexists(replaced) else []
 
 
 def retire_old(folder: Path, keep: int, step: int) -> list[Path]:
@@ -120,9 +128,18 @@ def mark_for_removal(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with its contents."""
+    """Remove a folder with its contents; of a link only the link."""
     with contextlib.suppress(OSError):  # the next save tries again
-        shutil.rmtree(mark_for_removal(path))
+        gone = mark_for_removal(path)
+        if _is_folder(gone):
+            shutil.rmtree(gone)
+        else:
+            os.unlink(gone)
+
+
+def _is_folder(path: Path) -> bool:
+    """Return whether a path is a folder itself, not a link to one."""
+    return stat.S_ISDIR(os.lstat(path).st_mode)
 
 
 def remove_share(paths: Iterable[Path], rank: int, world: int) -> None:
@@ -133,6 +150,10 @@ def remove_share(paths: Iterable[Path], rank: int, world: int) -> None:
     """
     for path in paths:
         with contextlib.suppress(OSError):  # the next save tries again
+            if not _is_folder(path):  # a link, by rank 0
+                if rank == 0:
+                    os.unlink(path)
+                continue
             for file in os.listdir(path):
                 writer = _WRITER.match(file)
                 if (int(writer[1]) if writer else 0) % world == rank:

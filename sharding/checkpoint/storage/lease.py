@@ -16,16 +16,19 @@ import contextlib
 import json
 import os
 import re
+import stat
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ....mesh.monitor.startup.rank_info import RankInfo, own_rank_info
-from ..agreement import CheckpointError
+from ..agreement import CheckpointError, brief
+from .files import open_regular, read_regular
 
-_NAME = re.compile(r"\.owner-(\d+)\.json")
+_NAME = re.compile(r"\.owner-([0-9]{8,18})\.json")
+_LONGEST = 1 << 16  # bytes of an owner's file
 _WAIT_S = 60.0  # how long to wait for an owner to end: launchers give a job 30 s to terminate
 _STALE_S = 40.0  # an owner on another machine that has not touched its file for this long is dead
 _BEAT_S = 5.0
@@ -51,7 +54,7 @@ class Owner:
 
     def __str__(self) -> str:
         job = f" of job {self.card.job}" if self.card.job else ""
-        return f"{self.card.place}{job}, since {self.since}"
+        return brief(f"{self.card.place}{job}, since {self.since}")
 
 
 class Lease:
@@ -100,19 +103,22 @@ class Lease:
         self._number = last + 1
         path = _file(self.folder, self._number)
         temporary = path.with_name(f"{path.name}.{self.owner.token}")
-        temporary.write_text(json.dumps(asdict(self.owner)))
+        with temporary.open("x") as file:
+            file.write(json.dumps(asdict(self.owner)))
         try:
             _create(temporary, path)
         except FileExistsError:
             return False
         finally:
             temporary.unlink(missing_ok=True)
-        if set(_numbers(self.folder)) - {last, self._number}:  # another process started again from 1 after `last` was released
+        owners = {number for number, is_file in _numbers(self.folder).items() if is_file}
+        if owners - {last, self._number}:  # another process started again from 1 after `last` was released
             path.unlink(missing_ok=True)
             return False
         for left in self.folder.glob(".owner-*"):
             if left != path:
-                left.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # what is not a file is no owner, and may stay
+                    left.unlink()
         return True
 
     def _beat(self, ended: threading.Event) -> None:
@@ -178,7 +184,7 @@ class _OwnerObserver:
     def is_free(self, number: int, owner: Owner | None) -> bool:
         """Return whether the owner has ended, or is on another machine and not known to be alive."""
         card = self._mine.owner.card
-        if not number:
+        if not number or (owner is None and not _is_file(self._mine.folder, number)):
             return True
         if owner is not None and owner.card.is_same_process(card):
             return not _is_saving(self._mine.folder, owner)
@@ -208,8 +214,15 @@ def _file(folder: Path, number: int) -> Path:
     return folder / f".owner-{number:08d}.json"
 
 
-def _numbers(folder: Path) -> list[int]:
-    return [int(match[1]) for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
+def _numbers(folder: Path) -> dict[int, bool]:
+    """Return the numbers of owners, and whether each is a file; a folder or a link of that name only takes the number."""
+    numbers = {}
+    for name in os.listdir(folder):
+        match = _NAME.fullmatch(name)
+        if match and _file(folder, int(match[1])).name == name:
+            with contextlib.suppress(FileNotFoundError):
+                numbers[int(match[1])] = stat.S_ISREG(os.lstat(folder / name).st_mode)
+    return numbers
 
 
 def _newest(folder: Path) -> tuple[int, Owner | None]:
@@ -218,18 +231,26 @@ def _newest(folder: Path) -> tuple[int, Owner | None]:
     return number, _read(folder, number) if number else None
 
 
+def _is_file(folder: Path, number: int) -> bool:
+    return _numbers(folder).get(number, False)
+
+
 def _read(folder: Path, number: int) -> Owner | None:
     try:
-        stored = json.loads(_file(folder, number).read_text())
-        return Owner(RankInfo(**stored["card"]), stored["token"], stored["since"])
-    except (OSError, ValueError, TypeError, KeyError):
+        stored = json.loads(read_regular(_file(folder, number), _LONGEST))
+        card, token, since = RankInfo(**stored["card"]), stored["token"], stored["since"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
+    is_typed = all(type(getattr(card, f.name)).__name__ == str(f.type).partition("[")[0] for f in fields(card))
+    if not is_typed or type(token) is not str or type(since) is not str or not 0 < card.pid < 1 << 31:
+        return None
+    return Owner(card, token, since)
 
 
 def _touched(folder: Path, number: int) -> int:
     """Return when the file was touched, by the clock of the writer."""
     try:
-        with _file(folder, number).open("rb") as file:  # open it, so that NFS asks the server
+        with open_regular(_file(folder, number)) as file:  # open it, so that NFS asks the server
             return os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import io
 import json
+import os
 import pickle
 import platform
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ from typing import Any
 import torch
 
 from ....kernels.box import Box, box_origin, box_shape, box_size
-from ..agreement import CheckpointError
+from ..agreement import CheckpointError, brief
 from ..tree import Structure, structure_from
+from .files import read_regular
 from .folder import MANIFEST, METADATA
+from .index import DEEPEST, Damage, IndexedLeaf, check_file_name, check_name, check_tiling, read_entries, whole_number
 
 _FORMAT = "shardmesh checkpoint 1"
+_LONGEST = 2 << 30  # bytes of an index or a manifest
 
 
 @dataclass(frozen=True)
@@ -109,108 +113,165 @@ def _crc_of(manifest: Mapping[str, Any]) -> int:
 
 
 def read_index(folder: Path) -> tuple[bytes | None, bytes]:
-    """Return the bytes of the manifest, None if torch wrote the checkpoint, and of the index."""
+    """Return the bytes of the manifest, None if torch wrote the checkpoint, and of the index.
+
+    Raises:
+        CheckpointError: the index is missing, or one of them cannot be read; names it.
+    """
     manifest, index = folder / MANIFEST, folder / METADATA
-    if not index.is_file():
+    if not os.path.lexists(index):
         raise CheckpointError(f"{index} is missing: {folder} is not a complete checkpoint; load another step, or restore the file")
-    return (manifest.read_bytes() if manifest.is_file() else None), index.read_bytes()
+    return (_bytes_of(manifest) if os.path.lexists(manifest) else None), _bytes_of(index)
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return read_regular(path, _LONGEST)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({brief(error)}); load another step, or restore the file") from error
 
 
 def parse(folder: Path, manifest: bytes | None, index: bytes) -> Stored:
-    """Parse the manifest and the index.
+    """Parse the manifest and the index, and check everything in them.
 
     Raises:
         CheckpointError: one of them is damaged; names it.
     """
-    parsed = {"files": {}, "step": None} if manifest is None else _parse_manifest(folder / MANIFEST, manifest)
-    files = parsed["files"]
-    crcs = {(file, offset): crc for file, known in files.items() for offset, _, crc in known["pieces"]}
-    if manifest is not None and (METADATA, 0) not in crcs:
-        raise CheckpointError(f"{folder / MANIFEST} does not list {METADATA}: it is damaged")
-    if manifest is not None and zlib.crc32(index) != crcs[METADATA, 0]:
-        raise CheckpointError(f"{folder / METADATA} is damaged: its CRC-32 is not that of the manifest; load another step")
-    metadata = _unpickled(folder / METADATA, index)
-    structure = parsed.get("tree") or structure_from(metadata.planner_data or {name: (name,) for name in metadata.state_dict_metadata})
-    sizes = {file: known["size"] for file, known in files.items()}
-    return Stored(folder, _entries(metadata, crcs), structure, sizes, parsed["step"])
+    described = None
+    if manifest is not None:
+        with _names(folder / MANIFEST, "damaged"):
+            described = _parse_manifest(folder / MANIFEST, manifest)
+        if zlib.crc32(index) != described.crcs[METADATA, 0][1]:
+            raise CheckpointError(f"{folder / METADATA} is damaged: its CRC-32 is not that of the manifest; load another step")
+    with _names(folder / METADATA, "damaged, or not an index of torch.distributed.checkpoint"):
+        indexed, paths = read_entries(index)
+        entries = {name: _stored_leaf(name, leaf, described) for name, leaf in indexed.items()}
+        structure = structure_from(paths or {name: (name,) for name in entries})
+        if described is not None and described.structure is not None:
+            structure = described.structure
+    if described is None:
+        return Stored(folder, entries, structure, {}, None)
+    return Stored(folder, entries, structure, described.sizes, described.step)
 
 
-def _parse_manifest(path: Path, manifest: bytes) -> Any:
+@contextlib.contextmanager
+def _names(path: Path, what: str) -> Iterator[None]:
+    """Raise a CheckpointError that names the file for any error in reading what it has."""
     try:
-        parsed = json.loads(manifest)
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # also RecursionError: what the file has decides which
+        if isinstance(error, MemoryError):
+            raise
+        raise CheckpointError(f"{path} cannot be read: {brief(error)}; it is {what}: load another step") from error
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """A manifest: step, structure of the tree, sizes of files, and (length, CRC-32) of pieces by file and offset."""
+
+    step: int
+    structure: Structure
+    sizes: dict[str, int]
+    crcs: dict[tuple[str, int], tuple[int, int]]
+
+
+def _parse_manifest(path: Path, manifest: bytes) -> _Manifest:
+    try:
+        parsed = json.loads(manifest, parse_constant=_no_constant, object_pairs_hook=_no_name_twice)
         intact = parsed["crc32"] == _crc_of(parsed)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         intact = False
     if not intact:
         raise CheckpointError(f"{path} is damaged: its own CRC-32 does not fit; load another step")
-    if parsed["format"] != _FORMAT:
-        raise CheckpointError(f"{path} has the format {parsed['format']!r}, but this version of shardmesh reads {_FORMAT!r}")
-    return parsed
+    if parsed.get("format") != _FORMAT:
+        has = brief(parsed.get("format"))
+        raise CheckpointError(f"{path} has the format {has!r}, but this version of shardmesh reads {_FORMAT!r}")
+    sizes: dict[str, int] = {}
+    crcs: dict[tuple[str, int], tuple[int, int]] = {}
+    for file, known in parsed["files"].items():
+        sizes[check_file_name(file)] = size = whole_number(known["size"], "a size")
+        for offset, length, crc in known["pieces"]:
+            at = file, whole_number(offset, "an offset")
+            if at in crcs or offset + whole_number(length, "a length") > size or whole_number(crc, "a CRC-32") >= 1 << 32:
+                raise Damage(f"a piece of {file} is at {offset} with {length} bytes and the CRC-32 {crc}, but the file has {size} bytes")
+            crcs[at] = length, crc
+    if (METADATA, 0) not in crcs:
+        raise Damage(f"it does not list {METADATA}")
+    check_structure(parsed.get("tree"))
+    return _Manifest(whole_number(parsed["step"], "the step"), parsed.get("tree"), sizes, crcs)
 
 
-def _entries(metadata: Any, crcs: Mapping[tuple[str, int], int]) -> dict[str, StoredLeaf]:
-    entries = {}
-    for name, kind in metadata.state_dict_metadata.items():
-        shape, properties = getattr(kind, "size", None), getattr(kind, "properties", None)
-        entries[name] = StoredLeaf(shape, None if properties is None else properties.dtype)
-    chunks = {
-        (name, tuple(chunk.offsets)): chunk.sizes
-        for name, kind in metadata.state_dict_metadata.items()
-        for chunk in getattr(kind, "chunks", ())
-    }
-    for index, info in metadata.storage_data.items():
-        if getattr(info, "transform_descriptors", None):
-            raise CheckpointError(f"{index.fqn!r} is stored transformed ({info.transform_descriptors}): load it with torch's own tools")
-        box = None
-        if entries[index.fqn].shape is not None:
-            box = tuple((start, start + size) for start, size in zip(index.offset, chunks[index.fqn, tuple(index.offset)], strict=True))
-        crc = crcs.get((info.relative_path, info.offset))
-        entries[index.fqn].pieces.append(StoredPiece(index.fqn, box, info.relative_path, info.offset, info.length, crc))
-    return entries
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice")
+    return found
+
+
+def check_structure(structure: Any, depth: int = 0) -> None:
+    """Check that data is the structure of a tree; None if the checkpoint has none.
+
+    Raises:
+        Damage: it is not, or it has more than 200 levels.
+    """
+    if depth > DEEPEST:
+        raise Damage(f"the tree has more than {DEEPEST} levels")
+    if type(structure) is str:
+        check_name(structure)
+    elif not (depth == 0 and structure is None):
+        if type(structure) is not dict or len(structure) != 1:
+            raise Damage(f"the tree has {brief(structure)}, which is neither a leaf nor a container")
+        ((kind, items),) = structure.items()
+        if kind not in ("dict", "list", "tuple") or type(items) is not list:
+            raise Damage(f"the tree has {brief(structure)}, which is not a container")
+        keys = set()
+        for item in items:
+            if kind == "dict":
+                key, item = item
+                if type(key) not in (str, int) or key in keys:
+                    raise Damage(f"the tree has the key {brief(key)}, which is none, or stands twice")
+                check_name(str(key))
+                keys.add(key)
+            check_structure(item, depth + 1)
+
+
+def _stored_leaf(name: str, leaf: IndexedLeaf, described: _Manifest | None) -> StoredLeaf:
+    """Return a leaf of the index with the checksums of the manifest, which must have the same pieces."""
+    pieces = []
+    for box, file, offset, length in leaf.pieces:
+        crc = None
+        if described is not None:
+            listed, crc = described.crcs.get((file, offset), (None, None))
+            if listed != length:
+                raise Damage(f"{brief(name)} has {length} bytes in {file} at {offset}, which {MANIFEST} does not list")
+        pieces.append(StoredPiece(name, box, file, offset, length, crc))
+    if leaf.shape is None and not pieces:
+        raise Damage(f"{brief(name)} is a value without bytes")
+    return StoredLeaf(leaf.shape, leaf.dtype, pieces)
 
 
 def check_whole(stored: Stored, name: str) -> None:
-    """Check that a tensor has all its pieces.
+    """Check that a tensor has all its elements, and each once.
 
     Raises:
-        CheckpointError: a piece is missing.
+        CheckpointError: a piece is missing, or two have the same elements.
     """
     entry = stored.entries[name]
     if entry.shape is None:
         return
-    have, need = sum(box_size(piece.box or ()) for piece in entry.pieces), entry.shape.numel()
-    if have != need:
-        raise CheckpointError(f"{name!r} in {stored.folder} has {have} of its {need} elements: part of the checkpoint was never written")
-
-
-# The only classes and functions that a pickled index may refer to.
-_DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_PATHS = {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
-_CLASSES = {"Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties"}
-_KNOWN = {
-    "torch.distributed.checkpoint.metadata": _CLASSES | {"StorageMeta", "_MEM_FORMAT_ENCODING"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *_DTYPES},
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,  # Python 3.13
-    "collections": {"OrderedDict"},
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _KNOWN.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which an index of a checkpoint may not")
-
-
-def _unpickled(path: Path, index: bytes) -> Any:
-    import_format()
-    try:
-        return _Unpickler(io.BytesIO(index)).load()
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): it is damaged, or not an index of torch.distributed.checkpoint") from error
+    boxes = [piece.box or () for piece in entry.pieces]
+    have, need = sum(map(box_size, boxes)), entry.shape.numel()
+    if have < need:
+        what = f"{brief(name)!r} in {stored.folder} has {have} of its {need} elements"
+        raise CheckpointError(f"{what}: part of the checkpoint was never written")
+    with _names(stored.folder / METADATA, "damaged"):
+        check_tiling(name, entry.shape, boxes)
 
 
 @functools.cache

@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,12 +19,30 @@ import torch
 from torch import Tensor
 
 from ....kernels.box import box_shape, box_size
-from ..agreement import CheckpointError
+from ..agreement import CheckpointError, brief, is_out_of_memory
 from . import files
 from .manifest import Stored, StoredPiece
 
 _HEAD_BYTES = 4096  # more than what torch.save writes before the elements
 _RECORD, _RECORD_BYTES = b"PK\x03\x04", 30  # the signature of a record in the container, and the bytes before its name
+
+
+def check_files(stored: Stored, pieces: Iterable[StoredPiece]) -> None:
+    """Check that the files have the bytes of these pieces, before there is memory for them.
+
+    Raises:
+        CheckpointError: a file is missing or short; the text has the file and the leaf.
+    """
+    sizes: dict[str, int] = {}
+    for piece in pieces:
+        if piece.file not in sizes:
+            try:
+                with files.open_regular(stored.folder / piece.file) as file:
+                    sizes[piece.file] = os.fstat(file.fileno()).st_size
+            except OSError as error:
+                raise CheckpointError(_unreadable(stored, piece, error)) from error
+        if piece.offset + piece.length > sizes[piece.file]:
+            raise CheckpointError(_short(stored, piece, sizes[piece.file]))
 
 
 def read_tensor(stored: Stored, piece: StoredPiece, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
@@ -61,7 +81,7 @@ def value_of(stored: Stored, name: str, data: bytes) -> Any:
     Raises:
         CheckpointError: it cannot be loaded without running code from the file.
     """
-    return _unpacked(stored, stored.entries[name].pieces[0], partial(torch.load, io.BytesIO(data), weights_only=True))
+    return _unpacked(stored, stored.entries[name].pieces[0], partial(_loaded, data))
 
 
 def _start_of_elements(head: bytes) -> int | None:
@@ -76,11 +96,25 @@ def _start_of_elements(head: bytes) -> int | None:
 
 def _as_torch_loads(stored: Stored, piece: StoredPiece, dtype: torch.dtype) -> Tensor:
     """Return a piece as loaded by `torch.load`."""
-    found: Callable[[], Any] = partial(torch.load, io.BytesIO(read_value(stored, piece)), map_location="cpu", weights_only=True)
-    x = _unpacked(stored, piece, found)
-    if not isinstance(x, Tensor) or x.dtype != dtype or tuple(x.shape) != box_shape(piece.box or ()):
-        raise CheckpointError(_damaged(stored, piece, f"it has {type(x).__name__} {getattr(x, 'shape', '')} instead of {piece.box}"))
+    x = _unpacked(stored, piece, partial(_loaded, read_value(stored, piece), map_location="cpu"))
+    is_dense = isinstance(x, Tensor) and x.layout is torch.strided and x.device.type == "cpu"
+    if not is_dense or x.dtype != dtype or tuple(x.shape) != box_shape(piece.box or ()):
+        has = f"{type(x).__name__} {brief(list(x.shape)) if isinstance(x, Tensor) else ''}".strip()
+        raise CheckpointError(_damaged(stored, piece, f"it has {has} instead of {brief(piece.box)}"))
     return x
+
+
+def _loaded(data: bytes, **settings: Any) -> Any:
+    """Return what `torch.save` wrote, without running code from it.
+
+    Raises:
+        ValueError: it is no such file, or needs more memory than it has bytes: `torch.save` does not compress.
+    """
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        records = archive.infolist()
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records) or sum(r.file_size for r in records) > len(data):
+        raise ValueError("it is compressed, which torch.save never does")
+    return torch.load(io.BytesIO(data), weights_only=True, **settings)
 
 
 def _read(stored: Stored, piece: StoredPiece, start: int, length: int) -> bytes:
@@ -91,14 +125,25 @@ def _read(stored: Stored, piece: StoredPiece, start: int, length: int) -> bytes:
 
 def _read_into(stored: Stored, piece: StoredPiece, start: int, *views: memoryview) -> None:
     """Fill the views, one after the other, with the bytes of a piece from `start`."""
-    path, size = stored.folder / piece.file, stored.sizes.get(piece.file)
+    path = stored.folder / piece.file
     try:
         got = files.read_into(path, piece.offset + start, views)
     except OSError as error:
-        raise CheckpointError(f"{path}, which has part of {piece.name!r}, cannot be read ({error.strerror}); load another step") from error
+        raise CheckpointError(_unreadable(stored, piece, error)) from error
     if got < sum(map(len, views)):
-        has = f"it has {path.stat().st_size} bytes" + ("" if size is None else f" of {size}")
-        raise CheckpointError(_damaged(stored, piece, has))
+        raise CheckpointError(_short(stored, piece, path.stat().st_size))
+
+
+def _unreadable(stored: Stored, piece: StoredPiece, error: OSError) -> str:
+    path = stored.folder / piece.file
+    return f"{path}, which has part of {brief(piece.name)!r}, cannot be read ({brief(error)}); load another step"
+
+
+def _short(stored: Stored, piece: StoredPiece, has: int) -> str:
+    size = stored.sizes.get(piece.file)
+    if size is None:
+        size = f"at least {piece.offset + piece.length}"
+    return _damaged(stored, piece, f"it has {has} bytes of {size}")
 
 
 def _check_crc(stored: Stored, piece: StoredPiece, *parts: bytes | memoryview) -> None:
@@ -112,11 +157,13 @@ def _check_crc(stored: Stored, piece: StoredPiece, *parts: bytes | memoryview) -
 
 
 def _damaged(stored: Stored, piece: StoredPiece, how: str) -> str:
-    return f"{stored.folder / piece.file}, which has part of {piece.name!r}, is damaged: {how}; load another step"
+    return f"{stored.folder / piece.file}, which has part of {brief(piece.name)!r}, is damaged: {how}; load another step"
 
 
 def _unpacked(stored: Stored, piece: StoredPiece, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:
-        raise CheckpointError(_damaged(stored, piece, f"torch.load says {error}")) from error
+        if is_out_of_memory(error):
+            raise
+        raise CheckpointError(_damaged(stored, piece, f"torch.load says {brief(error)}")) from error

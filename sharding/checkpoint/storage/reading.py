@@ -113,15 +113,26 @@ def _reading(piece: StoredPiece, dtype: torch.dtype | None, parts: Parts, load: 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def read(stored: Stored, plan: Sequence[PieceRead], group: Group, rank: int, loaded: LoadedParts, device: torch.device) -> None:
-    """Read and exchange pieces on the ranks of a node; `loaded` receives this rank's parts.
+def read(
+    stored: Stored, plan: Sequence[PieceRead], group: Group, rank: int, allocate: Callable[[], LoadedParts], device: torch.device
+) -> LoadedParts:
+    """Read and exchange pieces on the ranks of a node; return this rank's parts.
+
+    Args:
+        allocate: allocates them, once the files are known to have as many bytes.
 
     Raises:
         CheckpointError: a file is missing, short or damaged; the text has the file and the leaf.
 
     Communication: for each round in which ranks need the same pieces, one all_gather of small objects and one all_to_all.
     """
-    failure: Exception | None = None
+    loaded = LoadedParts({}, {})
+    failure = _failure(lambda: pieces.check_files(stored, (reading.piece for reading in plan if rank in reading.parts)))
+    if failure is None:
+        try:
+            loaded = allocate()
+        except Exception as error:
+            failure = error
     for these in _rounds(plan):
         sends: list[list[Tensor]] = [[] for _ in group.ranks]
         work = partial(_read_mine, stored, these, group.ranks, rank, loaded, sends, failure)
@@ -132,6 +143,7 @@ def read(stored: Stored, plan: Sequence[PieceRead], group: Group, rank: int, loa
             failure = _failure(work)
     if failure is not None:
         raise failure
+    return loaded
 
 
 def _failure(work: Callable[[], None]) -> Exception | None:

@@ -114,6 +114,60 @@ def test_remains_of_crashes_are_removed(tmp_path):
     assert loaded(tmp_path, 2) == 2
 
 
+# -- links and temporary names -----------------------------------------------------------------------------------------
+
+
+def moved(folder, step, elsewhere):
+    """Move a checkpoint to another disk and leave a link."""
+    elsewhere.parent.mkdir(exist_ok=True)
+    os.rename(folder / f"step-{step:08d}", elsewhere)
+    os.symlink(elsewhere, folder / f"step-{step:08d}")
+    return sorted(os.listdir(elsewhere))
+
+
+@pytest.mark.parametrize("how", ["keep", "replaced", "unfinished", "retired"])
+def test_a_step_that_is_a_link(how, tmp_path):
+    """What the link points to stays, whatever removes the step."""
+    folder, disk = tmp_path / "c", tmp_path / "disk" / "moved"
+    saved(folder, 1)
+    files = moved(folder, 1, disk)
+    assert loaded(folder) == 1
+    if how in ("unfinished", "retired"):
+        state = "tmp" if how == "unfinished" else "gone"
+        os.rename(folder / "step-00000001", folder / f"step-00000001.{state}-aa")
+    saved(folder, 1 if how == "replaced" else 2, keep=1)
+    assert names(folder) == [f"step-0000000{1 if how == 'replaced' else 2}"]
+    assert sorted(os.listdir(disk)) == files
+    assert loaded(disk) == 1
+
+
+@pytest.mark.parametrize("what", ["file", "dangling link"])
+def test_something_else_has_the_name_of_the_step(what, tmp_path):
+    (tmp_path / "c").mkdir()
+    path = tmp_path / "c" / "step-00000001"
+    path.write_text("") if what == "file" else path.symlink_to("nowhere")
+    saved(tmp_path / "c", 1)
+    assert loaded(tmp_path / "c") == 1
+    assert names(tmp_path / "c") == ["step-00000001"]
+
+
+def test_new_files_are_never_links(tmp_path, monkeypatch):
+    """Every file of a save is created with O_EXCL and O_NOFOLLOW, and under a random name where it is renamed."""
+    whole, made = os.open, []
+
+    def told(path, flags, *args, **kwargs):
+        if flags & os.O_CREAT:
+            made.append((os.path.basename(path), flags))
+        return whole(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", told)
+    saved(tmp_path / "c", 1)
+    on_mesh((2,), lambda mesh: sm.checkpoint.save_safetensors({"x": X, "y": X}, tmp_path / "m.safetensors", max_shard_size=2400))
+    assert len(made) == 9
+    assert all(flags & os.O_EXCL and flags & os.O_NOFOLLOW for _, flags in made)
+    assert len({name for name, _ in made}) == len(made)
+
+
 # -- a disk that does not take it --------------------------------------------------------------------------------------
 
 

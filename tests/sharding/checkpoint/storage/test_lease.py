@@ -244,3 +244,45 @@ def test_unfinished_folder_removed_by_another_process(tmp_path, monkeypatch):
     texts = on_mesh((2,), program)
     assert texts[0] == texts[1]
     assert owners(tmp_path) == []
+
+
+# -- files that are no owner's -----------------------------------------------------------------------------------------
+
+
+def _changed(folder: Path, **changes: object) -> None:
+    path = elsewhere(folder)
+    owner = json.loads(path.read_text())
+    owner["card"].update(changes)
+    path.write_text(json.dumps(owner))
+
+
+DAMAGES = {
+    "empty": lambda folder: (folder / ".owner-00000001.json").write_bytes(b""),
+    "not text": lambda folder: (folder / ".owner-00000001.json").write_bytes(b"\xff\xfe"),
+    "a list": lambda folder: (folder / ".owner-00000001.json").write_text("[]"),
+    "null": lambda folder: (folder / ".owner-00000001.json").write_text('{"card": null, "token": 1, "since": 2}'),
+    "deep": lambda folder: (folder / ".owner-00000001.json").write_text("[" * 30_000),
+    "large": lambda folder: (folder / ".owner-00000001.json").write_bytes(bytes(1 << 20)),
+    "pid text": lambda folder: _changed(folder, pid="1"),
+    "pid negative": lambda folder: _changed(folder, pid=-1),
+    "pid huge": lambda folder: _changed(folder, pid=10**30),
+    "host a list": lambda folder: _changed(folder, host=["x"]),
+    "one field more": lambda folder: _changed(folder, shell="x"),
+    "a folder": lambda folder: (folder / ".owner-00000001.json").mkdir(),
+    "a full folder": lambda folder: (folder / ".owner-00000004.json" / "x").mkdir(parents=True),
+    "a FIFO": lambda folder: os.mkfifo(folder / ".owner-00000001.json"),
+    "a link to itself": lambda folder: (folder / ".owner-00000001.json").symlink_to(".owner-00000001.json"),
+    "a link to a device": lambda folder: (folder / ".owner-00000002.json").symlink_to("/dev/zero"),
+    "a short number": lambda folder: (folder / ".owner-1.json").write_text(""),
+    "other digits": lambda folder: (folder / ".owner-\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661.json").write_text(""),
+    "the largest number": lambda folder: (folder / f".owner-{'9' * 18}.json").mkdir(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_owner_file_does_not_stop_later_saves(name, short, tmp_path):
+    """Neither the first save nor one after it waits for an owner that is none."""
+    DAMAGES[name](tmp_path)
+    for step in range(3):
+        on_mesh((2,), lambda mesh, step=step: save({"n": step}, tmp_path, step=step))
+    assert latest(tmp_path).step == 2
