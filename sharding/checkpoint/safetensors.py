@@ -10,6 +10,7 @@ each tensor. A tied weight is stored once.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -61,9 +62,10 @@ _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
 class _FileOffset(NamedTuple):
-    """The file of a tensor, and the offset of its first byte."""
+    """The file of a tensor, its bytes (memory-mapped once, so that all tensors are one writer's), and the offset of the first."""
 
     path: Path
+    mapped: Tensor
     start: int
 
 
@@ -120,12 +122,13 @@ def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Fi
     aliases: dict[str, str] = {}
     files, indexed = _files(path)
     for file in files:
-        header, data = _header(file)
+        header, data, mapped_file = _header(file)
         aliases |= _aliases(header.pop("__metadata__", None))
         for name, description in header.items():
             if name in places:
                 raise CheckpointError(f"{brief(name)!r} is in {places[name].path} and in {file}; pass one file or the index")
-            entries[name], places[name] = _entry(file, name, description), _FileOffset(file, data + description["data_offsets"][0])
+            start = data + description["data_offsets"][0]
+            entries[name], places[name] = _entry(file, name, description), _FileOffset(file, mapped_file, start)
     for name, file in indexed.items():
         if name not in places or places[name].path != file:
             raise CheckpointError(f"{file} has no {brief(name)!r}, although the index of {path} lists it there; write the model again")
@@ -180,8 +183,8 @@ def _groups(aliases: Mapping[str, str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """Return the header, and the offset of the data.
+def _header(file: Path) -> tuple[dict[str, Any], int, Tensor]:
+    """Return the header, the offset of the data, and the bytes of the file, which is opened once: a writer may replace it meanwhile.
 
     The safetensors library checks it: names, dtypes, shapes, and that the tensors fill the file without holes or overlaps.
     """
@@ -194,14 +197,22 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
             if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             text = opened_file.read(length)
-        with safe_open(file, framework="numpy"):
-            pass
+            same = _opened_path(file, opened_file)
+            with safe_open(same, framework="numpy"):
+                pass
+            mapped_file = torch.from_file(str(same), shared=False, size=size, dtype=torch.uint8)
         header = json.loads(text, object_pairs_hook=_no_name_twice)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({brief(error)})") from error
     except (ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"{file} is damaged, or not in the safetensors format: {brief(error)}") from error
-    return header, 8 + length
+    return header, 8 + length, mapped_file
+
+
+def _opened_path(path: Path, file: io.FileIO) -> Path:
+    """Return a path of an open file that stays its own when another takes its place, where the system has one (Linux)."""
+    opened_path = Path(f"/proc/self/fd/{file.fileno()}")
+    return opened_path if opened_path.exists() else path
 
 
 def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -239,8 +250,7 @@ def _mapped(place: _FileOffset, shape: torch.Size, dtype: torch.dtype) -> Tensor
     nbytes = shape.numel() * dtype.itemsize
     if not nbytes:
         return torch.empty(shape, dtype=dtype)
-    file = torch.from_file(str(place.path), shared=False, size=place.start + nbytes, dtype=torch.uint8)
-    raw = file[place.start :]
+    raw = place.mapped[place.start : place.start + nbytes]
     return (raw if place.start % dtype.itemsize == 0 else raw.clone()).view(dtype).reshape(shape)
 
 
