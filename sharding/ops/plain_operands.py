@@ -59,17 +59,22 @@ class _ReplicationMode(threading.local):
 thread_state = _ReplicationMode()
 
 
-def may_replicate() -> bool:
-    """Return whether a plain operand may count as replicated here: in a method of a prepared module, in backward, or with outputs of
-    a model that was called with plain tensors.
+def may_replicate(sharded: ShardedTensor | None = None) -> bool:
+    """Return whether a plain operand may count as replicated here: in a method of a prepared module,
+    in backward, or next to outputs of a model that was called with plain tensors.
 
     In backward, recomputation runs the lines of forward again.
+
+    Args:
+        sharded: the sharded operand, whose mesh decides about outputs; without it, any mesh may.
     """
-    return (
-        engine_hooks.current_backward() != -1
-        or _in_prepared_module()
-        or (len(_meshes_of_plain_calls) > 0 and current_axis_env() is None)
-    )
+    if engine_hooks.current_backward() != -1 or _in_prepared_module():
+        return True
+    if current_axis_env() is not None:
+        return False
+    if sharded is None:
+        return len(_meshes_of_plain_calls) > 0
+    return hash(sharded.mesh) in _meshes_of_plain_calls.get(sharded.mesh.world, ())
 
 
 def accept_plain_operands(mesh: DeviceMesh) -> None:
@@ -78,10 +83,6 @@ def accept_plain_operands(mesh: DeviceMesh) -> None:
     It decides only whether an operator raises; the ranks of the mesh compare the operands as inside of the model.
     """
     _meshes_of_plain_calls.setdefault(mesh.world, set()).add(hash(mesh))
-
-
-def _is_mesh_of_plain_calls(mesh: DeviceMesh) -> bool:
-    return hash(mesh) in _meshes_of_plain_calls.get(mesh.world, ()) and current_axis_env() is None
 
 
 def _in_prepared_module() -> bool:
@@ -124,9 +125,7 @@ def _check_replicated(func: Callable[..., Any], plain: Sequence[Tensor], sharded
     compared = _compared.setdefault(mesh.world, {}).setdefault(hash(mesh), {})
     if signature in compared:
         return True
-    if not _in_prepared_module() and (
-        engine_hooks.current_backward() != -1 or not _is_mesh_of_plain_calls(mesh)
-    ):
+    if engine_hooks.current_backward() != -1 and not _in_prepared_module():
         return False
     if mesh.size() > 1:
         _compare(f"{file}:{line}: {name_of(func)}", plain, mesh)
@@ -188,20 +187,13 @@ def replicated(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         return args, kwargs
     if not thread_state.implicit_replication:
         numbers = all(is_one_element(x) for x in plain)
-        if not numbers and not _may_replicate_next_to(sharded[0]):
+        if not numbers and not may_replicate(sharded[0]):
             refuse(next(x for x in plain if not is_one_element(x)), func)
         if any(x.is_meta for x in plain):
             refuse_without_value(func, sharded)
         if not numbers and not _check_replicated(func, plain, sharded):
             refuse(plain[0], func)
     return replicated_arguments(args, kwargs)
-
-
-def _may_replicate_next_to(sharded: ShardedTensor) -> bool:
-    """Return `may_replicate()`, for a known sharded operand."""
-    if engine_hooks.current_backward() != -1 or _in_prepared_module():
-        return True
-    return _is_mesh_of_plain_calls(sharded.mesh)
 
 
 # -- plain tensors that are written ------------------------------------------------------------------------------------
@@ -239,10 +231,9 @@ def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     operands = [x for x in tensors if is_plain_operand(x) and not is_number(x, targets)]
     if any(x.is_meta for x in targets):
         refuse_without_value(func, sharded)
-    if operands and not thread_state.implicit_replication:
-        is_allowed = _may_replicate_next_to(sharded[0])
-        if not is_allowed or not _check_replicated(func, operands, sharded):
-            refuse(operands[0], func)
+    checked = thread_state.implicit_replication or not operands
+    if not checked and not (may_replicate(sharded[0]) and _check_replicated(func, operands, sharded)):
+        refuse(operands[0], func)
     for x in filter(is_dtensor, targets):
         refuse(x, func)
     if any(x.mesh.coordinate is None for x in sharded):
