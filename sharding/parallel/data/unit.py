@@ -90,7 +90,8 @@ class Unit:
         self._prefetched: tuple[GatherOp, list[Tensor], tuple[Tensor, ...]] | None = None
         self._still_to_run: set[nn.Module] = set()  # the other roots, once one has run in the model's forward
         self._held = HeldGrads()
-        self._forwards, self._hashes = 0, None  # hashes of copies in use, in forwards that compare them
+        self._forwards = 0
+        self._hashes: list[tuple[Use, Tensor]] = []  # copies in use as they were put in, in forwards that compare them
         self._buffers, self._saving = BuffersInUse(), None
         self._projects_buffers = False
 
@@ -292,6 +293,7 @@ class Unit:
             self._saving.__exit__()
         self._saving = None
         self._in_use.restore()  # nothing if `_pre_forward` raised
+        self._hashes = []
         self._buffers.unwrap()
         if self.keep != "all" and not self._awaits_another(module):
             self._free_after_forward()
@@ -434,8 +436,7 @@ class Unit:
         if not self._in_use.uses:
             return
         uses = list({(use.number, id(use.in_use)): use for use in self._in_use.written()}.values())
-        if self._hashes is not None:
-            uses += self._written_by_data({use.number for use in uses})
+        uses += self._written_by_data({use.number for use in uses})
         if not uses:
             if not self.options.stage.parameter and self.options.policy.param_dtype is None:
                 for bucket in self._buckets:
@@ -443,37 +444,37 @@ class Unit:
             return
         for use in uses:
             self._check_write(use)
-        in_buckets = {i: (bucket, k) for bucket in self._buckets for k, i in enumerate(bucket.numbers)}
-        copies = [use for use in uses if use.number in in_buckets and not use.is_replaced]
+        uses = [use for use in uses if not use.is_replaced]
         for use in uses:
-            if not use.is_replaced and use not in copies:
+            if not self._is_copy(use.number):
                 parameter = use.slot.value
-                parameter._local.data = Tensor.data.__get__(use.local)  # type: ignore[attr-defined]
+                parameter._local.data = use.local.data
                 parameter._data_accesses += 1
+        copies = [use for use in uses if self._is_copy(use.number)]
         if copies:
             self._write_copies(copies)
 
-    def _hash_copies(self) -> list[Tensor] | None:
-        """Return a hash of each copy in use, None if this forward does not compare them."""
+    def _hash_copies(self) -> list[tuple[Use, Tensor]]:
+        """Return each copy in use with a hash of its values; none if this forward does not compare them."""
         self._forwards += 1
         is_due = self._forwards in _COMPARED_FORWARDS and engine_hooks.current_backward() == -1
-        return self._hashes_in_use() if is_due and tracing.recorder is None else None
-
-    def _hashes_in_use(self) -> list[Tensor]:
-        return [bit_hash(use.local) for use in self._copies_in_use()]
-
-    def _copies_in_use(self) -> list[Use]:
-        uses = [use for use in self._in_use.uses if not use.local.is_meta]
-        return [use for use in uses if (use.is_copy if use.is_replaced else self._is_copy(use.number))]
+        if not is_due or tracing.recorder is not None:
+            return []
+        return [
+            (use, bit_hash(use.local))
+            for use in self._in_use.uses
+            if not use.local.is_meta and (use.is_copy if use.is_replaced else self._is_copy(use.number))
+        ]
 
     def _written_by_data(self, known: Collection[int]) -> list[Use]:
         """Return the uses whose values have changed since they were hashed, without those of known numbers."""
-        before, now = self._hashes, self._hashes_in_use()
-        if before is None or len(before) != len(now) or not now:
+        hashed = [(use, before) for use, before in self._hashes if use.number not in known]
+        self._hashes = []
+        if not hashed:
             return []
-        changed = (torch.stack(before) != torch.stack(now)).tolist()
-        copies = zip(self._copies_in_use(), changed, strict=True)
-        return [use for use, is_changed in copies if is_changed and use.number not in known]
+        before = torch.stack([one for _, one in hashed])
+        now = torch.stack([bit_hash(use.local) for use, _ in hashed])
+        return [use for (use, _), is_changed in zip(hashed, (before != now).tolist(), strict=True) if is_changed]
 
     def _check_write(self, use: Use) -> None:
         why = self._why_lost(use)
@@ -756,7 +757,8 @@ class Unit:
     def _reduce_differentiably(self, grads: Grads, scale: float) -> Grads:
         self.release()
         with comm_context(self.options.mesh.world, mixed(_REDUCING, self._sharded_parameters())):
-            return differentiable(grads, [slot.base for slot in self.slots], [slot.rest for slot in self.slots], scale)
+            bases, rests = [slot.base for slot in self.slots], [slot.rest for slot in self.slots]
+            return differentiable(grads, bases, rests, [scale] * len(bases))
 
 
 def _adopt_loaded(module: nn.Module, _: Any) -> None:

@@ -141,17 +141,25 @@ def _without(paths: Sequence[str]) -> str:
     return f", without {', '.join(paths[:_NAMED])}{more}, which took no part in the loss" if paths else ""
 
 
-def differentiable(grads: Grads, bases: Sequence[Layout], rests: Sequence[Layout], scale: float) -> Grads:
-    """Reduce gradients differentiably, for gradients of gradients.
+def differentiable(
+    grads: Sequence[Tensor | None],
+    bases: Sequence[Layout],
+    rests: Sequence[Layout],
+    scales: Sequence[float],
+) -> Grads:
+    """Scale and reduce gradients differentiably, from layouts in use to layouts at rest.
 
     Communication: that of redistributing the gradients.
     """
-    there = [(i, scaled(grad, scale)) for i, grad in enumerate(grads) if grad is not None]
-    pairs = [(bases[i].dual.replace(dtype=grad.dtype), rests[i].dual.replace(dtype=grad.dtype)) for i, grad in there]
-    found: Grads = [None] * len(grads)
-    for (i, _), part in zip(there, redistribute_locals([grad for _, grad in there], pairs), strict=True):
-        found[i] = part.to(rests[i].dtype)
-    return found
+    wholes = {i: scaled(grad, scales[i]) for i, grad in enumerate(grads) if grad is not None}
+    pairs = [
+        (bases[i].dual.replace(dtype=x.dtype), rests[i].dual.replace(dtype=x.dtype))
+        for i, x in wholes.items()
+    ]
+    reduced: Grads = [None] * len(grads)
+    for i, part in zip(wholes, redistribute_locals(list(wholes.values()), pairs), strict=True):
+        reduced[i] = part.to(rests[i].dtype)
+    return reduced
 
 
 def accumulate_later(parameters: Sequence[ShardedTensor], parts: Grads) -> None:

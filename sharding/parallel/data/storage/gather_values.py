@@ -13,7 +13,7 @@ from ....layout.layout import Layout
 from ....ops.lineage import comm_context, mixed, seed_of
 from ....redistribute.autograd import redistribute_locals
 from ....tensor.sharded_tensor import ShardedTensor
-from ..grads.averaging import scaled
+from ..grads.grad_reduction import differentiable
 
 _GATHERING = seed_of("gather values in place of parameters")
 _REDUCING = seed_of("sum gradients of values in place of parameters")
@@ -49,15 +49,8 @@ class _Op:
             return redistribute_locals(parts, list(zip(self._layouts, self._bases, strict=True)))
 
     def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        there = [(i, scaled(grad, self._scales[i])) for i, grad in enumerate(grads) if grad is not None]
-        pairs = [
-            (self._bases[i].dual.replace(dtype=grad.dtype), self._layouts[i].dual.replace(dtype=grad.dtype)) for i, grad in there
-        ]
-        found: list[Tensor | None] = [None] * len(grads)
         with comm_context(self._world, self._reducing):
-            for (i, _), part in zip(there, redistribute_locals([grad for _, grad in there], pairs), strict=True):
-                found[i] = part
-        return found
+            return differentiable(grads, self._bases, self._layouts, self._scales)
 
 
 class _GatherValues(torch.autograd.Function):
@@ -65,10 +58,10 @@ class _GatherValues(torch.autograd.Function):
     def forward(ctx: Any, op: _Op, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.op = op
         ctx.set_materialize_grads(False)
-        wholes = op.gather(parts)
-        found = tuple([whole.view_as(whole) for whole in wholes])
-        ctx.mark_non_differentiable(*[x for x, needed in zip(found, ctx.needs_input_grad[1:], strict=True) if not needed])
-        return found
+        wholes = tuple([whole.view_as(whole) for whole in op.gather(parts)])
+        needed = zip(wholes, ctx.needs_input_grad[1:], strict=True)
+        ctx.mark_non_differentiable(*[whole for whole, needs_grad in needed if not needs_grad])
+        return wholes
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
