@@ -32,6 +32,15 @@ def _mean(losses):
     return torch.stack(losses).mean()
 
 
+def _check_equal(results, reference):
+    """Assert that the mean over ranks of each loss, and each rank's gradients, are those of one process."""
+    expected_losses, expected_grads = reference
+    for i, loss in enumerate(expected_losses):
+        torch.testing.assert_close(_mean([losses[i] for losses, _ in results]), loss, rtol=1e-12, atol=0)
+    for _, grads in results:
+        same(grads, expected_grads)
+
+
 def _write(made):
     with torch.no_grad():
         for x in made.parameters():
@@ -69,12 +78,7 @@ def test_gradients_are_those_of_one_process(form, sharded, values_of):
         leaves = {f"value of {name}": whole(x.grad) for name, x in values.items() if x.is_leaf}
         return [whole(x) for x in losses], gradients(made) | leaves
 
-    expected_losses, expected = run(model())
-    found = on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), mesh))
-    for i, loss in enumerate(expected_losses):
-        torch.testing.assert_close(_mean([losses[i] for losses, _ in found]), loss, rtol=1e-12, atol=0)
-    for _, grads in found:
-        same(grads, expected)
+    _check_equal(on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), mesh)), run(model()))
 
 
 @pytest.mark.one_in(3, each=["form"])
@@ -99,12 +103,7 @@ def test_a_teacher_next_to_its_student(form, sharded):
         same({name: whole(x) for name, x in ema.items()}, {name: 0.25 * whole(x) / 1.2**2 for name, x in made.named_parameters()}, 1e-10)
         return [whole(x) for x in losses], gradients(made)
 
-    expected_losses, expected = run(model())
-    found = on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), mesh))
-    for i, loss in enumerate(expected_losses):
-        torch.testing.assert_close(_mean([losses[i] for losses, _ in found]), loss, rtol=1e-12, atol=0)
-    for _, grads in found:
-        same(grads, expected)
+    _check_equal(on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), mesh)), run(model()))
 
 
 @pytest.mark.one_in(3, each=["form"])
@@ -120,13 +119,9 @@ def test_an_inner_loop_with_second_derivatives(form, sharded):
             values = {name: x - 0.3 * grad for (name, x), grad in zip(values.items(), grads, strict=True)}
         loss = _loss(made, values, mesh, sharded)
         loss.backward()
-        return whole(loss), gradients(made)
+        return [whole(loss)], gradients(made)
 
-    expected_loss, expected = run(model())
-    found = on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), mesh))
-    torch.testing.assert_close(_mean([loss for loss, _ in found]), expected_loss, rtol=1e-12, atol=0)
-    for _, grads in found:
-        same(grads, expected)
+    _check_equal(on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), mesh)), run(model()))
 
 
 @EACH
@@ -264,12 +259,8 @@ def test_parameters_of_another_model(form):
         _write(made)
         return made
 
-    expected_losses, expected = run(model(), other())
-    found = on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), FORMS[form](other(), mesh), mesh))
-    for i, loss in enumerate(expected_losses):
-        torch.testing.assert_close(_mean([losses[i] for losses, _ in found]), loss, rtol=1e-12, atol=0)
-    for _, grads in found:
-        same(grads, expected)
+    results = on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), FORMS[form](other(), mesh), mesh))
+    _check_equal(results, run(model(), other()))
 
 
 def test_values_are_used_in_the_dtype_of_the_policy():
