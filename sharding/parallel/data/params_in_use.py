@@ -1,11 +1,15 @@
-"""Parameters during a forward: what modules have in place of the sharded ones, and what forward writes to them.
+"""Parameters during a forward: what modules have in their place, and what forward writes to them.
 
-    before    module.weight = the sharded parameter      or a value that replaces it for one call, as torch.func.functional_call does
-    forward   module.weight = a value in use             gathered, the local part itself, or made from the value that replaces it
-    after     module.weight = what it was before         a write to the value in use is carried over, or an error
+    before    module.weight = the sharded parameter    or a value that replaces it for one call, as
+                                                       torch.func.functional_call does
+    forward   module.weight = a value in use           gathered, the local part itself, or made
+                                                       from the value that replaces it
+    after     module.weight = what it was before       a write to the value in use is carried over,
+                                                       or an error
 
-A value in use that is the parameter's own memory takes writes as in torch. Any other is compared with how it was put in: its address
-(`p.data = x`, `set_`) and its version (operators in place). Writes to its `.data` have neither: see `Unit._keep_writes`.
+A value in use that is the parameter's own memory takes writes as in torch. Any other is compared
+with how it was put in: its address (`p.data = x`, `set_`) and its version (operators in place).
+Writes to its `.data` have neither: see `Unit._keep_writes`.
 """
 
 from __future__ import annotations
@@ -23,16 +27,17 @@ def replaced_values(slots: list[Slot]) -> dict[tuple[int, int], Tensor]:
     """Return the values that replace parameters for this call, by the numbers of slot and place.
 
     Raises:
-        TypeError: a plain `nn.Parameter` replaces a parameter; its gradient would not be averaged over the ranks.
+        TypeError: a plain `nn.Parameter` replaces a parameter; its gradient would not be averaged.
+        ValueError: a value of another shape, or on another mesh.
     """
-    found: dict[tuple[int, int], Tensor] = {}
+    replaced: dict[tuple[int, int], Tensor] = {}
     for i, slot in enumerate(slots):
-        value = slot.value
+        parameter = slot.value
         for k, (owner, name) in enumerate(slot.places):
             x: Any = owner._parameters.get(name)
-            if x is not value:
-                found[i, k] = _checked(slot, x)
-    return found
+            if x is not parameter:
+                replaced[i, k] = _checked(slot, x)
+    return replaced
 
 
 def _checked(slot: Slot, x: Any) -> Tensor:
@@ -66,7 +71,18 @@ class Use:
         local: this rank's part of that.
     """
 
-    __slots__ = ("_address", "_shape", "_version", "before", "in_use", "local", "name", "number", "owner", "slot")
+    __slots__ = (
+        "_address",
+        "_shape",
+        "_version",
+        "before",
+        "in_use",
+        "local",
+        "name",
+        "number",
+        "owner",
+        "slot",
+    )
 
     def __init__(self, number: int, slot: Slot, owner: nn.Module, name: str, in_use: Any) -> None:
         self.number, self.slot, self.owner, self.name = number, slot, owner, name
@@ -82,7 +98,7 @@ class Use:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the value in use, when it was put in, had other memory than what the module had."""
+        """Whether the value in use was put in with other memory than what the module had."""
         before: Any = self.before
         local = before._local if isinstance(before, ShardedTensor) else before
         return self._address != local.data_ptr()
@@ -95,10 +111,9 @@ class Use:
     @property
     def is_written(self) -> bool:
         """Whether forward has changed the value in use."""
-        local = self.local
-        if local.data_ptr() != self._address or local.shape != self._shape:
+        if self.is_assigned:
             return True
-        return not local.is_inference() and local._version != self._version
+        return not self.local.is_inference() and self.local._version != self._version
 
 
 class ParamsInUse:

@@ -1,11 +1,14 @@
 """Calls of a parallelized model with plain tensors: what is whole on this rank comes back plain.
 
     model(ids)                     ids: a plain tensor, equal along "tp"
-    logits [b, s, v]               whole on every rank: a plain tensor, for any loss with plain labels
-    logits [b, s, v/tp]            split by vocabulary: a ShardedTensor, which is not gathered; plain labels next to it
-                                   count as replicated along "tp", like the input
+    logits [b, s, v]               whole on every rank: a plain tensor, for any loss with plain
+                                   labels
+    logits [b, s, v/tp]            split by vocabulary: a ShardedTensor, which is not gathered;
+                                   plain labels next to it count as replicated along "tp", like
+                                   the input
 
-A call with a `ShardedTensor` among its arguments returns `ShardedTensor`s, as the model computed them.
+A call with a `ShardedTensor` among its arguments returns `ShardedTensor`s, as the model computed
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from ...tensor.sharded_tensor import ShardedTensor
 
 
 def return_whole_outputs_plain(module: nn.Module) -> None:
-    """Make calls of a module with plain tensors return plain tensors where those are whole on every rank.
+    """Make calls of a module with plain tensors return plain tensors where they are whole.
 
     The hook runs after those that are registered now; a second call moves it behind later ones.
     """
@@ -47,7 +50,10 @@ def _return_whole_plain(
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples, mappings and dataclasses; other objects, such as caches, are opaque."""
+    """Yield the tensors in nested lists, tuples, mappings and dataclasses.
+
+    Other objects, such as caches, are opaque.
+    """
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
@@ -62,28 +68,37 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _whole_as_plain(tree: Any) -> Any:
-    """Return the tree with whole `ShardedTensor`s as plain tensors; a container without any is returned itself."""
+    """Return the tree with whole `ShardedTensor`s as plain tensors.
+
+    A container without any is returned itself.
+    """
     if isinstance(tree, ShardedTensor):
         return tree.to_local() if _is_whole_here(tree) else tree
     if isinstance(tree, (list, tuple)):
         items = [_whole_as_plain(item) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)  # type: ignore[attr-defined]
+        if hasattr(tree, "_make"):
+            return tree._make(items)  # type: ignore[attr-defined]
+        return type(tree)(items)
     if isinstance(tree, Mapping):
-        changed = {key: new for key, old in tree.items() if (new := _whole_as_plain(old)) is not old}
-        return _with_items(tree, changed) if changed else tree
-    if _is_dataclass_instance(tree):
-        fields = {field.name: getattr(tree, field.name, None) for field in dataclasses.fields(tree)}
-        changed = {key: new for key, old in fields.items() if (new := _whole_as_plain(old)) is not old}
-        return dataclasses.replace(tree, **changed) if changed else tree
-    return tree
+        values: Mapping[str, Any] = tree
+    elif _is_dataclass_instance(tree):
+        values = {field.name: getattr(tree, field.name, None) for field in dataclasses.fields(tree)}
+    else:
+        return tree
+    changed = {key: new for key, old in values.items() if (new := _whole_as_plain(old)) is not old}
+    return _with_values(tree, changed) if changed else tree
 
 
-def _with_items(mapping: Mapping[str, Any], changed: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a mapping of the same class with some values replaced; those of transformers are both mapping and dataclass."""
-    items = {**mapping, **changed}
-    return type(mapping)(**items) if _is_dataclass_instance(mapping) else type(mapping)(items)  # type: ignore[call-arg]
+def _with_values(container: Any, changed: Mapping[str, Any]) -> Any:
+    """Return a mapping or dataclass with some values replaced; outputs of transformers are both."""
+    if not isinstance(container, Mapping):
+        return dataclasses.replace(container, **changed)
+    values = {**container, **changed}
+    if _is_dataclass_instance(container):
+        return type(container)(**values)
+    return type(container)(values)  # type: ignore[call-arg]
 
 
 def _is_dataclass_instance(x: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Gathers sharded values that replace parameters for one call, and averages their gradients: nothing is kept for the next call."""
+"""Gathers sharded values that replace parameters for one call, and averages their gradients.
+
+Nothing is kept for the next call.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,15 @@ _GATHERING = seed_of("gather values in place of parameters")
 _REDUCING = seed_of("sum gradients of values in place of parameters")
 
 
-def gather_values(values: Sequence[ShardedTensor], bases: Sequence[Layout], scales: Sequence[float], world: World) -> list[Tensor]:
-    """Return this rank's part of values in the layouts in which parameters are used; gradients are scaled, and can be differentiated.
+def gather_values(
+    values: Sequence[ShardedTensor],
+    bases: Sequence[Layout],
+    scales: Sequence[float],
+    world: World,
+) -> list[Tensor]:
+    """Return this rank's part of values in the layouts in which parameters are used.
+
+    Gradients are scaled, and can be differentiated.
 
     Args:
         values: of the shapes of the parameters; they may be pending sums.
@@ -39,9 +49,17 @@ def gather_values(values: Sequence[ShardedTensor], bases: Sequence[Layout], scal
 
 
 class _Op:
-    def __init__(self, values: Sequence[ShardedTensor], bases: Sequence[Layout], scales: Sequence[float], world: World) -> None:
-        self._layouts, self._bases, self._scales, self._world = [x._layout for x in values], bases, scales, world
-        self._gathering, self._reducing = mixed(_GATHERING, values), mixed(_REDUCING, values)
+    def __init__(
+        self,
+        values: Sequence[ShardedTensor],
+        bases: Sequence[Layout],
+        scales: Sequence[float],
+        world: World,
+    ) -> None:
+        self._layouts = [x._layout for x in values]
+        self._bases, self._scales, self._world = bases, scales, world
+        self._gathering = mixed(_GATHERING, values)
+        self._reducing = mixed(_REDUCING, values)
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
         # not the lineage of the loss: with plain inputs each rank has a loss of its own
