@@ -137,7 +137,11 @@ class AbstractMesh:
             topology.check_axes(self)
         self._own_topology = topology
         self._is_calibrated = False
+        self._keep_alive()
         self._forget_plans()
+
+    def _keep_alive(self) -> None:
+        """Keep this mesh as long as its world: the program has changed it, and may ask for it again."""
 
     def _default_topology(self) -> Topology:
         return Topology.default("cuda")

@@ -19,15 +19,31 @@ if TYPE_CHECKING:
     from .device_mesh import DeviceMesh
 
 
+class CurrentMesh:
+    """A reference to a current mesh that keeps the mesh alive, but not its world: the world keeps the mesh, as long as this is alive.
+
+    Call it for the mesh; None if its world is gone.
+    """
+
+    __slots__ = ("__weakref__", "_mesh")
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = weakref.ref(mesh)
+        mesh.world.current_meshes[self] = mesh
+
+    def __call__(self) -> DeviceMesh | None:
+        return self._mesh()
+
+
 class MeshContext(NamedTuple):
     """The current meshes from some point of a program on.
 
     Attributes:
-        meshes: at most one per world. Weak, since a mesh refers to its world and must not keep it alive.
+        meshes: at most one per world.
         before: the state before the innermost `with mesh:`; None outside of all.
     """
 
-    meshes: tuple[weakref.ref[DeviceMesh], ...] = ()
+    meshes: tuple[CurrentMesh, ...] = ()
     before: Any = None
 
 
@@ -60,7 +76,7 @@ def with_mesh(mesh: DeviceMesh | None, before: MeshContext | None) -> MeshContex
             f"{mesh!r} is a mesh of another world ({world_text(mesh.world)}), and this runs in {world_text(here)}: make the mesh "
             "there, with init_device_mesh or DeviceMesh inside the function that runs on each rank"
         )
-    return MeshContext((*others, weakref.ref(mesh)), before)
+    return MeshContext((*others, CurrentMesh(mesh)), before)
 
 
 def world_text(world: World) -> str:

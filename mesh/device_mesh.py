@@ -32,7 +32,8 @@ class DeviceMesh(AbstractMesh):
     """DeviceMesh(device_type, ranks): the ranks of a world in an N-D grid with named axes.
 
     The ranks may be any of the world's, in any order. On a rank that is not among them `coordinate` is None. In one
-    world the same device type, ranks and names give the same object, so meshes can be compared by identity.
+    world the same device type, ranks and names give the same object, so meshes can be compared by identity. It lives as long as
+    something refers to it, such as a tensor or a part of the mesh, or as long as its world if its topology was set.
 
     Attributes:
         axis_names, shape, ndim, ranks: as in `AbstractMesh`.
@@ -145,6 +146,9 @@ class DeviceMesh(AbstractMesh):
 
     def _coordinate_or_zeros(self) -> tuple[int, ...]:
         return self.coordinate or (0,) * self.ndim
+
+    def _keep_alive(self) -> None:
+        self.world.configured_meshes.add(self)
 
     def _default_topology(self) -> Topology:
         node_size = torchrun_node_size(self.world.size) if isinstance(self.world, ProcessWorld) else None
@@ -272,6 +276,7 @@ class DeviceMesh(AbstractMesh):
             for mesh in (self, *self._ancestors()):
                 if name in mesh._flattened:
                     mesh._flattened_backends.setdefault(name, backend)  # type: ignore[attr-defined]
+                    mesh._keep_alive()
         return self.flatten(name=name)
 
     def _unflatten(
@@ -531,7 +536,9 @@ def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
     this world, else None.
     """
     names = tuple(dict.fromkeys(name for mesh in meshes for name in mesh.axis_names))
-    for whole in list(meshes[0].world.meshes.values()):
+    # First those that the meshes are parts of, which are the same on every rank: others may have been collected on some.
+    wholes = [above for mesh in meshes for above in reversed(mesh._ancestors())]
+    for whole in (*wholes, *meshes[0].world.meshes.values()):
         if set(names) <= set(whole.axis_names) and all(
             whole[mesh.axis_names] == mesh for mesh in meshes
         ):

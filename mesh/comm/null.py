@@ -88,8 +88,10 @@ def null_world(size: int, rank: int = 0) -> Iterator[World]:
         raise errors.MeshError(f"null_world: a world has at most {MOST_RANKS} ranks.")
     if size < 1 or not 0 <= rank < size:
         raise errors.MeshError(f"null_world(size={size}, rank={rank}): rank must be from 0 to size - 1.")
-    before = activate(NullWorld(rank, size, list(current_world().observers)))
+    world = NullWorld(rank, size, list(current_world().observers))
+    before = activate(world)
     try:
-        yield current_world()
+        yield world
     finally:
         activate(before)
+        world.end()

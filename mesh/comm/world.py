@@ -6,6 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from .. import errors
 from ..monitor.recording.trace_buffer import TraceBuffer
@@ -40,7 +41,11 @@ class World(ABC):
         size: number of ranks.
         observers: called with a `CollectiveRecord` before each collective of this rank. An observer may raise to prevent it, or
             return a function that is called when it has completed.
-        meshes: the meshes of this world; equal meshes are one object.
+        meshes: the meshes of this world; equal meshes are one object, for as long as something refers to it.
+        configured_meshes: those that the program has changed, which live as long as the world: a mesh that is made again must not
+            be without the change on the ranks that have collected it, and with it on others.
+        dependents: what keeps data of this world; its `forget_world(world)` is called when the world has ended.
+        current_meshes: those that are current somewhere, by what `current_mesh.py` refers to them with.
         trace_buffer: this rank's part of the ledger.
         monitor: what monitors the ranks; None in simulated and null worlds, and for a process alone.
         epoch: number of sessions closed so far. Groups made in different epochs are different, even of the same ranks.
@@ -51,7 +56,10 @@ class World(ABC):
         self.rank = rank
         self.size = size
         self.observers: list[Observer] = [] if observers is None else observers
-        self.meshes: dict[Any, Any] = {}
+        self.meshes: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+        self.configured_meshes: set[Any] = set()
+        self.dependents: WeakSet[Any] = WeakSet()
+        self.current_meshes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.monitor: Monitor | None = None
         self.comm_context = CommContext()
         self.epoch = 0
@@ -68,11 +76,16 @@ class World(ABC):
 
     def axes_of(self, ranks: tuple[int, ...]) -> str:
         """Return the mesh axes that a group of ranks runs over, "dp" or "dp,tp"; the ranks if it is not the group of any axes."""
-        for mesh in self.meshes.values():
+        for mesh in list(self.meshes.values()):
             axes = mesh.axes_over(ranks)
             if axes is not None:
                 return ",".join(axes)
         return f"ranks {','.join(map(str, ranks))}"
+
+    def end(self) -> None:
+        """Let those that keep data of this world forget it: no program will run in it again."""
+        for dependent in list(self.dependents):
+            dependent.forget_world(self)
 
     def retire_monitor(self) -> None:
         """Continue without a monitor; the ledger is kept."""

@@ -134,7 +134,9 @@ class Session:
 
     def _retire(self, world: World, groups: Sequence[Group], meshes: Sequence[DeviceMesh]) -> None:
         """Make groups and meshes of the session raise when they communicate, and forget them, so that new ones are made."""
-        world.meshes = {key: mesh for key, mesh in world.meshes.items() if not _is_in(mesh, meshes)}
+        for key in [key for key, mesh in world.meshes.items() if _is_in(mesh, meshes)]:
+            del world.meshes[key]
+        world.configured_meshes.difference_update(meshes)
         world._groups = {key: group for key, group in world._groups.items() if not _is_in(group, groups)}
         world.epoch += 1
         for group in groups:

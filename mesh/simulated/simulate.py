@@ -208,6 +208,7 @@ def _run_rank(world: SimulatedWorld, fn: Callable[[], Any], results: list[Any], 
     if isinstance(output, RankOutput):
         _run_guarded(scheduler, rank, output.end_line)
     activate(None)
+    world.end()
     scheduler.finish(rank)
 
 

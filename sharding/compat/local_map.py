@@ -14,6 +14,7 @@ from ...mesh.device_mesh import DeviceMesh
 from ..functional.shard_map import Mapped
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
+from ..layout.mesh_layouts import MeshLayouts
 from ..layout.spec import P, SpecLike
 from ..tensor.convert import with_grad_layout
 from ..tensor.sharded_tensor import ShardedTensor
@@ -69,7 +70,6 @@ def local_map(
             device_mesh=device_mesh, redistribute_inputs=redistribute_inputs,
         )  # fmt: skip
     function: Callable[..., Any] = func
-    known: dict[Any, _FlatFunction] = {}
 
     @functools.wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -81,6 +81,7 @@ def local_map(
         grads = _one_each("in_grad_placements", in_grad_placements, flat)
         _check_places(flat, placed, grads, in_placements is not None, redistribute_inputs)
         layouts = [x._layout.replace(place) if isinstance(x, ShardedTensor) else None for x, place in zip(flat, placed, strict=True)]
+        known = MeshLayouts.of(first.mesh).functions.setdefault(mapped, {})
         key = (tree, *layouts)
         if key not in known:
             keep(known, key, _FlatFunction(function, tree, layouts, grads, out_placements, device_mesh or first.mesh))

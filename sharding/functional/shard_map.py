@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from ...mesh import context
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh
 from ..layout.bounded_cache import keep
+from ..layout.mesh_layouts import MeshLayouts
 from ..layout.spec import P
 from ..ops import dispatch
 from ..ops.lineage import comm_context, mixed, seed_of
@@ -161,7 +162,7 @@ class Mapped:
         self.axis_names = None if axis_names is None else frozenset(axis_names)
         self.name = getattr(f, "__name__", type(f).__name__)
         self._seed = seed_of(f"shard_map {self.name}")
-        self._cache: dict[Any, CachedCall] = {}
+        self._calls: dict[Any, CachedCall] = {}  # on the mesh of this function; others are kept on their mesh, see `_calls_on`
         self._checks_once = check in (True, False)  # the first call with a signature, not every call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +185,7 @@ class Mapped:
                 return self._call(args, kwargs)
             key.append(x._layout)
             parts.append(x._local if x._local.requires_grad else dispatch.known_local(x))
-        cached = None if kwargs else self._cache.get(tuple(key))
+        cached = None if kwargs or not parts else self._calls_on(args[0]._layout.mesh).get(tuple(key))
         if cached is None or not cached.fast or (outer is not None and outer.checker is not None):
             return self._call(args, kwargs)
         if cached.constants and any_requires_grad(cached.constants):
@@ -237,12 +238,21 @@ class Mapped:
         # The world, since meshes of two ranks of a simulated world are equal, and the grad mode, since gradients need types.
         here = mesh.world, outer, is_grad_enabled()
         key = (mesh, *here, tree, *map(key_of, leaves), *[(name, key_of(x)) for name, x in kwargs.items()])
-        cached = self._cache.get(key)
+        calls = self._calls_on(mesh)
+        cached = calls.get(key)
         if cached is None:
-            cached = keep(self._cache, key, self._new_call(mesh, outer, args, leaves, kwargs))
+            cached = keep(calls, key, self._new_call(mesh, outer, args, leaves, kwargs))
             if self._checks_once and cached.passes_through and tree is None and not kwargs:
-                keep(self._cache, (*here[1:], *map(key_of, leaves)), cached)  # the key of `_call_cached`
+                keep(calls, (*here[1:], *map(key_of, leaves)), cached)  # the key of `_call_cached`
         return cached
+
+    def _calls_on(self, mesh: Any) -> dict[Any, CachedCall]:
+        """Return the cached calls on a mesh. This function must not keep alive a mesh that only arguments had."""
+        if self.mesh is not None:
+            return self._calls
+        functions = MeshLayouts.of(mesh).functions
+        calls = functions.get(self)
+        return functions.setdefault(self, {}) if calls is None else calls
 
     def _mesh_for(self, leaves: Sequence[Any]) -> DeviceMesh:
         if self.mesh is not None:

@@ -154,7 +154,7 @@ class JitFunction:
             self._found = find_backend(self._backend, self._options.inductor)
         self._in, self._out = options["in_shardings"], options["out_shardings"]
         self._entries: weakref.WeakKeyDictionary[World, dict[Any, list[Entry]]] = weakref.WeakKeyDictionary()
-        self._attempts: dict[Any, int] = {}
+        self._attempts: weakref.WeakKeyDictionary[World, dict[Any, int]] = weakref.WeakKeyDictionary()
         self._reasons = Reasons(f)
         self._hyperparameters = Hyperparameters()
 
@@ -174,6 +174,7 @@ class JitFunction:
         by_key = self._entries.get(world)
         if by_key is None:
             by_key = self._entries[world] = {}
+            world.dependents.add(self)
         try:
             entries, why = by_key.setdefault(key, []), ""
         except TypeError as error:
@@ -189,6 +190,11 @@ class JitFunction:
         if self._donated:
             _donate([args[i] for i in self._donated if i < len(args)], result)
         return result
+
+    def forget_world(self, world: World) -> None:
+        """Drop the graphs of a world that has ended, which refer to it."""
+        self._entries.pop(world, None)
+        self._attempts.pop(world, None)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Record the function on "meta", as this rank, and return the graph for inspection. Nothing runs, and no argument changes.
@@ -237,7 +243,8 @@ class JitFunction:
         snapshot = Snapshot([("f", self._f), *reached])
         inputs = self._hyperparameters.inputs(snapshot)
         guard = Guard(snapshot, {one.place for one in inputs})
-        count = self._attempts.get((world.rank, key), 0) + 1
+        attempts = self._attempts.setdefault(world, {})
+        count = attempts.get(key, 0) + 1
         others = [other for other, known in self._entries[world].items() if known and other != key]
         reasons = self._reasons.find(why, key, others)
         name = getattr(self._f, "__qualname__", type(self._f).__name__).rpartition("<locals>.")[2]
@@ -248,14 +255,14 @@ class JitFunction:
         program = run_passes(found if isinstance(found, str) else found.program, self._options, world, meshes)
         found = program if isinstance(program, str) else found._replace(program=program)  # type: ignore[union-attr]
         if isinstance(found, str):
-            self._attempts[world.rank, key] = count
+            attempts[key] = count
             if count >= _ATTEMPTS:
                 raise JitError(
                     f"{self!r} changes Python state in every call, which a graph would not do: {found}. Do it outside of the function, "
                     "or keep the value in a tensor and change that in place"
                 )
             return result
-        self._attempts.pop((world.rank, key), None)
+        attempts.pop(key, None)
         found.program.name = name
         entries.append(Entry(found, guard, leaves, before))
         entries[-1].reason = texts_of(reasons) or None

@@ -19,7 +19,7 @@ def keep(cache: dict[Key, Value], key: Key, value: Value, limit: int | None = No
     """
     limit = LIMIT if limit is None else limit
     if len(cache) >= limit:
-        for old in list(islice(cache, limit // 2)):
-            del cache[old]
+        for old in list(islice(cache, (limit + 1) // 2)):
+            cache.pop(old, None)  # another thread may have dropped it
     cache[key] = value
     return value

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...layout.layout import Layout
+from ...layout.mesh_layouts import cached_on_mesh
 from ...layout.spec import Cut, P
 from ...tensor.sharded_tensor import ShardedTensor
 from .. import nonmember
@@ -121,7 +123,7 @@ def replicated(local: Tensor, like: ShardedTensor) -> ShardedTensor:
     return wrap(local, nonmember.whole_like(local, like._layout))
 
 
-@lru_cache(maxsize=1024)
+@cached_on_mesh(attrgetter("mesh"), 1024)
 def reduced(layout: Layout, dims: tuple[int, ...], kind: str = "sum") -> Layout:
     """Return the layout after a reduction that leaves `dims` with one element: pending over the axes that split them."""
     cuts = [() if d in dims else old for d, old in enumerate(layout.spec.cuts)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 
 from ....kernels.box import Box, box_size, intersect, overlap
 from ....mesh.abstract_mesh import AbstractMesh
 from ...layout.layout import Layout
+from ...layout.mesh_layouts import cached_on_mesh
 from .overlap import Coordinate
 from .routes import routes
 from .steps import RING_OPS, Step
@@ -102,7 +102,7 @@ def is_contiguous_gather(parts: Layout, whole: Layout) -> bool:
     return len(cut) == 1 and in_order and all(stop - start == 1 for start, stop in box[: cut[0]])
 
 
-@lru_cache(maxsize=64)
+@cached_on_mesh(lambda mesh: mesh, 1)
 def _ranks_ascend(mesh: AbstractMesh) -> bool:
     """Return whether groups, which list their ranks in ascending order, list them in mesh order."""
     return bool((np.diff(mesh.ranks.ravel()) > 0).all())

@@ -6,13 +6,13 @@ On a mesh of more than `EXACT_RANKS` ranks only a few nodes are counted: the fir
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 
 from ....kernels.box import box_size, overlap
 from ....mesh.abstract_mesh import AbstractMesh
 from ....mesh.topology import Topology
+from ...layout.mesh_layouts import cached_on_mesh
 from .overlap import Coordinate
 from .routes import elements_received, elements_sent, group_transfers, is_node_replicated, members, routes
 from .steps import RING_OPS, Step
@@ -29,7 +29,7 @@ def across_nodes(step: Step, topology: Topology) -> tuple[int, int]:
     return step.wire_bytes(max(busiest)), step.wire_bytes(max(received))
 
 
-@lru_cache(maxsize=64)
+@cached_on_mesh(lambda mesh: mesh, 8)
 def counted_nodes(mesh: AbstractMesh, topology: Topology) -> list[list[Coordinate]]:
     """Return the ranks of each node; on a large mesh of a few nodes only."""
     ids = topology.node_ids(mesh)

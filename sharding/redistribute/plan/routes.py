@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
+from operator import attrgetter
 from typing import NamedTuple
 
 from ....kernels.box import Box, box_size, intersect, overlap
 from ...layout.layout import Layout, chunk
+from ...layout.mesh_layouts import cached_on_mesh
 from .overlap import Coordinate, ranks_overlapping
 from .steps import Step
 
@@ -99,7 +100,7 @@ def contributions(step: Step) -> int:
 # -- direct ------------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=64)
+@cached_on_mesh(attrgetter("src.mesh"), 64)
 def group_transfers(step: Step, first: Coordinate) -> tuple[list[Transfer], ...]:
     """Return the transfers of the group whose first member is at `first`, for each collective."""
     group = members(step, first)

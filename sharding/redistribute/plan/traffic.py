@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product, repeat
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ....kernels.box import Box, box_size
 from ....mesh.abstract_mesh import AbstractMesh
 from ....mesh.topology import Topology
 from ...layout.layout import Layout
+from ...layout.mesh_layouts import cached_on_mesh
 from .bounds import numels
 from .nodes import EXACT_RANKS, across_nodes
 from .overlap import Coordinate
@@ -135,7 +136,7 @@ def _received_everywhere(step: Step) -> np.ndarray:
     return step.wire_bytes(contributions(step) * after - common)
 
 
-@lru_cache(maxsize=64)
+@cached_on_mesh(lambda mesh: mesh, 1)
 def sampled(mesh: AbstractMesh) -> tuple[Coordinate, ...]:
     """Return all ranks of a small mesh; of a large one the corners, the middle and some ranks between, always the same."""
     if mesh.size() <= EXACT_RANKS:
@@ -146,7 +147,7 @@ def sampled(mesh: AbstractMesh) -> tuple[Coordinate, ...]:
     return tuple(c for i, c in enumerate(product(*marks)) if i % every == 0 or i == total - 1)
 
 
-@lru_cache(maxsize=256)
+@cached_on_mesh(attrgetter("mesh"), 256)
 def sampled_boxes(layout: Layout) -> tuple[Box, ...]:
     """Return the boxes of the ranks of `sampled`."""
     return tuple(layout.box_at(c) for c in sampled(layout.mesh))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ....layout.bounded_cache import keep
 from ....layout.layout import Layout
+from ....layout.mesh_layouts import cached_on_mesh
 from ....layout.spec import P
 from ....tensor.sharded_tensor import ShardedTensor
 from ...dispatch import check_bases, known_local
@@ -34,17 +34,16 @@ def _lists(args: Any, kwargs: Any) -> list[Sequence[Any]]:
     return [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
 
 
-_KEPT = 256
-_alike: dict[Any, bool] = {}  # layouts at all indices of all lists -> whether they are aligned
-
-
 def aligned(lists: Sequence[Sequence[Any]]) -> bool:
     """Return whether the tensors at every index share shape and layout, with nothing pending, so that locals can be used directly."""
     key = tuple([tuple([x._layout if type(x) is ShardedTensor else x.ndim for x in tensors]) for tensors in lists])
-    found = _alike.get(key)
-    if found is None:
-        found = keep(_alike, key, all(map(_is_alike, zip(*key, strict=True))), _KEPT)
-    return found
+    first = next((item for items in key for item in items if type(item) is Layout), None)
+    return first is None or _are_alike(first, key)
+
+
+@cached_on_mesh(attrgetter("mesh"), 256)
+def _are_alike(_: Layout, rows: tuple[tuple[Layout | int, ...], ...]) -> bool:
+    return all(map(_is_alike, zip(*rows, strict=True)))
 
 
 def _is_alike(row: Sequence[Layout | int]) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from .....mesh.monitor.recording.recorder import CommTag
 from ....layout.layout import Layout
+from ....layout.mesh_layouts import cached_on_mesh
 from ....ops.lineage import comm_context, mixed, seed_of
 from ....tensor.autograd import leaf_grads
 from ....tensor.sharded_tensor import ShardedTensor
@@ -115,7 +115,7 @@ def _kind(part: UnitGrads) -> Any:
     return kinds.pop() if len(kinds) == 1 else None
 
 
-@lru_cache(4096)
+@cached_on_mesh(lambda layouts: layouts[0].mesh, 256)
 def mean_local_bytes(layouts: tuple[Layout, ...]) -> int:
     """Return the bytes of local parts, averaged over ranks so that all ranks get the same number."""
     return sum(
