@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from . import current_mesh, errors
-from .abstract_mesh import AbstractMesh, Axes, axes_text, checked_names, checked_shape, joined, unravel
+from .abstract_mesh import AbstractMesh, Axes, Origin, axes_text, checked_names, checked_shape, joined, unravel
 from .comm.current_world import current_world
 from .comm.group import Group
 from .comm.group_backend import DEFAULT, FAKE, GroupBackend, as_group_backend, backends_of_axes
@@ -139,7 +139,60 @@ class DeviceMesh(AbstractMesh):
         """Return the backend of an axis, of a name given by `flatten`, or the default one."""
         if axis in self._index:
             return self.backends[self._index[axis]]
-        return self._flattened_backends.get(axis, DEFAULT)
+        return self._flattened_backends.get(axis, self._default_backend)
+
+    @property
+    def _default_backend(self) -> GroupBackend:
+        """The backend of groups over several axes."""
+        return GroupBackend(communicator=self.communicator) if self.communicator else DEFAULT
+
+    @property
+    def communicator(self) -> str:
+        """The name of this mesh's own process groups, see `duplicate`; "" if it shares those of its ranks."""
+        return self.backends[0].communicator
+
+    def duplicate(self, communicator: str) -> DeviceMesh:
+        """Return the same mesh with process groups of its own, for a thread that communicates while another one does.
+
+        Meshes share the process group of a set of ranks, and the collectives of a group must be called in one order on
+        all ranks, which two threads do not keep. (MPI calls this a duplicate of a communicator; in torch every mesh has
+        groups of its own.) The parts of the duplicate have its groups, too. Tensors move to it with `device_put`, in the
+        same layout without communication.
+
+            background = mesh.duplicate("checkpoint")       # on every rank, in the main thread
+            copy = sm.device_put(x.detach(), background, x.spec)
+            Thread(target=lambda: copy.redistribute(P())).start()
+
+        Args:
+            communicator: a name, the same on all ranks. The same name gives the same mesh.
+
+        Raises: MeshError for an empty name, and on a duplicate.
+        Communication: the first call waits for all ranks of the mesh: it makes the groups of each axis and of all axes
+            together. (Groups of some of three or more axes are made by their first collective, which should be in the
+            main thread, too.) Simulated ranks have one thread each, and share groups.
+        """
+        if not isinstance(communicator, str) or not communicator:
+            raise errors.MeshError(f"duplicate({communicator!r}): give a name for the groups, such as 'checkpoint'.")
+        if self.communicator:
+            raise errors.MeshError(
+                f"duplicate({communicator!r}): {self!r} is a duplicate already; call it on the mesh that this is one of."
+            )
+        mesh = self._with_communicator(communicator)
+        if mesh.coordinate is not None and isinstance(self.world, ProcessWorld):
+            for axes in (*mesh.axis_names, mesh.axis_names):
+                group = mesh.group(axes)
+                if isinstance(group, ProcessGroup) and group.size > 1:
+                    _ = group.handle  # made by the first access
+        return mesh
+
+    def _with_communicator(self, communicator: str) -> DeviceMesh:
+        backends = tuple(backend._replace(communicator=communicator) for backend in self.backends)
+        mesh = _interned(self.world, self.device_type, self.ranks, self.axis_names, backends)
+        if mesh._origin is None and not mesh._unflattened_from and self is not mesh:
+            mesh._unflattened_from.append(Origin(self, {name: (name,) for name in self.axis_names}))
+            self._parts[mesh, "duplicate"] = mesh
+            mesh._forget_plans()
+        return mesh
 
     def _part_ranks(self, names: tuple[str, ...]) -> np.ndarray:
         return self._cut(self.ranks, names)
@@ -177,14 +230,14 @@ class DeviceMesh(AbstractMesh):
         names = self._checked_axes(axes)
         self._member(f"group({axes!r})")
         given = (axes,) if isinstance(axes, str) else tuple(axes)
-        backend = self._backend_of(given[0]) if len(given) == 1 else DEFAULT
+        backend = self._backend_of(given[0]) if len(given) == 1 else self._default_backend
         fake = [name for name in given if self._backend_of(name).name == FAKE and self.size(name) > 1]
         if fake:
             raise errors.MeshError(
                 f"group({axes!r}): axis {fake[0]!r} of {self!r} has the backend 'fake', which moves no data; use a mesh whose axis "
                 "over these ranks has a real backend (backend_override=)."
             )
-        backend = DEFAULT if backend.name == FAKE else backend
+        backend = self._default_backend if backend.name == FAKE else backend
         return self.world.group(sorted(self._part_ranks(names).flatten().tolist()), backend)
 
     def __enter__(self) -> DeviceMesh:
@@ -222,7 +275,8 @@ class DeviceMesh(AbstractMesh):
         Communication: none; axes over the same ranks have the same group, in all views of the mesh.
         """
         shape, made_of = self._split_axis(axis, sizes, names)
-        new = dict(zip(names, backends_of_axes(backend_override, tuple(names)), strict=True))
+        backends_of_new = backends_of_axes(backend_override, tuple(names))
+        new = {name: one._replace(communicator=self.communicator) for name, one in zip(names, backends_of_new, strict=True)}
         backends = tuple(new[name] if name in new else self._backend_of(name) for name in made_of)
         return self._unflattened(shape, made_of, backends=backends)
 
@@ -456,10 +510,12 @@ class DeviceMesh(AbstractMesh):
 
     def __reduce__(self) -> tuple[Any, ...]:
         names = tuple(backend.name for backend in self.backends)  # options of torch cannot be pickled
-        return unpickle_mesh, (self.device_type, self.ranks.tolist(), self.axis_names, *([names] if any(names) else []))
+        others = (names, self.communicator) if self.communicator else (names,) if any(names) else ()
+        return unpickle_mesh, (self.device_type, self.ranks.tolist(), self.axis_names, *others)
 
     def __repr__(self) -> str:
-        return f"DeviceMesh({self.device_type}, {axes_text(self.shape, self.axis_names)})"
+        own = f", communicator={self.communicator!r}" if self.communicator else ""
+        return f"DeviceMesh({self.device_type}, {axes_text(self.shape, self.axis_names)}{own})"
 
 
 class _TorchDeviceMesh(DeviceMesh, TorchMesh):  # type: ignore[misc]
@@ -613,7 +669,7 @@ def _refined(root: Any, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         span = distance
     if span > 1:
         shape, names = [*shape, span], [*names, f"_{len(names)}"]
-    all_backends = tuple(backends.get(name, DEFAULT) for name in names)
+    all_backends = tuple(backends.get(name, root._default_backend) for name in names)
     view = root._unflattened(tuple(shape), dict.fromkeys(names, ()), backends=all_backends)
     for name, own in made_of.items():
         if own != (name,):
@@ -746,8 +802,10 @@ def unpickle_mesh(
     ranks: list[Any],
     names: tuple[str, ...],
     backends: tuple[str | None, ...] | None = None,
+    communicator: str = "",
 ) -> DeviceMesh:
-    return DeviceMesh(device_type, ranks, axis_names=names, backend_override=backends)
+    mesh = DeviceMesh(device_type, ranks, axis_names=names, backend_override=backends)
+    return mesh._with_communicator(communicator) if communicator else mesh
 
 
 def _checked_ranks(mesh: Any) -> np.ndarray:

@@ -17,10 +17,15 @@ FAKE = "fake"
 class GroupBackend(NamedTuple):
     """The backend of a process group, such as "nccl" or "cpu:gloo,cuda:nccl", and its options; None
     for the default one.
+
+    Attributes:
+        communicator: tells process groups of the same ranks and backend apart, see
+            `DeviceMesh.duplicate`; "" for those that meshes share.
     """
 
     name: str | None = None
     options: Any = None
+    communicator: str = ""
 
 
 DEFAULT = GroupBackend()

@@ -139,7 +139,7 @@ class ProcessGroup(Group):
         is_whole = self.size == dist.get_world_size()
         if is_whole and self._backend == DEFAULT and (self.size == 1 or dist.get_backend() == "mpi"):  # MPI cannot make another group
             return _default_group()
-        name, options = self._backend
+        name, options, _ = self._backend
         is_monitored = self.world.monitor is not None and name != FAKE
         timeout = timeouts.group_timeout(name or dist.get_backend_config()) if is_monitored else None
         backends = without_host(dist.get_backend_config()) if name is None else name
@@ -345,15 +345,15 @@ class ProcessWorld(World):
 
     def _backend_group(self, ranks: tuple[int, ...], backend: GroupBackend) -> Group:
         """Return the group of these ascending ranks; a backend that is the default group's makes no
-        other group.
+        other group, unless a communicator does.
         """
-        if backend.options is None and (backend.name is None or is_default_backend(backend.name)):
+        if not backend.communicator and backend.options is None and (backend.name is None or is_default_backend(backend.name)):
             return super()._backend_group(ranks, DEFAULT)
         key = ranks, backend
         group = self._groups.get(key)
         if group is None:
-            number = sum(type(other) is tuple and other[:1] == (ranks,) for other in self._groups)
-            label = f" {backend.name} {number}"
+            number = sum(type(other) is tuple and other[:1] == (ranks,) and not other[1].communicator for other in self._groups)
+            label = f" {backend.communicator}" if backend.communicator else f" {backend.name} {number}"
             group = self._groups[key] = ProcessGroup(self, ranks, None, backend, label)
         return group
 

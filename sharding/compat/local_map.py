@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ...mesh.device_mesh import DeviceMesh
 from ..functional.shard_map import Mapped
-from ..layout.bounded_cache import keep
+from ..layout.bounded_cache import HEAVY_LIMIT, keep
 from ..layout.layout import Layout
 from ..layout.mesh_layouts import MeshLayouts
 from ..layout.spec import P, SpecLike
@@ -84,7 +84,7 @@ def local_map(
         known = MeshLayouts.of(first.mesh).functions.setdefault(mapped, {})
         key = (tree, *layouts)
         if key not in known:
-            keep(known, key, _FlatFunction(function, tree, layouts, grads, out_placements, device_mesh or first.mesh))
+            keep(known, key, _FlatFunction(function, tree, layouts, grads, out_placements, device_mesh or first.mesh), HEAVY_LIMIT)
         return known[key](flat, kwargs)
 
     return mapped

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from ...mesh import context
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh
-from ..layout.bounded_cache import keep
+from ..layout.bounded_cache import HEAVY_LIMIT, keep
 from ..layout.mesh_layouts import MeshLayouts
 from ..layout.spec import P
 from ..ops import dispatch
@@ -241,9 +241,9 @@ class Mapped:
         calls = self._calls_on(mesh)
         cached = calls.get(key)
         if cached is None:
-            cached = keep(calls, key, self._new_call(mesh, outer, args, leaves, kwargs))
+            cached = keep(calls, key, self._new_call(mesh, outer, args, leaves, kwargs), HEAVY_LIMIT)
             if self._checks_once and cached.passes_through and tree is None and not kwargs:
-                keep(calls, (*here[1:], *map(key_of, leaves)), cached)  # the key of `_call_cached`
+                keep(calls, (*here[1:], *map(key_of, leaves)), cached, HEAVY_LIMIT)  # the key of `_call_cached`
         return cached
 
     def _calls_on(self, mesh: Any) -> dict[Any, CachedCall]:

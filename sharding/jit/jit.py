@@ -42,6 +42,7 @@ from .state.snapshot import _PLAIN, Guard, Snapshot
 
 _ATTEMPTS = 3  # calls whose recordings are dropped before that is an error
 _KEPT = 16  # recordings of one signature, the newest ones
+_SIGNATURES = 128  # whose recordings a function keeps in one world; each refers to its meshes
 _ALL_NONE = frozenset({type(None)})
 
 
@@ -176,9 +177,13 @@ class JitFunction:
             by_key = self._entries[world] = {}
             world.dependents.add(self)
         try:
-            entries, why = by_key.setdefault(key, []), ""
+            # The least recently used signature comes first, and is dropped first: recording takes seconds.
+            entries, why = by_key.pop(key, []), ""
+            by_key[key] = entries
         except TypeError as error:
             raise TypeError(f"{self!r}: static arguments must be hashable, {error}") from None
+        if len(by_key) > _SIGNATURES:
+            del by_key[next(iter(by_key))]
         for entry in reversed(entries):
             change = entry.change(leaves)
             if change is None:

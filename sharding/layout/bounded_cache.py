@@ -8,7 +8,8 @@ from typing import TypeVar
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-LIMIT = 4096
+LIMIT = 1024  # entries of a kilobyte or so
+HEAVY_LIMIT = 256  # entries of ten kilobytes or more, such as compiled redistributions and calls of mapped functions
 
 
 def keep(cache: dict[Key, Value], key: Key, value: Value, limit: int | None = None) -> Value:

@@ -26,13 +26,13 @@ _DTYPE_NAMES = {
 }  # fmt: skip
 
 
-_LIMIT = 8192  # recent layouts of a mesh, one entry for each spelling
+_LIMIT = 2048  # recent layouts of a mesh, one entry for each spelling; with its operators' strategies one weighs about 10 KiB
 
 
 class Layout:
     """Which box of a global tensor each rank holds. Make one with `Layout.of`.
 
-    Immutable, and interned for its mesh: equal layouts are the same object, so comparing and hashing them is fast. The last few
+    Immutable, and interned for its mesh: equal layouts are the same object, so comparing and hashing them is fast. The last two
     thousand of a mesh are kept, with the plans and operator strategies made for them; others live as long as a tensor has them.
 
     Attributes:

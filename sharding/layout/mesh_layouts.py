@@ -23,7 +23,7 @@ class MeshLayouts:
     """The layouts of one mesh, and data computed once for all of them.
 
     Attributes:
-        recent: the last few thousand, by the spelling in which they were asked for and by their normal one.
+        recent: the last two thousand, by the spelling in which they were asked for and by their normal one.
         alive: all that something refers to, by spec, shape and dtype.
         answers: function -> its answers by arguments, see `cached_on_mesh`.
         functions: mapped functions of the program -> what their calls on this mesh have in common.

@@ -23,7 +23,7 @@ from ...mesh.comm.dispatch_modes import count_modes, outside_of_recomputation
 from ...mesh.monitor.ledger.profiler import named
 from ...mesh.monitor.recording.recorder import CommTag
 from ...mesh.monitor.recording.trace_buffer import stable_hash
-from ..layout.bounded_cache import keep
+from ..layout.bounded_cache import HEAVY_LIMIT, keep
 from ..layout.layout import Layout
 from .packed_collectives import AsyncResults, Collective
 from .plan import Plan, Step, plan
@@ -253,7 +253,7 @@ def executor(
     found = src.runners.get(key)
     if found is None:
         found = plan(src, dst, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport)
-        found = keep(src.runners, key, Executor([found]))
+        found = keep(src.runners, key, Executor([found]), HEAVY_LIMIT)
     return found
 
 
@@ -264,5 +264,5 @@ def executor_of_many(pairs: Sequence[Pair], **options: Any) -> Executor:
     cache, key = pairs[0][0].runners, (tuple(pairs), *options.values())
     found = cache.get(key)
     if found is None:
-        found = keep(cache, key, Executor([plan(src, dst, **options) for src, dst in pairs]))
+        found = keep(cache, key, Executor([plan(src, dst, **options) for src, dst in pairs]), HEAVY_LIMIT)
     return found

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...kernels.box import Box, box_shape, box_size, slices
 from ...kernels.copy import compile_pack, compile_unpack
-from ..layout.bounded_cache import keep
+from ..layout.bounded_cache import HEAVY_LIMIT, keep
 from ..layout.layout import Layout
 from ..tensor.autograd.engine_hooks import transforming, with_memory
 from ..tensor.transforms import Linear, batched_layout, under_transforms
@@ -92,7 +92,7 @@ class IntervalExchange:
         found = self._batched.get(count)
         if found is None:
             layouts = batched_layout(self.src, count), batched_layout(self.dst, count)
-            found = keep(self._batched, count, IntervalExchange(*layouts, self.dim, self.wanted, self.dst_dim))
+            found = keep(self._batched, count, IntervalExchange(*layouts, self.dim, self.wanted, self.dst_dim), HEAVY_LIMIT)
         return found
 
     # -- which rank sends what to which --------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class CommTag:
         self.text = text
 
     @staticmethod
-    @lru_cache(4096)
+    @lru_cache(1024)
     def of(text: str) -> CommTag:
         """Return the tag of this text, the same object each time: for callers that do not keep it."""
         return CommTag(text)
@@ -251,7 +251,7 @@ class Recorder:
         fields = [op, how, str(dtype).removeprefix("torch."), "" if size < 0 else str(size), "" if tag is None else tag.text]
         text = "\t".join(fields)
         call = self._calls[op, how, dtype, size, tag] = _CachedCall(self.buffer.text(text), stable_hash(text) & _LOW48 | 1)
-        if len(self._calls) > 10_000:  # a program whose sizes always change
+        if len(self._calls) > 1_024:  # a program whose sizes always change
             self._calls.clear()
         return call
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from ....mesh.comm.transforms import outside_of_transforms
 from ....mesh.comm.work import Work
 from ....mesh.simulated.simulate import SimulatedWorld
-from ...layout.bounded_cache import keep
+from ...layout.bounded_cache import HEAVY_LIMIT, keep
 from ...layout.layout import Layout, chunk
 from ...layout.spec import P
 from ...redistribute.executor import Executor, executor
@@ -102,7 +102,7 @@ class RedistributionMap(LinearMap):
         key = (x.shape, x.dtype)
         found = self._executors.get(key)
         if found is None:
-            found = keep(self._executors, key, executor(*self.layouts(x.shape, x.dtype)))
+            found = keep(self._executors, key, executor(*self.layouts(x.shape, x.dtype)), HEAVY_LIMIT)
         return found
 
     def __call__(self, x: Tensor) -> Tensor:
