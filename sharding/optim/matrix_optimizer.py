@@ -27,6 +27,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     """
 
     algorithm: str
+    most_dims: int | None = 2  # of a parameter that the algorithm takes; None for any number
 
     def __init__(self, params: Any, defaults: dict[str, Any], adamw: Sequence[str], adamw_lr: float | None) -> None:
         """`adamw`: patterns of names of matrices to step with AdamW; `adamw_lr`: its learning rate, by default that of the group."""
@@ -87,7 +88,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         name, x = given if isinstance(given, tuple) else ("", given)
         hits = [pattern for pattern in self._patterns if name and fnmatchcase(name, pattern)]
         self._matched.update(hits)
-        return x.ndim == 2 and not hits
+        return self._has_dims(x) and not hits
+
+    def _has_dims(self, x: Tensor) -> bool:
+        return x.ndim >= 2 and (self.most_dims is None or x.ndim <= self.most_dims)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise a ValueError for other parameters in a group of matrices, and for complex ones."""
@@ -97,10 +101,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         for given in group["params"]:
             name, x = given if isinstance(given, tuple) else ("a parameter", given)
-            if x.is_complex() or (group["algorithm"] != ADAMW and x.ndim != 2):
+            if x.is_complex() or (group["algorithm"] != ADAMW and not self._has_dims(x)):
+                stacked = " or a stack of them" if self.most_dims is None else ""
                 raise ValueError(
-                    f"{type(self).__name__}: {name} of shape {list(x.shape)} and {x.dtype} is not a real matrix; leave such parameters to "
-                    f'another optimizer, or put those without two dims in a group with "algorithm": {ADAMW!r}'
+                    f"{type(self).__name__}: {name} of shape {list(x.shape)} and {x.dtype} is not a real matrix{stacked}; leave such parameters to "
+                    f'another optimizer, or put those of other dims in a group with "algorithm": {ADAMW!r}'
                 )
 
     def _named_grads(self) -> dict[str, Tensor]:

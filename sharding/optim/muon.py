@@ -12,7 +12,7 @@ from torch import Tensor
 from ..ops.lineage import comm_context, mixed, seed_of
 from ..tensor.sharded_tensor import ShardedTensor
 from .matrix_optimizer import MatrixOptimizer, as_number, check_not_negative, with_grads
-from .owners import owners_of, whole_matrix_units
+from .owners import matrix_shape, owners_of_matrices
 
 JORDAN = (3.4445, -4.7750, 2.0315)  # a x + b x^3 + c x^5 takes singular values of up to 1 to about 1
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -20,7 +20,8 @@ _MUON = seed_of("muon")
 
 
 class Muon(MatrixOptimizer):
-    """Muon(params): `torch.optim.Muon` for matrices of any layouts, each orthogonalised by one rank, and AdamW for the rest.
+    """Muon(params): `torch.optim.Muon` for matrices and stacks of them, in any layouts, each matrix orthogonalised by one rank, and
+    AdamW for the rest.
 
         momentum, rows split            at its owner            orthogonalised, rows split
         rank 0   [A0] [B0] [C0]         rank 0   [A] [C]        rank 0   [A0] [B0] [C0]
@@ -30,6 +31,12 @@ class Muon(MatrixOptimizer):
     The first nine arguments are those of `torch.optim.Muon`: momentum, Newton-Schulz iteration, decoupled weight decay. Momentum has the
     layouts of the parameters. A split matrix (by FSDP, tensor parallelism or both) is gathered at its owner, so the iteration is that of
     the whole matrix. Owners are chosen among all ranks of the mesh to balance the work.
+
+    A parameter of three or more dims is a stack of matrices of its last two: the experts of a layer, [experts, m, n], or of several,
+    [layers, experts, m, n]. Each is orthogonalised by itself, and can have another owner. (`torch.optim.Muon` refuses such parameters.)
+    Weights of convolutions are no such stacks: [out, in, k, k] would be out * in matrices of k x k. Give them `flatten=True`, in a group
+    of their own if there are stacks as well; then each is one matrix, [out, in * k * k], as in Jordan's Muon. Or leave them to AdamW by
+    `adamw=`. Parameters with fewer dims than two are stepped by AdamW, and so should be biases of experts, [experts, n], by `adamw=`.
 
     Args:
         params: parameters, pairs (name, parameter) as from `model.named_parameters()`, or groups of either.
@@ -41,10 +48,11 @@ class Muon(MatrixOptimizer):
             layers in neural networks", https://kellerjordan.github.io/posts/muon.
         eps: the minimum norm to divide a matrix by.
         ns_steps: iterations.
-        adjust_lr_fn: how to adjust the learning rate of an m x n matrix. None or "original": times sqrt(max(1, m / n)), as by Jordan.
+        adjust_lr_fn: how to adjust the learning rate of an m x n matrix, also of one in a stack. None or "original": times sqrt(max(1, m / n)), as by Jordan.
             "match_rms_adamw": times 0.2 sqrt(max(m, n)), so that rates for AdamW fit; Liu et al. 2025, "Muon is scalable for LLM
             training", arXiv:2502.16982.
         ns_dtype: the dtype of the iteration and of communication; bfloat16, as in torch, is 2 bytes per element each way.
+        flatten: whether a parameter of three or more dims is one matrix, of its first dim by all others.
         adamw: patterns such as "*embed*" or "lm_head*" of names of matrices to step with AdamW, like all other parameters.
             Needs named parameters.
         adamw_lr: the learning rate of AdamW, by default `lr`.
@@ -60,9 +68,11 @@ class Muon(MatrixOptimizer):
 
     Example:
         >>> optimizer = sm.optim.Muon(model.named_parameters(), lr=0.02, adamw=["*embed*", "lm_head*"], adamw_lr=3e-4)
+        >>> optimizer = sm.optim.Muon([{"params": convolutions, "flatten": True}, {"params": others}], lr=0.02)
     """
 
     algorithm = "muon"
+    most_dims = None
 
     def __init__(
         self,
@@ -77,6 +87,7 @@ class Muon(MatrixOptimizer):
         adjust_lr_fn: str | None = None,
         *,
         ns_dtype: torch.dtype = torch.bfloat16,
+        flatten: bool = False,
         adamw: Sequence[str] = (),
         adamw_lr: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -89,7 +100,8 @@ class Muon(MatrixOptimizer):
             raise ValueError(f"Muon(ns_coefficients={ns_coefficients}): ns_coefficients must be three numbers, such as {JORDAN}")
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients,
-            "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype, "betas": betas, "adamw_eps": adamw_eps,
+            "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype, "flatten": flatten,
+            "betas": betas, "adamw_eps": adamw_eps,
         }  # fmt: skip
         super().__init__(params, defaults, adamw, adamw_lr)
 
@@ -103,13 +115,13 @@ class Muon(MatrixOptimizer):
         for (mesh, dtype), some in places.items():
             given, settings = [updates[p] for p, _ in some], [group for _, group in some]
             if mesh is None:
-                found: Sequence[Tensor] = [_orthogonal(x.to(dtype), group) for x, group in zip(given, settings, strict=True)]
+                found: Sequence[Tensor] = [_each_orthogonal(x.to(dtype), group) for x, group in zip(given, settings, strict=True)]
             else:
                 found = _by_owners(given, settings, dtype) if mesh.coordinate is not None else given
             for (p, group), direction in zip(some, found, strict=True):
                 rate = as_number(group["lr"])
                 p.mul_(1 - rate * group["weight_decay"])
-                p.add_(direction, alpha=-adjusted(rate, group["adjust_lr_fn"], p.shape))
+                p.add_(direction, alpha=-adjusted(rate, group["adjust_lr_fn"], matrix_shape(p.shape, group["flatten"])))
 
     def _updates(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
         """Return the momentum after this step, with Nesterov's look-ahead if asked for, by parameter."""
@@ -128,12 +140,11 @@ class Muon(MatrixOptimizer):
 def _by_owners(matrices: Sequence[ShardedTensor], groups: Sequence[dict[str, Any]], dtype: torch.dtype) -> list[ShardedTensor]:
     """Return the orthogonalised matrices, with their layouts. Communication: two all_to_all."""
     layouts = tuple(x._layout for x in matrices)
-    units = whole_matrix_units([layout.shape for layout in layouts], _work)
-    owners = owners_of(layouts, units, dtype)
+    owners = owners_of_matrices(layouts, tuple([group["flatten"] for group in groups]), _work, dtype)
     with comm_context(owners.group.world, mixed(_MUON, matrices)):
         wholes = owners.gather([x._local.to(x.mesh.device) for x in matrices])  # parts may be offloaded to the host
         for i in owners.mine:
-            wholes[i] = _orthogonal(wholes[i], groups[units[i].tensor])
+            wholes[i] = _orthogonal(wholes[i], groups[owners.units[i].tensor])
         parts = [torch.empty_like(x._local, dtype=dtype, device=x.mesh.device) for x in matrices]
         owners.scatter(wholes, parts)
     return [ShardedTensor._make(part.to(x.device), x._layout.replace(dtype=dtype)) for part, x in zip(parts, matrices, strict=True)]
@@ -145,7 +156,17 @@ def _work(rows: int, columns: int) -> int:
 
 
 def _orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
-    return newton_schulz(x, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    """Return a whole matrix orthogonalised; it may have leading dims of one element, or several dims of columns if it is flattened."""
+    matrix = x.reshape(matrix_shape(x.shape, group["flatten"]))
+    return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]).reshape(x.shape)
+
+
+def _each_orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return a plain matrix or stack with each matrix orthogonalised."""
+    if x.ndim == 2 or group["flatten"]:
+        return _orthogonal(x, group)
+    matrices = x.reshape(-1, *x.shape[-2:])
+    return torch.stack([_orthogonal(matrix, group) for matrix in matrices]).reshape(x.shape)
 
 
 def newton_schulz(x: Tensor, coefficients: Sequence[float] = JORDAN, steps: int = 5, eps: float = 1e-7) -> Tensor:

@@ -10,7 +10,9 @@ it is not gathered; if that holds for all matrices, there is no collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +23,11 @@ from ...mesh.comm.group import Group
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.monitor.recording.recorder import CommTag
 from ...mesh.monitor.recording.trace_buffer import stable_hash
-from ..layout.bounded_cache import keep
+from ..layout.bounded_cache import HEAVY_LIMIT, keep
 from ..layout.layout import Layout
 from ..layout.spec import P
 from ..redistribute.all_to_all import AllToAllV, TensorShare
 from ..redistribute.plan.routes import Transfer
-
-_NOTHING: Box = ((0, 0), (0, 0))
 
 
 class MatrixUnit(NamedTuple):
@@ -48,6 +48,7 @@ class Owners:
     """The owners of units on one mesh, and the exchanges with them, prepared on this rank, which must be in the mesh.
 
     Attributes:
+        units: the units.
         owner: for each unit, the index of its owner in the mesh's group.
         mine: the indices of the units that this rank owns.
     """
@@ -57,7 +58,7 @@ class Owners:
         mesh: Any = layouts[0].mesh
         self.group: Group = mesh.group()
         name = f"{len(layouts)} matrices, {stable_hash(str([str(x) for x in layouts])):x}"
-        self._units, self._to_tag, self._from_tag = units, CommTag(f"{name} to their owners"), CommTag(f"{name} back from their owners")
+        self.units, self._to_tag, self._from_tag = units, CommTag(f"{name} to their owners"), CommTag(f"{name} back from their owners")
         places, me = [mesh.coordinate_of(rank) for rank in self.group.ranks], self.group.rank
         held = _held_parts(layouts, units, places)
         self.owner = assign(units, held)
@@ -65,7 +66,8 @@ class Owners:
         nodes, loads = [int(mesh.topology.node_ids(mesh)[place]) for place in places], [0] * len(places)
         to_owners, from_owners, self._pieces = [], [], []
         for unit, owner, pieces in zip(units, self.owner, held, strict=True):
-            have, piece, whole = layouts[unit.tensor].box, pieces[me] or _NOTHING, unit.box if owner == me else _NOTHING
+            nothing: Box = ((0, 0),) * len(unit.box)
+            have, piece, whole = layouts[unit.tensor].box, pieces[me] or nothing, unit.box if owner == me else nothing
             to_owners.append((_transfers_to_owner(owner, pieces, nodes, loads), have, whole))
             from_owners.append((_transfers_from_owner(owner, pieces), whole, piece))
             self._pieces.append(slices(piece, box_origin(have)))
@@ -73,12 +75,12 @@ class Owners:
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the whole unit for each owned one, an empty tensor for others, from local parts. Communication: one all_to_all."""
-        return self._to_owners([parts[unit.tensor] for unit in self._units], tag=self._to_tag)
+        return self._to_owners([parts[unit.tensor] for unit in self.units], tag=self._to_tag)
 
     def scatter(self, done: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         """Write the processed units of all owners into local parts, in place. Communication: one all_to_all."""
         pieces = self._from_owners(list(done), tag=self._from_tag)
-        for unit, index, piece in zip(self._units, self._pieces, pieces, strict=True):
+        for unit, index, piece in zip(self.units, self._pieces, pieces, strict=True):
             if piece.numel():
                 into[unit.tensor][index].copy_(piece)
 
@@ -91,7 +93,19 @@ class Owners:
 def owners_of(layouts: tuple[Layout, ...], units: tuple[MatrixUnit, ...], dtype: torch.dtype) -> Owners:
     """Return the cached owners for these arguments. Communication: none."""
     key = "owners", layouts, units, dtype
-    return layouts[0].runners.get(key) or keep(layouts[0].runners, key, Owners(layouts, units, dtype))
+    return layouts[0].runners.get(key) or keep(layouts[0].runners, key, Owners(layouts, units, dtype), HEAVY_LIMIT)
+
+
+def owners_of_matrices(
+    layouts: tuple[Layout, ...], flattened: tuple[bool, ...], work: Callable[[int, int], int], dtype: torch.dtype
+) -> Owners:
+    """Return the cached owners of all matrices of these tensors, see `matrix_units`. Communication: none."""
+    key = "owners", layouts, flattened, work, dtype
+    owners = layouts[0].runners.get(key)
+    if owners is None:
+        units = matrix_units([layout.shape for layout in layouts], flattened, work)
+        owners = keep(layouts[0].runners, key, Owners(layouts, units, dtype), HEAVY_LIMIT)
+    return owners
 
 
 Pieces = Sequence[Box | None]  # by rank
@@ -176,7 +190,32 @@ def _local_copy(shares: Sequence[TensorShare], dtype: torch.dtype) -> Callable[.
     return run
 
 
-def whole_matrix_units(shapes: Sequence[Sequence[int]], work: Callable[[int, int], int]) -> tuple[MatrixUnit, ...]:
-    """Return a unit for each whole matrix that has elements."""
-    boxes = [tuple((0, n) for n in shape) for shape in shapes]
-    return tuple(MatrixUnit(i, box, work(*box_shape(box))) for i, box in enumerate(boxes) if box_size(box))
+def matrix_units(
+    shapes: Sequence[Sequence[int]], flattened: Sequence[bool], work: Callable[[int, int], int]
+) -> tuple[MatrixUnit, ...]:
+    """Return a unit for each matrix that has elements.
+
+    Args:
+        shapes: of the tensors, each of two dims or more.
+        flattened: for each, whether it is one matrix, of its first dim by all others, and not a stack of matrices of its last two.
+        work: rows, columns -> the cost of a matrix.
+    """
+    units = []
+    for tensor, (shape, is_one) in enumerate(zip(shapes, flattened, strict=True)):
+        rows, columns = matrix_shape(shape, is_one)
+        if rows * columns:
+            cost = work(rows, columns)
+            units += [MatrixUnit(tensor, box, cost) for box in _boxes_of_matrices(shape, is_one)]
+    return tuple(units)
+
+
+def matrix_shape(shape: Sequence[int], is_flattened: bool) -> tuple[int, int]:
+    """Return the rows and columns of the matrices of a tensor, see `matrix_units`."""
+    return (shape[0], math.prod(shape[1:])) if is_flattened else (shape[-2], shape[-1])
+
+
+def _boxes_of_matrices(shape: Sequence[int], is_flattened: bool) -> Iterator[Box]:
+    whole = tuple((0, n) for n in shape)
+    leading = () if is_flattened else shape[:-2]
+    for place in product(*map(range, leading)):
+        yield (*((i, i + 1) for i in place), *whole[len(leading) :])

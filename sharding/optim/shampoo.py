@@ -37,6 +37,10 @@ class Shampoo(MatrixOptimizer):
     are gathered at their owner. Preconditioners are sharded tensors that are whole at their owner, in float32 or float64; momentum has the
     layouts of the parameters.
 
+    Only parameters of two dims are matrices here. Those of three and more, such as weights of convolutions and stacks of experts'
+    matrices, are stepped by AdamW: the paper's preconditioner for each dim of a tensor is not implemented, and the owners of blocks
+    would need 2 m^2 n elements for a stack of n. `Muon` takes stacks.
+
     Args:
         params: parameters, pairs (name, parameter) as from `model.named_parameters()`, or groups of either.
         lr: the learning rate.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.optim.owners import MatrixUnit, assign, layout_at, owners_of, whole_matrix_units
+from shardmesh.sharding.optim.owners import MatrixUnit, assign, layout_at, matrix_units, owners_of
 from tests.device import DEVICE
 from tests.sharding.ranks import AXES, on_mesh
 from tests.sharding.strategies import ragged_specs
@@ -49,7 +49,7 @@ def test_round_trip_from_any_layouts(data):
     abstract = sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)])
     specs = [data.draw(ragged_specs(abstract, shape, kinds=())) for shape in SHAPES]
     plain = [torch.arange(math.prod(shape), dtype=torch.float64, device=DEVICE).view(shape) for shape in SHAPES]
-    units = whole_matrix_units(SHAPES, work)
+    units = matrix_units(SHAPES, [False] * len(SHAPES), work)
 
     def program(mesh):
         placed = [sm.distribute_tensor(x, mesh, spec, src_data_rank=None) for x, spec in zip(plain, specs, strict=True)]
@@ -78,7 +78,7 @@ def test_matrices_already_at_their_owner_are_not_moved():
     def program(mesh):
         specs = [P("a", sizes={"a": tuple(6 * (r == owner) for r in range(4))}) for owner in (2, 0, 0)]
         placed = [sm.zeros((6, 2), mesh, spec) for spec in specs]
-        owners = owners_of(tuple(sm.typeof(x) for x in placed), whole_matrix_units([(6, 2)] * 3, work), torch.float32)
+        owners = owners_of(tuple(sm.typeof(x) for x in placed), matrix_units([(6, 2)] * 3, [False] * 3, work), torch.float32)
         with sm.debug.comm_budget(launches=0):
             wholes = owners.gather([x._local for x in placed])
             owners.scatter(wholes, [x._local for x in placed])
