@@ -78,8 +78,8 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
     Args:
         path: a file, an index (`model.safetensors.index.json`), or a folder: then the files of its index, or all `*.safetensors`
             in it if there is no index, as the parts of one model.
-        like: as for `load`; a leaf's name in the files is its path, joined by dots. A module determines its leaves and loads them; of its
-            tied weights the files need only one.
+        like: as for `load`; a leaf's name in the files is its path, joined by dots. A module determines its leaves and loads them. Of tied
+            weights, and of a tensor that is several leaves, as in the `state_dict` of a tied model, the files need only one.
 
     Raises:
         ValueError: a tensor that is missing (lists similar names), or has another shape or dtype; a leaf that is not a tensor.
@@ -95,7 +95,7 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
     world = current_world()
     group = all_ranks(world)
     found: list[tuple[Stored, dict[str, _FileOffset]]] = []
-    run_on_all_ranks(group, lambda: found.append(_headers(Path(path), ties(like))))
+    run_on_all_ranks(group, lambda: found.append(_headers(Path(path), ties(like, of_leaves=True))))
     ((stored, places),) = found
     tree = wanted_tree(like, stored, world)
     wants = {name_of(path): want for path, want in leaves(tree)}

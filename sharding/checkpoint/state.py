@@ -10,7 +10,12 @@ from torch.optim import Optimizer
 
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
+from .ties import ties
 from .tree import Path, StoredDict
+
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+_WRAPPED = ("_orig_mod", _CHECKPOINTED, "_fsdp_wrapped_module")  # where wrappers keep a module
+_DATA_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -19,6 +24,10 @@ def state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
     The tensors are those of the module and the optimizer, detached, in their layouts: for `save`, or as the `like` of `load`. Optimizer
     state is named by parameter, not by number, as in torch.distributed.checkpoint: it fits an optimizer with other groups, and one
     before its first step, whose state then follows the checkpoint.
+
+    Names have no parts that wrappers add: `_orig_mod` of `torch.compile`, `_checkpoint_wrapped_module` of `checkpoint_wrapper`,
+    `module` of `DistributedDataParallel`. So the state of a model fits the same one with other wrappers or with none. Tied weights are
+    one tensor under all of their names.
 
     Args:
         optimizer: one over parameters of the model.
@@ -32,7 +41,7 @@ def state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
         >>> save(state_dict(model, optimizer), "checkpoints")
         >>> load_state_dict(model, load("checkpoints", like=state_dict(model, optimizer)), optimizer)
     """
-    state: dict[str, Any] = {"model": dict(model.state_dict())}
+    state: dict[str, Any] = {"model": _model_state(model)}
     if optimizer is not None:
         names = _names(model, optimizer)
         own = optimizer.state_dict()
@@ -52,6 +61,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], optimizer: Optim
     is ignored.
 
     Args:
+        state: names may have parts of wrappers, also those that this model does not have.
         strict: whether names of the module that are missing, or unknown ones, are errors, as for torch.
 
     Raises:
@@ -67,7 +77,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], optimizer: Optim
         if "optimizer" not in state:
             raise ValueError(f"load_state_dict: the state has {list(state)} and no 'optimizer'; pass none, or a state made with one")
         numbered = _numbered(state["optimizer"], _names(model, optimizer), optimizer)
-    model.load_state_dict(state["model"], strict=strict)
+    own = {plain_name(model, name): name for name in model.state_dict()}
+    named = {own.get(_unwrapped(name), name): value for name, value in state["model"].items()}
+    model.load_state_dict(named, strict=strict)
     if optimizer is not None and numbered is not None:
         optimizer.load_state_dict(numbered)
 
@@ -75,15 +87,16 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], optimizer: Optim
 def _numbered(numbered: Mapping[str, Any], names: list[str], optimizer: Optimizer) -> dict[str, Any]:
     """Return the state by number, as the optimizer has it. A group takes the settings of the group of its first parameter."""
     number = {name: i for i, name in enumerate(names)}
-    unknown = [name for name in numbered.get("state", {}) if name not in number]
+    by_name = {_known(name, number): values for name, values in numbered.get("state", {}).items()}
+    unknown = [name for name in by_name if name not in number]
     if unknown:
         raise ValueError(f"load_state_dict: the state has parameters {unknown[:3]} that the optimizer does not have; it has {names[:3]}")
-    settings = {name: group for group in numbered["param_groups"] for name in group["params"]}
+    settings = {_known(name, number): group for group in numbered["param_groups"] for name in group["params"]}
     groups = []
     for group in optimizer.state_dict()["param_groups"]:
         of_first = settings.get(names[group["params"][0]], {}) if group["params"] else {}
         groups.append({**group, **of_first, "params": group["params"]})
-    return {"state": {number[name]: dict(values) for name, values in numbered.get("state", {}).items()}, "param_groups": groups}
+    return {"state": {number[name]: dict(values) for name, values in by_name.items()}, "param_groups": groups}
 
 
 def optimizer_layouts(parameters: Mapping[Any, Tensor]) -> Callable[[Path, Sequence[int]], Layout | None]:
@@ -107,7 +120,7 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     Raises:
         ValueError: a parameter is not the model's.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): plain_name(model, name) for name, parameter in model.named_parameters()}
     parameters = parameters_of(optimizer)
     strange = [i for i, parameter in enumerate(parameters) if id(parameter) not in names]
     if strange:
@@ -116,6 +129,39 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
             "make the optimizer from model.parameters(), after the model is sharded"
         )
     return [names[id(parameter)] for parameter in parameters]
+
+
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state of a module by plain names, in which the tied weights are one object."""
+    own = model.state_dict()
+    tied = ties(model)
+    return {plain_name(model, name): own[tied.get(name, name)] for name in own}
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """Return a name in the module's state, or of a parameter, without the parts that wrappers have added.
+
+        "blocks.0._checkpoint_wrapped_module.weight"  ->  "blocks.0.weight"
+    """
+    parts = []
+    module: nn.Module | None = model
+    for part in name.split("."):
+        if module is not None and part not in module._modules and _CHECKPOINTED in module._modules:
+            module = module._modules[_CHECKPOINTED]  # its hook has removed this part already
+        if part not in _WRAPPED and not (part == "module" and isinstance(module, _DATA_PARALLEL)):
+            parts.append(part)
+        module = None if module is None else module._modules.get(part)
+    return ".".join(parts)
+
+
+def _unwrapped(name: str) -> str:
+    """Return a name without the parts of wrappers that no other module has."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def _known(name: str, number: Mapping[str, int]) -> str:
+    """Return the plain name of a parameter in a state that may have been saved with the parts of wrappers."""
+    return name if name in number else _unwrapped(name)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -247,7 +247,11 @@ class ShardedTensor(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, ShardedTensor):
-            raise TypeError("assign a ShardedTensor to .data; place a plain tensor with distribute_tensor first")
+            resized = "" if value.shape == self.shape else (
+                f". This one is {list(self.shape)} and the new one {list(value.shape)}: what gives parameters other shapes, such as "
+                "resize_token_embeddings, comes before fully_shard, data_parallel and parallelize"
+            )
+            raise TypeError(f"assign a ShardedTensor to .data; place a plain tensor with distribute_tensor first{resized}")
         self._local.data = value._local.data  # raises if one of them is on "meta"
         with _no_torch_function():
             shells = (value._layout.meta, ShardedTensor._make_guarded(value._local, value._layout, value._lineage))

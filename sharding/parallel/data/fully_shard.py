@@ -53,7 +53,8 @@ def fully_shard(
         axes: the axes that split parameters. By default all axes that split no parameter yet, but of two such axes only the second, as
             in torch: they are replicated over the first (HSDP).
         units: the modules that become units: classes, names of classes such as "LlamaDecoderLayer", patterns of paths such as
-            "blocks.*", functions of path and module, or several of these, such as Hugging Face's `model._no_split_modules`.
+            "blocks.*", functions of path and module, or several of these. "auto" for the model's own blocks: the classes that a model of
+            Hugging Face names in `_no_split_modules`, else the entries of each ModuleList of modules of one class.
         reshard_after_forward: True to free whole parameters after forward and gather them again for backward; False to keep them, which
             saves an all_gather; a number to keep them split over an axis of that size. By default True, and False for the outermost unit.
         mp_policy: dtypes; our policy or torch's.

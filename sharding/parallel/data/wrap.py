@@ -23,7 +23,8 @@ from .slot import Place, Slot, UnitOptions, slot_of_replaced
 from .unit import Unit, UnitModules
 
 OneKind = type[nn.Module] | str | Callable[[str, nn.Module], bool]
-Units = OneKind | Iterable[OneKind]  # classes, names of classes, patterns of paths, functions of path and module
+Units = OneKind | Iterable[OneKind]  # "auto", classes, names of classes, patterns of paths, functions of path and module
+AUTO = "auto"
 _NAMED = 8  # modules listed in a message
 Found = tuple[str, list[Place]]  # a parameter's path, and its owners and names
 
@@ -75,7 +76,7 @@ def _matching_modules(module: nn.Module, units: Units | None) -> Iterator[tuple[
     """
     if units is None:
         return
-    matches, count = _matcher(units), 0
+    matches, count = _matcher(_own_blocks(module) if isinstance(units, str) and units == AUTO else units), 0
     compiled: set[nn.Module | None] = set()  # modules inside wrappers of torch.compile: the wrapper becomes the unit
     for name, inner in module.named_modules():
         original = inner._modules.get("_orig_mod")
@@ -87,6 +88,37 @@ def _matching_modules(module: nn.Module, units: Units | None) -> Iterator[tuple[
         paths = [name for name, _ in module.named_modules() if name]
         listed = f"{paths[:_NAMED]}{'...' if len(paths) > _NAMED else ''}"
         raise ValueError(f"units={units!r} matches no module of {type(module).__name__}; its modules are {listed}")
+
+
+def _own_blocks(module: nn.Module) -> Callable[[str, nn.Module], bool]:
+    """Return which modules are the blocks of a model, by its own account or as they repeat.
+
+    Models of Hugging Face name the classes, in `_no_split_modules`. Otherwise, and if the model has no modules of these, blocks are the
+    entries of each ModuleList whose entries are of one class and have parameters; lists inside of blocks do not count.
+
+    Raises:
+        ValueError: the model has neither.
+    """
+    names = set(getattr(module, "_no_split_modules", None) or ())
+    if any(type(inner).__name__ in names for inner in module.modules()):
+        return lambda _, inner: type(inner).__name__ in names
+    blocks = set(_repeated_blocks(module))
+    if not blocks:
+        raise ValueError(
+            f'units="auto": {type(module).__name__} neither names its blocks, as models of Hugging Face do in _no_split_modules, nor has it '
+            'a ModuleList of blocks of one class; name them, such as units=Block or units="layers.*"'
+        )
+    return lambda _, inner: inner in blocks
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        blocks = [block._modules.get("_orig_mod") or block for block in child.children()] if isinstance(child, nn.ModuleList) else []
+        has_parameters = all(next(block.parameters(), None) is not None for block in blocks)
+        if blocks and has_parameters and len({type(block) for block in blocks}) == 1:
+            yield from blocks
+        else:
+            yield from _repeated_blocks(child)
 
 
 def _matcher(units: Units) -> Callable[[str, nn.Module], bool]:
