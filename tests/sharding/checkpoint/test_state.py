@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardmesh as sm
 from shardmesh import P, ShardedTensor
+from shardmesh.parallel import fully_shard
 from shardmesh.sharding.checkpoint.agreement import CheckpointError
 from shardmesh.sharding.checkpoint.full_state import full_state_dict, load_full_state_dict
 from shardmesh.sharding.checkpoint.load import load
@@ -298,3 +300,72 @@ def test_incompatible_state_raises(change, words):
 @pytest.mark.parametrize("function", [full_state_dict, lambda m, rank: load_full_state_dict(m, None, rank)])
 def test_nonexistent_rank_raises(function):
     assert "rank must be an integer from 0 to 1, got 7" in same_error((2,), lambda mesh: function(model_of(mesh), rank=7), ValueError)
+
+
+def _wrapped(model, wrapper):
+    """Wrap the first module as torch's tools do; `whole` the model."""
+    if wrapper == "checkpoint_wrapper":
+        model[0] = checkpoint_wrapper(model[0])
+    if wrapper == "compile":
+        model[0] = torch.compile(model[0], backend="eager")
+    if wrapper == "both":
+        model[0] = torch.compile(checkpoint_wrapper(model[0]), backend="eager")
+    if wrapper == "module":
+        model.module = model._modules.pop("0")  # the program's own name, which is no wrapper's
+    return torch.compile(model, backend="eager") if wrapper == "whole" else model
+
+
+@pytest.mark.parametrize("loaded_into", ["none", "checkpoint_wrapper", "whole"])
+@pytest.mark.parametrize("wrapper", ["none", "checkpoint_wrapper", "compile", "both", "whole"])
+def test_names_have_no_parts_of_wrappers(wrapper, loaded_into, tmp_path):
+    names = ["0.bias", "0.weight", "1.bias", "1.weight"]
+
+    def made(kind, value):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for p in model.parameters():
+            nn.init.constant_(p, value)
+        model = _wrapped(model, kind)
+        fully_shard(model, sm.init_device_mesh("cpu", (2,), axis_names=("dp",)))
+        return model, torch.optim.AdamW(model.parameters(), 0.1)
+
+    def program():
+        model, optimizer = made(wrapper, 0.5)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        state = sm.checkpoint.state_dict(model, optimizer)
+        assert sorted(state["model"]) == sorted(state["optimizer"]["state"]) == names
+        assert sorted(state["optimizer"]["param_groups"][0]["params"]) == names
+        sm.checkpoint.save(state, tmp_path, step=1)
+        other, its = made(loaded_into, 0.0)
+        sm.checkpoint.load_state_dict(other, sm.checkpoint.load(tmp_path, like=sm.checkpoint.state_dict(other, its)), its)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p.full_tensor(), q.full_tensor())
+            assert torch.equal(optimizer.state[p]["exp_avg"].full_tensor(), its.state[q]["exp_avg"].full_tensor())
+
+    sm.simulate(2)(program)()
+
+
+def test_a_module_that_is_called_module_keeps_its_name():
+    model = _wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "module")
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = sm.checkpoint.state_dict(model, optimizer)
+    assert sorted(state["model"]) == ["1.bias", "1.weight", "module.bias", "module.weight"]
+    assert state["optimizer"]["param_groups"][0]["params"] == ["1.weight", "1.bias", "module.weight", "module.bias"]
+
+
+def test_states_saved_with_the_parts_of_wrappers_are_loaded():
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = sm.checkpoint.state_dict(model, optimizer)
+    values = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4, 4), "exp_avg_sq": torch.ones(4, 4)}
+    old = {
+        "model": {name.replace("0.", "0._orig_mod."): torch.ones_like(x) for name, x in state["model"].items()},
+        "optimizer": {
+            "state": {"0._checkpoint_wrapped_module.weight": values},
+            "param_groups": [{"lr": 0.5, "params": ["0._checkpoint_wrapped_module.weight", "0._checkpoint_wrapped_module.bias"]}],
+        },
+    }
+    sm.checkpoint.load_state_dict(model, old, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.state[model[0].weight]["step"] == 3
+    assert torch.equal(model[0].bias, torch.ones(4))
