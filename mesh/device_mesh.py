@@ -593,7 +593,7 @@ def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
     """
     names = tuple(dict.fromkeys(name for mesh in meshes for name in mesh.axis_names))
     # First those that the meshes are parts of, which are the same on every rank: others may have been collected on some.
-    wholes = [above for mesh in meshes for above in reversed(mesh._ancestors())]
+    wholes: list[Any] = [above for mesh in meshes for above in reversed(mesh._ancestors())]
     for whole in (*wholes, *meshes[0].world.meshes.values()):
         if set(names) <= set(whole.axis_names) and all(
             whole[mesh.axis_names] == mesh for mesh in meshes

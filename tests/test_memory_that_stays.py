@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import weakref
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from shardmesh.compat import local_map
 from shardmesh.mesh.comm.world import World
 from shardmesh.mesh.device_mesh import DeviceMesh
 from shardmesh.parallel import colwise, data_parallel, fully_shard, parallelize, rowwise
+from shardmesh.sharding.layout.mesh_layouts import MeshLayouts
 from tests.sharding.ranks import every_rank
 
 AXIS = "dp"
@@ -199,12 +201,13 @@ def test_caches_of_lengths_that_always_change_are_bounded():
             _mapped(sm.ones(length, device_mesh=mesh, placements=P(AXIS)))
         for length in range(3000):
             Layout.of(mesh, P(AXIS), (length, 3))
-        weight = model[1].weight._layout
-        assert len(mesh.cache.recent) <= 2048
-        assert len(weight.decisions) <= 1024
-        assert all(len(x.runners) <= 256 for x in mesh.cache.alive.values())
-        assert len(mesh.cache.functions[_mapped]) <= 256
+        cache = MeshLayouts.of(mesh)
+        decisions = cast(Any, model[1].weight)._layout.decisions
+        assert len(cache.recent) <= 2048
+        assert len(decisions) <= 1024
+        assert all(len(x.runners) <= 256 for x in cache.alive.values())
+        assert len(cache.functions[_mapped]) <= 256
         gc.collect()
-        return len(mesh.cache.alive)
+        return len(cache.alive)
 
     assert max(sm.simulate(2)(run)()) <= 2048 + 100

@@ -352,10 +352,16 @@ class ProcessWorld(World):
         key = ranks, backend
         group = self._groups.get(key)
         if group is None:
-            number = sum(type(other) is tuple and other[:1] == (ranks,) and not other[1].communicator for other in self._groups)
-            label = f" {backend.communicator}" if backend.communicator else f" {backend.name} {number}"
+            if backend.communicator:
+                label = f" {backend.communicator}"
+            else:
+                label = f" {backend.name} {self._count_backends(ranks)}"
             group = self._groups[key] = ProcessGroup(self, ranks, None, backend, label)
         return group
+
+    def _count_backends(self, ranks: tuple[int, ...]) -> int:
+        """Return the number of other backends for which these ranks have a group already."""
+        return sum(key[:1] == (ranks,) and not key[1].communicator for key in self._groups)
 
     def group_from(self, handle: dist.ProcessGroup) -> Group:
         """Return the group over the ranks of an existing process group, which it uses instead of making another."""

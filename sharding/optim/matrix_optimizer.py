@@ -104,8 +104,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if x.is_complex() or (group["algorithm"] != ADAMW and not self._has_dims(x)):
                 stacked = " or a stack of them" if self.most_dims is None else ""
                 raise ValueError(
-                    f"{type(self).__name__}: {name} of shape {list(x.shape)} and {x.dtype} is not a real matrix{stacked}; leave such parameters to "
-                    f'another optimizer, or put those of other dims in a group with "algorithm": {ADAMW!r}'
+                    f"{type(self).__name__}: {name} of shape {list(x.shape)} and {x.dtype} is not a real matrix{stacked}; leave such "
+                    f'parameters to another optimizer, or put those of other dims in a group with "algorithm": {ADAMW!r}'
                 )
 
     def _named_grads(self) -> dict[str, Tensor]:

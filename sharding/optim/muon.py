@@ -48,9 +48,9 @@ class Muon(MatrixOptimizer):
             layers in neural networks", https://kellerjordan.github.io/posts/muon.
         eps: the minimum norm to divide a matrix by.
         ns_steps: iterations.
-        adjust_lr_fn: how to adjust the learning rate of an m x n matrix, also of one in a stack. None or "original": times sqrt(max(1, m / n)), as by Jordan.
-            "match_rms_adamw": times 0.2 sqrt(max(m, n)), so that rates for AdamW fit; Liu et al. 2025, "Muon is scalable for LLM
-            training", arXiv:2502.16982.
+        adjust_lr_fn: how to adjust the learning rate of an m x n matrix, also of one in a stack. None or "original": times
+            sqrt(max(1, m / n)), as by Jordan. "match_rms_adamw": times 0.2 sqrt(max(m, n)), so that rates for AdamW fit; Liu et al. 2025,
+            "Muon is scalable for LLM training", arXiv:2502.16982.
         ns_dtype: the dtype of the iteration and of communication; bfloat16, as in torch, is 2 bytes per element each way.
         flatten: whether a parameter of three or more dims is one matrix, of its first dim by all others.
         adamw: patterns such as "*embed*" or "lm_head*" of names of matrices to step with AdamW, like all other parameters.

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import shardmesh as sm
-from shardmesh import P
 from shardmesh.parallel import data_parallel, fully_shard, parallelize
 from shardmesh.sharding.parallel.data.schedule import units_in
 from tests.models.tiny import IDS, model
@@ -17,6 +16,14 @@ BLOCKS = {"llama": "LlamaDecoderLayer", "gpt2": "GPT2Block", "mixtral": "Mixtral
 
 def _mesh():
     return sm.init_device_mesh("cpu", (2,), axis_names=("dp",))
+
+
+def _shard(made, spread):
+    return fully_shard(made, _mesh(), units="auto") if spread == "fully_shard" else parallelize(made, _mesh(), "auto")
+
+
+def _whole(p):
+    return p.full_tensor().detach() if isinstance(p, sm.ShardedTensor) else p.detach()
 
 
 def _unit_names(module):
@@ -86,9 +93,8 @@ def test_muon_of_mixtral_is_that_of_one_process(spread):
         return made
 
     def program():
-        made = model("mixtral")
-        made = fully_shard(made, _mesh(), units="auto") if spread == "fully_shard" else parallelize(made, _mesh(), "auto")
-        return {name: p.full_tensor().detach() if isinstance(p, sm.ShardedTensor) else p.detach() for name, p in trained(made).named_parameters()}
+        made = _shard(model("mixtral"), spread)
+        return {name: _whole(p) for name, p in trained(made).named_parameters()}
 
     expected = dict(trained(model("mixtral")).named_parameters())
     assert sum(p.ndim == 3 for p in expected.values()) == 4
@@ -117,15 +123,12 @@ def test_a_tied_model_is_loaded_by_its_state(tmp_path):
 def test_resizing_comes_before_sharding(spread):
     def program():
         made = model("llama", tie_word_embeddings=True)
-        shard = (lambda made: fully_shard(made, _mesh(), units="auto")) if spread == "fully_shard" else (
-            lambda made: parallelize(made, _mesh(), "auto")
-        )
-        shard(made)
+        _shard(made, spread)
         with pytest.raises(TypeError, match="resize_token_embeddings, comes before fully_shard, data_parallel and parallelize"):
             made.resize_token_embeddings(70, mean_resizing=False)
         assert made.get_input_embeddings().weight.shape[0] == 64
         resized = model("llama", tie_word_embeddings=True)
         resized.resize_token_embeddings(70, mean_resizing=False)
-        return shard(resized)(input_ids=IDS, labels=IDS).logits.shape[-1]
+        return _shard(resized, spread)(input_ids=IDS, labels=IDS).logits.shape[-1]
 
     assert sm.simulate(2)(program)() == [70] * 2
