@@ -71,8 +71,8 @@ class AbstractMesh:
         self._parts: dict[Any, Any] = {}
         self._flattened: dict[str, tuple[str, ...]] = {}
         self._wholes: list[tuple[AbstractMesh, dict[str, tuple[str, ...]]]] = []  # meshes that this is a part of; its axes in theirs
-        self._origin: Origin | None = None
-        self._unflattened_from: list[Origin] = []  # meshes of the same ranks in the same order, with fewer axes
+        self._origin: MeshOrigin | None = None
+        self._unflattened_from: list[MeshOrigin] = []  # meshes of the same ranks in the same order, with fewer axes
         self._own_topology: Topology | None = None
         self._is_calibrated = False
         self._topology: Topology | None = None
@@ -247,11 +247,11 @@ class AbstractMesh:
             if part is not self:
                 part._wholes.append((self, made_of))
             if part._origin is None and not self._descends_from(part):
-                part._origin = Origin(self, made_of)
+                part._origin = MeshOrigin(self, made_of)
                 part._forget_plans()
         return self._parts[key]
 
-    def _inherits_from(self) -> Origin | None:
+    def _inherits_from(self) -> MeshOrigin | None:
         """Return the mesh that this one has its topology and its root from, None if from none."""
         if self._origin is not None:
             return self._origin
@@ -333,7 +333,7 @@ class AbstractMesh:
             and not self._descends_from(mesh)
             and all(above is not self for above, _ in mesh._unflattened_from)
         ):
-            mesh._unflattened_from.append(Origin(self, made_of))
+            mesh._unflattened_from.append(MeshOrigin(self, made_of))
             self._parts[mesh, "unflattened"] = mesh
             mesh._forget_plans()
         return mesh
@@ -398,7 +398,7 @@ class AbstractMesh:
         return f"{type(self).__name__}({axes_text(self.shape, self.axis_names)})"
 
 
-class Origin(NamedTuple):
+class MeshOrigin(NamedTuple):
     """A mesh that another was derived from.
 
     Attributes:

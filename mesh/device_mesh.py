@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from . import current_mesh, errors
-from .abstract_mesh import AbstractMesh, Axes, Origin, axes_text, checked_names, checked_shape, joined, unravel
+from .abstract_mesh import AbstractMesh, Axes, MeshOrigin, axes_text, checked_names, checked_shape, joined, unravel
 from .comm.current_world import current_world
 from .comm.group import Group
 from .comm.group_backend import DEFAULT, FAKE, GroupBackend, as_group_backend, backends_of_axes
@@ -189,7 +189,7 @@ class DeviceMesh(AbstractMesh):
         backends = tuple(backend._replace(communicator=communicator) for backend in self.backends)
         mesh = _interned(self.world, self.device_type, self.ranks, self.axis_names, backends)
         if mesh._origin is None and not mesh._unflattened_from and self is not mesh:
-            mesh._unflattened_from.append(Origin(self, {name: (name,) for name in self.axis_names}))
+            mesh._unflattened_from.append(MeshOrigin(self, {name: (name,) for name in self.axis_names}))
             self._parts[mesh, "duplicate"] = mesh
             mesh._forget_plans()
         return mesh
