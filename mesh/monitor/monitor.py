@@ -36,7 +36,7 @@ from .recording.stream_events import StreamEvents
 from .recording.trace_buffer import Header, RankState, TraceBuffer
 from .settings import monotonic_ns, settings
 from .torch_calls import hooks
-from .torch_calls.recorder import out_of_time
+from .torch_calls.recorder import UNMARKED, out_of_time
 from .verdict import Verdict
 from .watchdog import Watchdog
 
@@ -65,6 +65,7 @@ class Monitor:
         buffer: this rank's trace buffer.
         alarm: one word; not 0 when there is a verdict, or when the job is not monitored.
         recorders: of the groups on which this rank has called something.
+        torch_context: what the program's own calls are part of, as a `CommContext` of those of the library.
         stream_events: where streams of accelerators wait for its collectives.
         abandoned: whether a collective may have been left under way, which torch's threads would wait for at exit.
         notified: whether this rank's program has raised or printed the verdict.
@@ -76,6 +77,7 @@ class Monitor:
         self.world = weakref.proxy(world)
         self.directory, self.buffer, self.alarm = directory, directory.buffer, directory.alarm
         self.recorders: list[Recorder] = []
+        self.torch_context: Any = UNMARKED
         self.stream_events, self.communicators = StreamEvents(), Communicators(self)
         self.abandoned = self.notified = False
         self.failed_at = 0

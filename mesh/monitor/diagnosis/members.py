@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...text import whole_number
 from ..recording.call_text import fields_of
 from ..recording.job_directory import JobDirectory, is_dead
-from ..recording.recorder import Recorder, differ, unlike
+from ..recording.recorder import Recorder, differ, same_call, step_of, unlike
 from ..recording.trace_buffer import (
     MAY_GO_ON,
     ON_DEVICE,
@@ -53,6 +53,14 @@ class Member(NamedTuple):
     def record(self) -> Record | None:
         return None if self.buffer is None or self.number < 0 else self.buffer.record(self.number)
 
+    @property
+    def step(self) -> int | None:
+        """The step, marked by `mark_step`, in which it has called; None if that is unknown."""
+        record = self.record
+        if self.buffer is None or record is None:
+            return None
+        return step_of(self.word, record.call, self.buffer.words[Header.STEP])
+
 
 def member(directory: JobDirectory, group_key: int, rank: int, sequence: int) -> Member:
     """Return the state of one rank in the collective `sequence` of a group."""
@@ -79,7 +87,10 @@ def have_all_come(found: Iterable[Member]) -> bool:
 
 def parties(found: Iterable[Member]) -> list[list[Member]]:
     """Return the members that have arrived, grouped by their calls."""
-    return connected([m for m in found if m.came], lambda one, other: one.word == other.word and not unlike(one.lineage, other.lineage))
+    def alike(one: Member, other: Member) -> bool:
+        return same_call(one.word, other.word) and not unlike(one.lineage, other.lineage)
+
+    return connected([m for m in found if m.came], alike)
 
 
 def agree(found: Iterable[Member]) -> bool:
@@ -88,7 +99,7 @@ def agree(found: Iterable[Member]) -> bool:
 
 
 def _differ(one: Member, other: Member) -> bool:
-    return one.word != other.word or differ(one.lineage, one.buffer, other.lineage, other.buffer)
+    return not same_call(one.word, other.word) or differ(one.lineage, one.buffer, other.lineage, other.buffer)
 
 
 def outliers(found: Iterable[Member]) -> tuple[int, ...]:
