@@ -82,6 +82,7 @@ class Monitor:
         self.abandoned = self.notified = False
         self.failed_at = 0
         self._agreement = agreement
+        self._pausing = threading.Lock()
         self._is_on = True
         self.pid = os.getpid()
         self.relay: Relay | None = None
@@ -359,20 +360,26 @@ class Monitor:
 
     # -- what others see -----------------------------------------------------------------------------------------------
 
-    def set_state(self, text: str) -> None:
-        """Publish what this rank is doing, for those that wait for it; "" clears it."""
-        self.buffer.words[Header.DOING] = self.buffer.text(text) if text else 0
-
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Suspend stall detection on all ranks while any rank is inside; the time inside does not count afterwards either."""
+    def paused(self, state: str = "", kind: int = 1) -> Iterator[None]:
+        """Suspend stall detection on all ranks while any rank is inside; the time inside does not count afterwards either.
+
+        Args:
+            state: what this rank is doing meanwhile, for those that wait for it; "" to leave it as it is.
+            kind: 1 for a debugger, in which a failed job does not end the process; `IDLE` for a wait.
+        """
         words = self.buffer.words
-        words[Header.PAUSED] += 1
+        text = self.buffer.text(state) if state else words[Header.DOING]
+        with self._pausing:
+            before, words[Header.DOING] = words[Header.DOING], text
+            words[Header.PAUSED] += kind
         try:
             yield
         finally:
-            words[Header.RESUMED] = monotonic_ns()
-            words[Header.PAUSED] -= 1
+            with self._pausing:
+                words[Header.RESUMED] = monotonic_ns()
+                words[Header.PAUSED] -= kind
+                words[Header.DOING] = before
 
     def ns_since(self, start: int) -> int:
         """Return the time since `start` in ns, or since the last pause of a rank ended; 0 while a rank is paused."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..errors import CollectiveMismatchError, DeadlockError, at, short
 from ..monitor.diagnosis.history import left_the_order
 from ..monitor.diagnosis.verdict_text import OTHER_STEPS, OTHER_VALUES, RULE, in_step, numbers_drawn
-from ..monitor.diagnosis.votes import connected, minority, worst_correspondent
+from ..monitor.diagnosis.votes import connected, minority, parties_by, worst_correspondent
 from ..monitor.recording.recorder import unlike
 from ..monitor.recording.trace_buffer import Header
 from ..monitor.verdict import Observation, Verdict, composed
@@ -88,6 +88,10 @@ def _name_of_value(value: object) -> str:
 
 
 def _outliers(ranks: Sequence[int], calls: Sequence[Arrival]) -> tuple[int, ...]:
+    if are_in_different_steps(calls):
+        marked = [(rank, call) for rank, call in zip(ranks, calls, strict=True) if call.step is not None]
+        in_one_step = parties_by(marked, lambda place: place[1].step)
+        return minority([[rank for rank, _ in party] for party in in_one_step])
     parties = connected(list(zip(ranks, calls, strict=True)), lambda one, other: _alike(one[1], other[1]))
     if len(parties) == 1:
         return worst_correspondent(ranks, list(_messages(calls)))
@@ -114,8 +118,7 @@ def _amounts(sender: Arrival, receiver: Arrival, i: int, j: int) -> tuple[int, i
 
 
 def _alike(one: Arrival, other: Arrival) -> bool:
-    in_one_step = one.step is None or other.step is None or one.step == other.step
-    return in_one_step and _fields(one)[:3] == _fields(other)[:3] and not unlike(one.lineage, other.lineage)
+    return _fields(one)[:3] == _fields(other)[:3] and not unlike(one.lineage, other.lineage)
 
 
 def no_rank_can_go_on(waits: Sequence[BlockedRank], finished: Sequence[int]) -> DeadlockError:
