@@ -1,4 +1,4 @@
-"""Serve a Hugging Face model under tensor parallelism: HTTP on rank 0, the same steps on every rank.
+"""Serve a Hugging Face model under tensor parallelism: HTTP on rank 0, the same on every rank.
 
     client --HTTP-->  rank 0: thread of the front --> inbox          rank 1, 2, ...
                       rank 0: main thread: Turn(admit, drop, tokens)
@@ -6,14 +6,15 @@
                       a forward of each batch      ..collectives...  a forward of each batch
                       choose the next tokens, send them to clients
 
-A batch is continuous: requests join it after any token, and leave it when they are done. Each adapter has a batch of its own.
-Rank 0 alone chooses tokens, so that ranks need no common seed and cannot disagree. docs/serving.md tells the rest.
+A batch is continuous: requests join it after any token, and leave it when they are done. Each
+adapter has a batch of its own. Rank 0 alone chooses tokens, so that ranks need no common seed and
+cannot disagree. docs/serving.md tells the rest.
 
-    python examples/serve.py --launch 4                       a model with random weights, on 4 local processes
+    python examples/serve.py --launch 4             random weights, on 4 local processes
     torchrun --nproc-per-node 4 examples/serve.py --model path/to/llama --adapter fr=path/to/adapter
-    curl -N localhost:8000/generate -d '{"prompt": [5, 6, 7], "max_new_tokens": 8, "stream": true}'
+    curl -N localhost:8000/generate -d '{"prompt": [5, 6, 7], "stream": true}'
 
-Needs the extra `serve` (starlette, uvicorn), transformers, and peft for adapters.
+Needs the extra `serve` (starlette, uvicorn, transformers, peft).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 
 import shardmesh as sm
 
-# -- requests ----------------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -94,7 +95,10 @@ def parse_request(body: bytes, number: int, limits: Limits) -> tuple[Request, bo
     prompt = limits.ids_of(asked.get("prompt"))
     count = asked.get("max_new_tokens", 16)
     if type(count) is not int or not 1 <= count <= limits.length - len(prompt):
-        raise BadRequest(f"max_new_tokens must be from 1 to {limits.length - len(prompt)} after {len(prompt)} tokens, got {count!r}")
+        raise BadRequest(
+            f"max_new_tokens must be from 1 to {limits.length - len(prompt)} after {len(prompt)} "
+            f"tokens, got {count!r}"
+        )
     temperature, seed = asked.get("temperature", 0.0), asked.get("seed", 0)
     if type(temperature) not in (int, float) or not 0 <= temperature <= 10:
         raise BadRequest(f"temperature must be a number from 0 to 10, got {temperature!r}")
@@ -128,15 +132,24 @@ class Limits:
         """Return the token ids of a prompt. Raises: BadRequest."""
         if isinstance(prompt, str) and self.tokenizer is not None:
             prompt = self.tokenizer(prompt)["input_ids"]
-        if not isinstance(prompt, list) or not prompt or not all(type(i) is int and 0 <= i < self.vocabulary for i in prompt):
+        if (
+            not isinstance(prompt, list)
+            or not prompt
+            or not all(type(i) is int and 0 <= i < self.vocabulary for i in prompt)
+        ):
             kind = "" if self.tokenizer is None else "a text or "
-            raise BadRequest(f"prompt must be {kind}a list of one or more token ids below {self.vocabulary}")
+            raise BadRequest(
+                f"prompt must be {kind}a list of one or more token ids below {self.vocabulary}"
+            )
         if len(prompt) >= self.length:
-            raise BadRequest(f"prompt has {len(prompt)} tokens, and the model is for {self.length}, with the answer")
+            raise BadRequest(
+                f"prompt has {len(prompt)} tokens, and the model is for {self.length}, with the "
+                "answer"
+            )
         return prompt
 
 
-# -- what all ranks do -------------------------------------------------------------------------------------------------
+# -- what all ranks do -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -159,8 +172,8 @@ class Turn:
 def broadcast_turn(turn: Turn | None, mesh: sm.DeviceMesh) -> Turn:
     """Return rank 0's turn on every rank.
 
-    It travels as JSON, which can run nothing where it is read, in tensors on the CPU, where ranks wait without a time limit. Its length
-    is padded, so that few different sizes are ever sent.
+    It travels as JSON, which can run nothing where it is read, in tensors on the CPU, where ranks
+    wait without a time limit. Its length is padded, so that few different sizes are ever sent.
     """
     group = mesh.group()
     data = b"" if turn is None else json.dumps(asdict(turn)).encode()
@@ -175,7 +188,7 @@ def broadcast_turn(turn: Turn | None, mesh: sm.DeviceMesh) -> Turn:
 
 
 class Batch:
-    """The requests that are answered with one adapter, a row each, and the keys and values of their tokens.
+    """The requests that are answered with one adapter, a row each, with their keys and values.
 
     Rows begin where their prompt begins: shorter ones have a padding before it.
 
@@ -202,7 +215,11 @@ class Batch:
         first = int(mask.any(0).long().argmax()) if keep else 0
         self._mask = mask[:, first:]
         index = torch.tensor(keep)
-        self._cache = [(k[index][:, :, first:], v[index][:, :, first:]) for k, v in self._cache] if keep else []
+        self._cache = (
+            [(k[index][:, :, first:], v[index][:, :, first:]) for k, v in self._cache]
+            if keep
+            else []
+        )
 
     def decode(self, tokens: Sequence[int]) -> Tensor:
         """Return the logits [rows, vocabulary] after one more token in each row."""
@@ -213,15 +230,25 @@ class Batch:
     def admit(self, requests: Sequence[Request]) -> Tensor:
         """Add rows, and return the logits [requests, vocabulary] after their prompts."""
         length = max(len(request.prompt) for request in requests)
-        padded = [F.pad(torch.tensor(request.prompt), (length - len(request.prompt), 0)) for request in requests]
-        real = [F.pad(torch.ones(len(request.prompt), dtype=torch.long), (length - len(request.prompt), 0)) for request in requests]
+        padded = [
+            F.pad(torch.tensor(request.prompt), (length - len(request.prompt), 0))
+            for request in requests
+        ]
+        real = [
+            F.pad(
+                torch.ones(len(request.prompt), dtype=torch.long), (length - len(request.prompt), 0)
+            )
+            for request in requests
+        ]
         ids, mask = torch.stack(padded), torch.stack(real)
         logits, cache = self._forward(ids, mask, None)
         self._join(mask, cache)
         self.rows += requests
         return logits
 
-    def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def _forward(
+        self, ids: Tensor, mask: Tensor, cache: Any
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         result = self._model(
             input_ids=ids,
@@ -242,7 +269,14 @@ class Batch:
         length = max(mask.shape[1], self._mask.shape[1])
         self._mask = torch.cat([_padded(self._mask, length, 1), _padded(mask, length, 1)])
         pairs = zip(self._cache, cache, strict=True)
-        self._cache = [tuple(torch.cat([_padded(x, length, 2) for x in both]) for both in zip(*pair, strict=True)) for pair in pairs]  # type: ignore[misc]
+        self._cache = [
+            (_joined(k, k2, length), _joined(v, v2, length)) for (k, v), (k2, v2) in pairs
+        ]
+
+
+def _joined(rows: Tensor, more: Tensor, length: int) -> Tensor:
+    """Return keys or values of all rows, padded to this length."""
+    return torch.cat([_padded(rows, length, 2), _padded(more, length, 2)])
 
 
 def _padded(x: Tensor, length: int, dim: int) -> Tensor:
@@ -274,19 +308,23 @@ class Engine:
                 continue
             with self._adapter(name):
                 if batch.rows:
-                    logits |= dict(zip([row.number for row in batch.rows], batch.decode(turn.tokens[name]), strict=True))
+                    numbers = [row.number for row in batch.rows]
+                    logits |= zip(numbers, batch.decode(turn.tokens[name]), strict=True)
                 if joining:
-                    logits |= dict(zip([request.number for request in joining], batch.admit(joining), strict=True))
+                    numbers = [request.number for request in joining]
+                    logits |= zip(numbers, batch.admit(joining), strict=True)
         return logits
 
     def _adapter(self, name: str) -> AbstractContextManager[Any]:
         if name:
             self._model.set_adapter(name)  # type: ignore[operator]
             return nullcontext()
-        return self._model.disable_adapter() if len(self.batches) > 1 else nullcontext()  # type: ignore[operator]
+        if len(self.batches) == 1:
+            return nullcontext()
+        return self._model.disable_adapter()  # type: ignore[operator]
 
 
-# -- what rank 0 does --------------------------------------------------------------------------------------------------
+# -- what rank 0 does ------------------------------------------------------------------------------
 
 
 class Choice:
@@ -322,11 +360,14 @@ class Scheduler:
     """What rank 0 knows: which requests wait, which are answered, and for whom.
 
     Attributes:
-        inbox: of the front: a request with its client's `send`, the number of one that its client has given up, or None to end.
+        inbox: of the front: a request with its client's `send`, the number of one that its client
+            has given up, or None to end.
     """
 
     def __init__(self, end_tokens: Sequence[int]) -> None:
-        self.inbox: queue.SimpleQueue[tuple[Request, Callable[[Token], None]] | int | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[tuple[Request, Callable[[Token], None]] | int | None] = (
+            queue.SimpleQueue()
+        )
         self._answers: dict[int, Answer] = {}
         self._end_tokens = set(end_tokens)
         self._done: list[int] = []
@@ -372,7 +413,6 @@ class Scheduler:
                 del self._answers[number]
                 self._done.append(number)
 
-
     def abandon(self) -> None:
         """Tell the clients that have no answer yet that there will be none."""
         sends = [answer.send for answer in self._answers.values()]
@@ -397,14 +437,23 @@ class Front:
         from starlette.routing import Route
 
         self._scheduler, self._limits, self._numbers = scheduler, limits, itertools.count()
-        app = Starlette(routes=[Route("/generate", self._generate, methods=["POST"]), Route("/health", self._health)])
+        app = Starlette(
+            routes=[
+                Route("/generate", self._generate, methods=["POST"]),
+                Route("/health", self._health),
+            ]
+        )
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
         socket = uvicorn.Config(app, host=host, port=port, log_level="error").bind_socket()
         self.port = socket.getsockname()[1]
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([socket],), name="http", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([socket],), name="http", daemon=True
+        )
         self._thread.start()
-        while not self._server.started and self._thread.is_alive():  # until then connections are refused
+        while (
+            not self._server.started and self._thread.is_alive()
+        ):  # until then connections are refused
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -421,7 +470,9 @@ class Front:
         from starlette.responses import JSONResponse, StreamingResponse
 
         try:
-            request, stream = parse_request(await http_request.body(), next(self._numbers), self._limits)
+            request, stream = parse_request(
+                await http_request.body(), next(self._numbers), self._limits
+            )
         except BadRequest as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         tokens = self._tokens(request)
@@ -435,7 +486,9 @@ class Front:
     async def _tokens(self, request: Request) -> AsyncIterator[int]:
         """Yield the tokens of the answer as they are chosen; a client that goes away ends it."""
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Token]()
-        self._scheduler.inbox.put((request, lambda token: loop.call_soon_threadsafe(arrived.put_nowait, token)))
+        self._scheduler.inbox.put(
+            (request, lambda token: loop.call_soon_threadsafe(arrived.put_nowait, token))
+        )
         try:
             while (token := await arrived.get()) is not None:
                 if isinstance(token, ServerEnds):
@@ -455,7 +508,7 @@ async def _as_events(tokens: AsyncIterator[int]) -> AsyncIterator[str]:
         yield f"data: {error}\n\n"
 
 
-# -- the program -------------------------------------------------------------------------------------------------------
+# -- the program -----------------------------------------------------------------------------------
 
 
 def tiny_model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -463,16 +516,27 @@ def tiny_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
-            vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-            max_position_embeddings=256, eos_token_id=2, initializer_range=0.2,
-        )  # fmt: skip
+            vocab_size=128,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=256,
+            eos_token_id=2,
+            initializer_range=0.2,
+        )
         return transformers.LlamaForCausalLM(config).to(dtype)
 
 
 def load_model(options: argparse.Namespace, mesh: sm.DeviceMesh) -> nn.Module:
     """Return the model, laid out over the ranks, with the adapters."""
     dtype = getattr(torch, options.dtype)
-    model = tiny_model(dtype) if options.model is None else transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    model = (
+        tiny_model(dtype)
+        if options.model is None
+        else transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    )
     model = sm.parallel.parallelize(model.eval(), mesh, "auto")
     for name, path in adapters_of(options).items():
         import peft
@@ -494,14 +558,23 @@ def serve(options: argparse.Namespace) -> int:
     mesh = sm.init_device_mesh("cpu", (int(os.environ.get("WORLD_SIZE", "1")),), axis_names=("tp",))
     model = load_model(options, mesh)
     config: Any = model.config
-    end_tokens = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    end_tokens = (
+        config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    )
     adapters = list(adapters_of(options))
     engine, scheduler, front = Engine(model, adapters), Scheduler(end_tokens), None
     is_front = mesh.get_rank() == 0
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all ranks at once, by a terminal or a launcher: only rank 0 decides when to end
-        signal.signal(number, (lambda *_: scheduler.inbox.put(None)) if is_front else signal.SIG_IGN)
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # sent to all ranks at once; only rank 0 decides when to end
+        signal.signal(
+            number, (lambda *_: scheduler.inbox.put(None)) if is_front else signal.SIG_IGN
+        )
     if is_front:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model) if options.model else None
+        tokenizer = (
+            transformers.AutoTokenizer.from_pretrained(options.model) if options.model else None
+        )
         limits = Limits(config.vocab_size, config.max_position_embeddings, adapters, tokenizer)
         front = Front(scheduler, limits, options.host, options.port)
         print(f"serving on http://{options.host}:{front.port}", flush=True)
@@ -524,9 +597,20 @@ def serve(options: argparse.Namespace) -> int:
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(description="A Hugging Face model under tensor parallelism, over HTTP")
-    parser.add_argument("--model", help="folder or name of a Hugging Face model; by default a tiny one with random weights")
-    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="a peft adapter; may be repeated")
+    parser = argparse.ArgumentParser(
+        description="A Hugging Face model under tensor parallelism, over HTTP"
+    )
+    parser.add_argument(
+        "--model",
+        help="folder or name of a Hugging Face model; by default a tiny one with random weights",
+    )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="a peft adapter; may be repeated",
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 for a free one, which is printed")

@@ -1,7 +1,7 @@
 """Wait for work for as long as it takes, while the other ranks wait in a collective.
 
-    rank 0   with idle(): request = inbox.get() .......... broadcast      no stall, however long
-    rank 1   broadcast ................................... broadcast
+rank 0   with idle(): request = inbox.get() .......... broadcast      no stall, however long
+rank 1   broadcast ................................... broadcast
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .recording.trace_buffer import IDLE
 def idle() -> Iterator[None]:
     """with idle(): what this rank waits for inside, a request or a file, may take as long as it likes.
 
-    Put it around the wait alone. While a rank is inside, no rank is reported as late, and the time inside
-    does not count afterwards; a rank that dies or raises is still named on all ranks. It may be nested, and
-    used in several threads.
+    Put it around the wait alone. While a rank is inside, no rank is reported as late, and the time
+    inside does not count afterwards; a rank that dies or raises is still named on all ranks. It may
+    be nested, and used in several threads.
 
-    Let the other ranks wait on the host, in a broadcast of a CPU tensor on a group of the mesh, which has no
-    time limit. NCCL ends a collective on the device after `watchdog(timeout=)` and a minute, and the
-    program's own groups have the timeout that `init_process_group` was given.
+    Let the other ranks wait on the host, in a broadcast of a CPU tensor on a group of the mesh,
+    which has no time limit. NCCL ends a collective on the device after `watchdog(timeout=)` and a
+    minute, and the program's own groups have the timeout that `init_process_group` was given.
 
-    Raises: WatchError when the job has failed before, and inside, where a signal interrupts the wait, when
-        it fails meanwhile.
+    Raises: WatchError when the job has failed before, and inside, where a signal interrupts the
+        wait, when it fails meanwhile.
     Communication: none. About 5 us.
 
     >>> import queue

@@ -1,4 +1,4 @@
-"""Models that answer: generation from plain ids, and adapters that are added after the model was laid out."""
+"""Generation from plain ids, and adapters that are added after the model was laid out."""
 
 from __future__ import annotations
 
@@ -15,18 +15,27 @@ from tests.models.tiny import IDS, PLANS, model
 transformers = pytest.importorskip("transformers")
 
 LLAMA = {"*.q_proj": colwise(), "*.k_proj": colwise(), "*.v_proj": colwise(), "*.o_proj": rowwise()}
-SPLIT = {"llama": LLAMA | {"lm_head": colwise()}, "gpt2": PLANS["gpt2"]}  # logits split by vocabulary, and whole
+SPLIT = {
+    "llama": LLAMA | {"lm_head": colwise()},
+    "gpt2": PLANS["gpt2"],
+}  # logits split by vocabulary, and whole
 CALLS = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "top_k": 10, "num_return_sequences": 2},
     "beams": {"do_sample": False, "num_beams": 3},
-    "static cache": {"do_sample": False, "cache_implementation": "static", "repetition_penalty": 1.3},
+    "static cache": {
+        "do_sample": False,
+        "cache_implementation": "static",
+        "repetition_penalty": 1.3,
+    },
 }
 
 
 def generated(module, ids, **options):
     transformers.set_seed(3)
-    return module.generate(ids, attention_mask=torch.ones_like(IDS), max_new_tokens=5, pad_token_id=0, **options)
+    return module.generate(
+        ids, attention_mask=torch.ones_like(IDS), max_new_tokens=5, pad_token_id=0, **options
+    )
 
 
 def on_two_ranks(program):
@@ -51,7 +60,9 @@ def test_scores_are_plain_and_whole():
     def program(mesh):
         module = parallelize(model("llama"), mesh, SPLIT["llama"])
         before = len(module._forward_hooks)
-        result = generated(module, IDS, do_sample=False, return_dict_in_generate=True, output_scores=True)
+        result = generated(
+            module, IDS, do_sample=False, return_dict_in_generate=True, output_scores=True
+        )
         assert len(module._forward_hooks) == before
         assert isinstance(module(IDS).logits, sm.ShardedTensor)  # other calls gather nothing
         return [type(x) for x in result.scores], result.scores[0].shape
@@ -65,7 +76,13 @@ def test_sharded_ids_give_sharded_ids():
     def program(mesh):
         module = parallelize(model("llama"), mesh, SPLIT["llama"])
         ids = sm.device_put(IDS, mesh, P())
-        tokens = module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, pad_token_id=0, do_sample=False)
+        tokens = module.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=5,
+            pad_token_id=0,
+            do_sample=False,
+        )
         assert isinstance(tokens, sm.ShardedTensor)
         return tokens.full_tensor()
 
@@ -86,14 +103,16 @@ def test_copies_generate_with_their_own_parameters():
     assert all(torch.equal(tokens, want) for tokens in on_two_ranks(program))
 
 
-# -- adapters ----------------------------------------------------------------------------------------------------------
+# -- adapters --------------------------------------------------------------------------------------
 
 
 def adapted(module, dora):
     peft = pytest.importorskip("peft")
     torch.manual_seed(5)
     names = ["q_proj", "o_proj", "embed_tokens"]
-    config = peft.LoraConfig(r=2, target_modules=names[: 2 if dora else 3], init_lora_weights=False, use_dora=dora)
+    config = peft.LoraConfig(
+        r=2, target_modules=names[: 2 if dora else 3], init_lora_weights=False, use_dora=dora
+    )
     return peft.get_peft_model(module, config).eval()
 
 

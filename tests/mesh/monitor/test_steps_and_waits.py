@@ -18,7 +18,7 @@ from tests.mesh.monitor import step_ranks as programs
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 from tests.mesh.monitor.forked import Ended, Forked
 
-# -- simulated ranks ---------------------------------------------------------------------------------------------------
+# -- simulated ranks -------------------------------------------------------------------------------
 
 
 def all_reduces(steps: list[int | None], late: bool = False, **options: Any) -> None:
@@ -31,7 +31,9 @@ def all_reduces(steps: list[int | None], late: bool = False, **options: Any) -> 
 
 
 def test_ranks_in_different_steps() -> None:
-    with pytest.raises(CollectiveMismatchError, match="ranks call collectives of different steps") as caught:
+    with pytest.raises(
+        CollectiveMismatchError, match="ranks call collectives of different steps"
+    ) as caught:
         sm.simulate(4)(all_reduces)([7, 7, 8, None])
     assert caught.value.ranks == (2,)
     assert caught.value.verdict.field == "step"
@@ -48,7 +50,7 @@ def test_steps_that_are_not_to_be_compared() -> None:
     sm.simulate(3)(all_reduces)([1, 2, 3], compare=False)
 
 
-# -- what is recorded --------------------------------------------------------------------------------------------------
+# -- what is recorded ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -78,7 +80,9 @@ def test_steps_of_members(four: list[DrivenRank], step: int) -> None:
     assert verdict is not None
     assert (verdict.field, verdict.ranks) == ("step", (1,))
     lines = [line for line in verdict.text.splitlines() if line.startswith("  rank")]
-    assert [f"in step {own} " in f"{line} " for own, line in zip((step + 1, step), lines, strict=False)] == [True, True]
+    assert [
+        f"in step {own} " in f"{line} " for own, line in zip((step + 1, step), lines, strict=False)
+    ] == [True, True]
     assert "goes on to the next step" in " ".join(verdict.text.split())
 
 
@@ -128,11 +132,13 @@ def test_steps_cost_no_text(four: list[DrivenRank]) -> None:
     assert four[0].buffer.words[Header.TEXT_END] == used
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 def outputs(ended: list[Ended], status: int = 0) -> list[str]:
-    assert [rank.status for rank in ended] == [status] * len(ended), "\n".join(rank.output for rank in ended)
+    assert [rank.status for rank in ended] == [status] * len(ended), "\n".join(
+        rank.output for rank in ended
+    )
     return [" ".join(rank.output.split()) for rank in ended]
 
 
@@ -140,7 +146,10 @@ def test_request_that_fails_on_one_rank(forked: Forked) -> None:
     for output in outputs(forked(programs.serves_requests, 2, 2), status=1):
         assert "answered 0" in output
         assert "answered 1" not in output
-        assert "called different collectives, with equal votes, as number 5 of tp (ranks 0, 1): the step differs" in output
+        assert (
+            "called different collectives, with equal votes, as number 5 of tp (ranks 0, 1): the step differs"
+            in output
+        )
         assert "rank 0: all_reduce(sum, float32, 4 elements) for" in output
         assert "in step 1 at " in output
         assert "in step 2 at " in output
@@ -154,7 +163,10 @@ def test_outlier_of_three(forked: Forked) -> None:
 
 def test_calls_of_torch(forked: Forked) -> None:
     for output in outputs(forked(programs.calls_torch, 3, 3), status=1):
-        assert "rank 1 called another collective than ranks 0, 2 as number 3 of torch's default group" in output
+        assert (
+            "rank 1 called another collective than ranks 0, 2 as number 3 of torch's default group"
+            in output
+        )
         assert "the step differs" in output
         assert "rank 1: all_reduce(sum, float32, 4 elements) in step 3 at " in output
 
