@@ -1,7 +1,9 @@
 """Wait for work for as long as it takes, while the other ranks wait in a collective.
 
-rank 0   with idle(): request = inbox.get() .......... broadcast      no stall, however long
-rank 1   broadcast ................................... broadcast
+    rank 0   with idle(): request = inbox.get() .......... broadcast      no stall, however long
+    rank 1   broadcast ................................... broadcast
+
+The other ranks see that it is idle, and do not count the time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from .recording.trace_buffer import IDLE
 
 @contextmanager
 def idle() -> Iterator[None]:
-    """with idle(): what this rank waits for inside, a request or a file, may take as long as it likes.
+    """with idle(): what this rank waits for inside, a request or a file, may take any time.
 
     Put it around the wait alone. While a rank is inside, no rank is reported as late, and the time
     inside does not count afterwards; a rank that dies or raises is still named on all ranks. It may

@@ -82,7 +82,7 @@ class Monitor:
         self.abandoned = self.notified = False
         self.failed_at = 0
         self._agreement = agreement
-        self._pausing = threading.Lock()
+        self._pausing = threading.RLock()  # a handler of a signal may pause, too
         self._is_on = True
         self.pid = os.getpid()
         self.relay: Relay | None = None

@@ -28,10 +28,10 @@ pytest.importorskip("uvicorn")
 
 import serve  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)  # the four processes import transformers first
+pytestmark = pytest.mark.timeout(420)  # the four processes import transformers first
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "serve.py"
-START_S, END_S = 100.0, 60.0
+START_S, END_S = 240.0, 60.0
 ADAPTERS = ("one", "two")
 CLIENTS = 16
 

@@ -61,10 +61,11 @@ _GENERATE = ("generate", "generate_batch")  # methods of Hugging Face models
 def generate_plain(module: nn.Module) -> None:
     """Make generation from plain ids return plain ids, whatever is split in the model's outputs.
 
-    The methods of the class are called as they are. They are replaced in the module, not in its class.
+    The methods of the class are called as they are; a method that the program has replaced in the
+    module is left alone.
     """
     for name in _GENERATE:
-        if callable(getattr(type(module), name, None)):
+        if callable(getattr(type(module), name, None)) and name not in vars(module):
             setattr(module, name, MethodType(_GENERATORS[name], module))
 
 
@@ -131,7 +132,10 @@ def _gathered(tree: Any) -> Any:
 
 
 def _with_tensors(tree: Any, convert: Callable[[ShardedTensor], Tensor]) -> Any:
-    """Return the tree with each `ShardedTensor` converted; a container in which nothing changes is returned itself."""
+    """Return the tree with each `ShardedTensor` converted.
+
+    A container in which nothing changes is returned itself.
+    """
     if isinstance(tree, ShardedTensor):
         return convert(tree)
     if isinstance(tree, (list, tuple)):
@@ -147,7 +151,8 @@ def _with_tensors(tree: Any, convert: Callable[[ShardedTensor], Tensor]) -> Any:
         values = {field.name: getattr(tree, field.name, None) for field in dataclasses.fields(tree)}
     else:
         return tree
-    changed = {key: new for key, old in values.items() if (new := _with_tensors(old, convert)) is not old}
+    converted = {key: _with_tensors(old, convert) for key, old in values.items()}
+    changed = {key: new for key, new in converted.items() if new is not values[key]}
     return _with_values(tree, changed) if changed else tree
 
 
