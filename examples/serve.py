@@ -88,7 +88,7 @@ def parse_request(body: bytes, number: int, limits: Limits) -> tuple[Request, bo
     """
     try:
         asked = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(asked, dict) or not asked.keys() <= _KEYS:
         raise BadRequest(f"the body must be an object with keys among {', '.join(sorted(_KEYS))}")
