@@ -22,12 +22,13 @@ class CommContext(threading.local):
 
     Attributes:
         lineage: how the value was computed, see `sharding/ops/lineage.py`; 0 if unknown.
-        place: file:line of the program that the monitor records; None for the line on the stack.
+        origin: (file:line of the program that the monitor records, None for the line on the stack; the
+            bits of the step that this thread has marked, see `step_bits`, 0 for none); None for neither.
         roots: number of values that have entered the program in this thread, by kind.
     """
 
     lineage: int = 0
-    place: str | None = None
+    origin: tuple[str | None, int] | None = None
 
     def __init__(self) -> None:
         self.roots: dict[Any, Any] = {}

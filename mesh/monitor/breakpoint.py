@@ -129,12 +129,8 @@ class _Debugger(pdb.Pdb):
 @contextmanager
 def _asking(world: World, place: str) -> Iterator[None]:
     monitor = monitor_of(world)
-    with nullcontext() if monitor is None else monitor.paused():
-        if monitor is not None:
-            monitor.set_state(f"in the debugger, from {place}")
+    with nullcontext() if monitor is None else monitor.paused(f"in the debugger, from {place}"):
         yield
-        if monitor is not None:
-            monitor.set_state("")
 
 
 def _open_debugger(world: World, place: str, stack: contextlib.ExitStack) -> _Debugger:

@@ -36,7 +36,7 @@ from .recording.stream_events import StreamEvents
 from .recording.trace_buffer import Header, RankState, TraceBuffer
 from .settings import monotonic_ns, settings
 from .torch_calls import hooks
-from .torch_calls.recorder import out_of_time
+from .torch_calls.recorder import UNMARKED, out_of_time
 from .verdict import Verdict
 from .watchdog import Watchdog
 
@@ -65,6 +65,7 @@ class Monitor:
         buffer: this rank's trace buffer.
         alarm: one word; not 0 when there is a verdict, or when the job is not monitored.
         recorders: of the groups on which this rank has called something.
+        torch_context: what the program's own calls are part of, as a `CommContext` of those of the library.
         stream_events: where streams of accelerators wait for its collectives.
         abandoned: whether a collective may have been left under way, which torch's threads would wait for at exit.
         notified: whether this rank's program has raised or printed the verdict.
@@ -76,10 +77,12 @@ class Monitor:
         self.world = weakref.proxy(world)
         self.directory, self.buffer, self.alarm = directory, directory.buffer, directory.alarm
         self.recorders: list[Recorder] = []
+        self.torch_context: Any = UNMARKED
         self.stream_events, self.communicators = StreamEvents(), Communicators(self)
         self.abandoned = self.notified = False
         self.failed_at = 0
         self._agreement = agreement
+        self._pausing = threading.RLock()  # a handler of a signal may pause, too
         self._is_on = True
         self.pid = os.getpid()
         self.relay: Relay | None = None
@@ -357,20 +360,26 @@ class Monitor:
 
     # -- what others see -----------------------------------------------------------------------------------------------
 
-    def set_state(self, text: str) -> None:
-        """Publish what this rank is doing, for those that wait for it; "" clears it."""
-        self.buffer.words[Header.DOING] = self.buffer.text(text) if text else 0
-
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Suspend stall detection on all ranks while any rank is inside; the time inside does not count afterwards either."""
+    def paused(self, state: str = "", kind: int = 1) -> Iterator[None]:
+        """Suspend stall detection on all ranks while any rank is inside; the time inside does not count afterwards either.
+
+        Args:
+            state: what this rank is doing meanwhile, for those that wait for it; "" to leave it as it is.
+            kind: 1 for a debugger, in which a failed job does not end the process; `IDLE` for a wait.
+        """
         words = self.buffer.words
-        words[Header.PAUSED] += 1
+        text = self.buffer.text(state) if state else words[Header.DOING]
+        with self._pausing:
+            before, words[Header.DOING] = words[Header.DOING], text
+            words[Header.PAUSED] += kind
         try:
             yield
         finally:
-            words[Header.RESUMED] = monotonic_ns()
-            words[Header.PAUSED] -= 1
+            with self._pausing:
+                words[Header.RESUMED] = monotonic_ns()
+                words[Header.PAUSED] -= kind
+                words[Header.DOING] = before
 
     def ns_since(self, start: int) -> int:
         """Return the time since `start` in ns, or since the last pause of a rank ended; 0 while a rank is paused."""

@@ -33,7 +33,7 @@ from ..comm.call_site import frame_of_thread
 from ..errors import WatchError
 from . import thread_errors
 from .recording.job_directory import Alarm, is_dead, is_local, process_state
-from .recording.trace_buffer import Header, RankState, TraceBuffer
+from .recording.trace_buffer import IDLE, Header, RankState, TraceBuffer
 from .settings import monotonic_ns, settings
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def is_hosted() -> bool:
 
 def may_end(monitor: Monitor) -> bool:
     """Return whether the process exists only for the failed job, and may be ended."""
-    if monitor.pid != os.getpid() or not settings().exit_s or monitor.buffer.words[Header.PAUSED]:
+    if monitor.pid != os.getpid() or not settings().exit_s or monitor.buffer.words[Header.PAUSED] % IDLE:
         return False
     if not threading.main_thread().is_alive():  # the program is over, but another thread of it is not
         return True
@@ -237,7 +237,7 @@ def _kill_late(monitor: Monitor, stuck: Sequence[TraceBuffer]) -> None:
 def _is_stuck(buffer: TraceBuffer) -> bool:
     words = buffer.words
     is_over = words[Header.STATE] not in (RankState.RUNNING, RankState.RAISED)
-    if is_over or not words[Header.EXIT_S] or words[Header.PAUSED] or not is_local(buffer):
+    if is_over or not words[Header.EXIT_S] or words[Header.PAUSED] % IDLE or not is_local(buffer):
         return False
     found = process_state(words[Header.PID])
     if found is None or found[0] in "ZXt" or found[1] != words[Header.BORN]:  # it has ended, or a debugger holds it

@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from . import settings as settings_module
 from .settings import settings
 
-ON_HOST = timedelta(days=7)
+ON_HOST = timedelta(days=3650)
 _GRACE_S = 60.0
 # torch's process group -> whether it is one of shardmesh, on which the monitor checks all waits of the host
 _managed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()

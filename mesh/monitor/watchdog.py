@@ -14,7 +14,7 @@ from .device_waits import DeviceWaits
 from .diagnosis import diagnose, verdict_text
 from .diagnosis.members import lost_ranks, members
 from .recording.job_directory import Alarm
-from .recording.trace_buffer import Header
+from .recording.trace_buffer import IDLE, Header
 from .settings import monotonic_ns, settings
 
 if TYPE_CHECKING:
@@ -96,6 +96,11 @@ class Watchdog:
         once a rank is lost: a query by this thread may disturb the capture of a CUDA graph.
         """
         monitor = self._monitor
+        if monitor.buffer.words[Header.PAUSED] >= IDLE:  # it may wait for as long as nobody else does
+            gone = lost_ranks(monitor.directory)
+            if gone:
+                monitor.fail(verdict_text.died(gone))
+                return
         on_device = [recorder for recorder in monitor.recorders if recorder.on_device and not recorder.is_channel]
         gone = {m.rank for m in lost_ranks(monitor.directory)} if on_device else set()
         with_gone = [recorder for recorder in on_device if gone.intersection(recorder.group.ranks)]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import CollectiveMismatchError, DeadlockError, at, short
 from ..monitor.diagnosis.history import left_the_order
-from ..monitor.diagnosis.verdict_text import OTHER_VALUES, RULE, numbers_drawn
-from ..monitor.diagnosis.votes import connected, minority, worst_correspondent
+from ..monitor.diagnosis.verdict_text import OTHER_STEPS, OTHER_VALUES, RULE, in_step, numbers_drawn
+from ..monitor.diagnosis.votes import connected, minority, parties_by, worst_correspondent
 from ..monitor.recording.recorder import unlike
 from ..monitor.recording.trace_buffer import Header
 from ..monitor.verdict import Observation, Verdict, composed
@@ -30,16 +30,23 @@ class BlockedRank(NamedTuple):
     place: str | None
 
 
+def are_in_different_steps(calls: Sequence[Arrival]) -> bool:
+    """Return whether ranks have marked different steps, as far as they have marked any."""
+    return len({call.step for call in calls} - {None}) > 1
+
+
 def different_collectives(
     problem: str, ranks: Sequence[int], calls: Sequence[Arrival], places: Sequence[str | None]
 ) -> CollectiveMismatchError:
     blamed, field = _outliers(ranks, calls), _field(calls)
-    who: dict[str, list[int]] = {}
-    for rank, call, place in zip(ranks, calls, places, strict=True):
-        who.setdefault(f"{call}{at(place)}", []).append(rank)
-    lines = [f"  ranks {members} call {text}" for text, members in who.items()]
     seen = tuple(Observation(*found) for found in zip(ranks, map(str, calls), (place or "" for place in places), strict=True))
-    advice = RULE
+    if field == "step":
+        seen = tuple(in_step(s, call.step) for s, call in zip(seen, calls, strict=True))
+    who: dict[str, list[int]] = {}
+    for observation in seen:
+        who.setdefault(f"{observation.call}{at(observation.place or None)}", []).append(observation.rank)
+    lines = [f"  ranks {members} call {text}" for text, members in who.items()]
+    advice = OTHER_STEPS if field == "step" else RULE
     if field == "lineage":
         advice = numbers_drawn({rank: call.trace_buffer for rank, call in zip(ranks, calls, strict=True)}) or OTHER_VALUES
     text = composed(f"{problem} in the group of ranks {short(ranks)}{_blame(blamed)}.", advice, lines)
@@ -55,6 +62,8 @@ def _fields(call: Arrival) -> list[object]:
 
 
 def _field(calls: Sequence[Arrival]) -> str:
+    if are_in_different_steps(calls):
+        return "step"
     first = _fields(calls[0])
     for call in calls:
         for name, one, other in zip(_FIELDS, first, _fields(call), strict=True):
@@ -79,6 +88,10 @@ def _name_of_value(value: object) -> str:
 
 
 def _outliers(ranks: Sequence[int], calls: Sequence[Arrival]) -> tuple[int, ...]:
+    if are_in_different_steps(calls):
+        marked = [(rank, call) for rank, call in zip(ranks, calls, strict=True) if call.step is not None]
+        in_one_step = parties_by(marked, lambda place: place[1].step)
+        return minority([[rank for rank, _ in party] for party in in_one_step])
     parties = connected(list(zip(ranks, calls, strict=True)), lambda one, other: _alike(one[1], other[1]))
     if len(parties) == 1:
         return worst_correspondent(ranks, list(_messages(calls)))

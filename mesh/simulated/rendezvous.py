@@ -33,6 +33,7 @@ class Arrival:
         tag: the text of the `CommTag`, "" if there is none; must be equal on all ranks, too.
         lineage: how the value was computed; 0 if unknown.
         trace_buffer: the rank's ledger; None if nothing is recorded.
+        step: the step that its thread has marked; None if that is unknown.
     """
 
     op: str
@@ -41,6 +42,7 @@ class Arrival:
     tag: str = ""
     lineage: int = 0
     trace_buffer: TraceBuffer | None = None
+    step: int | None = None
 
     def __str__(self) -> str:
         words = [str(a).removeprefix("torch.") for a in self.agree]
@@ -85,6 +87,8 @@ def like(x: Tensor) -> tuple[torch.dtype, str]:
 def _disagreement(ranks: tuple[int, ...], calls: list[Arrival]) -> str | None:
     """Return how the ranks' calls differ, None if they agree."""
     first = calls[0]
+    if verdict.are_in_different_steps(calls):
+        return "ranks call collectives of different steps"
     if any(c.op != first.op or c.agree != first.agree or c.tag != first.tag for c in calls):
         return "ranks call different collectives"
     parties = connected(calls, lambda one, other: not unlike(one.lineage, other.lineage))

@@ -26,6 +26,7 @@ from ..comm.current_world import current_world
 from ..comm.group import Group, Observer
 from ..comm.work import DONE, Work
 from ..comm.world import World, activate, active_world
+from ..monitor.recording.trace_buffer import Header
 from ..monitor.settings import settings
 from . import rendezvous
 from .output import RankOutput, callers_stdout, check_prints, outputs
@@ -63,7 +64,11 @@ class SimulatedGroup(Group):
         if self.recorder is not None and _settings.mode != "off":
             tag, world = self.recorder.tag, self.world
             call = replace(
-                call, tag="" if tag is None else tag.text, lineage=world.comm_context.lineage, trace_buffer=world.trace_buffer
+                call,
+                tag="" if tag is None else tag.text,
+                lineage=world.comm_context.lineage,
+                trace_buffer=world.trace_buffer,
+                step=_marked_step(world),
             )
         return self._scheduler.run_collective(self.ranks, self.world.rank, call, move)
 
@@ -98,6 +103,12 @@ class SimulatedGroup(Group):
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         return self._run(Arrival("all_gather_object", (), (data,)), rendezvous.move_bytes)
+
+
+def _marked_step(world: World) -> int | None:
+    """Return the step that this thread has marked, for ranks to compare; None if there is none."""
+    origin = world.comm_context.origin
+    return world.trace_buffer.words[Header.STEP] if origin is not None and origin[1] else None
 
 
 def simulate(n: int, prints: str = "all") -> Callable[[Callable[..., Any]], Callable[..., list[Any]]]:

@@ -1,6 +1,7 @@
 """The monitor of collectives: how strictly ranks are compared, how long they may wait, and what took the time."""
 
 from shardmesh.mesh.monitor.breakpoint import breakpoint
+from shardmesh.mesh.monitor.idle import idle
 from shardmesh.mesh.monitor.ledger.ledger import Ledger, ledger, mark_step
 from shardmesh.mesh.monitor.ledger.stragglers import StragglerReport, straggler_report
 from shardmesh.mesh.monitor.settings import collective_check, watchdog
@@ -10,6 +11,7 @@ __all__ = [
     "StragglerReport",
     "breakpoint",
     "collective_check",
+    "idle",
     "ledger",
     "mark_step",
     "straggler_report",

@@ -106,12 +106,13 @@ def bound(node: fx.Node) -> Callable[[Tensor], Tensor]:
 
 def _launch(method: Any, group: Group, site: Site, result: Tensor, *args: Any, **kwargs: Any) -> Started:
     context = group.world.comm_context
-    before = context.lineage, context.place
-    tag, context.lineage, _, context.place = site
+    before = context.lineage, context.origin
+    tag, context.lineage, _, place = site
+    context.origin = place, 0 if before[1] is None else before[1][1]
     try:
         return Started(result, method(group, *args, **kwargs, tag=tag))
     finally:
-        context.lineage, context.place = before
+        context.lineage, context.origin = before
 
 
 DESCRIBERS[_launch.__code__] = lambda frame: frame["site"].name

@@ -8,7 +8,8 @@ shapes, dtypes and layouts, is trusted to make equal operands on every rank.
 
 A module is prepared by `parallelize`, `parallelize_module`, `fully_shard`, `data_parallel` or `distribute_module`. The stack tells whether
 one is running, and is read only when an operator gets a plain tensor: other operators cost nothing, and recomputation in backward,
-exceptions and threads need no special handling.
+exceptions and threads need no special handling. peft's adapters of prepared layers count as prepared, though they were added later: they
+add their plain matrices to the layer's weight (`merge_adapter`).
 
 The same holds outside of a model that `parallelize` has prepared and that was called with plain tensors: its outputs may stay split (logits
 by vocabulary), and labels next to them are equal on the ranks of their mesh, as the inputs were.
@@ -40,7 +41,7 @@ from ..tensor.autograd import engine_hooks
 from ..tensor.from_dtensor import is_dtensor
 from ..tensor.sharded_tensor import ShardedTensor
 from .implicit_comm import implicit_comm
-from .prepared_modules import is_prepared
+from .prepared_modules import adapts_prepared, is_prepared
 from .rules.registry import writes_first_operand
 from .strategy import name_of
 
@@ -94,7 +95,7 @@ def _in_prepared_module() -> bool:
             owner = variables.get("self")
             if type(variables) is dict:  # before Python 3.13 a copy that stays with the frame, and would keep its tensors alive
                 variables.clear()
-            if is_prepared(owner):
+            if is_prepared(owner) or adapts_prepared(owner):
                 return True
         frame = frame.f_back
     return False

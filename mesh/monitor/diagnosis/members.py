@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...text import whole_number
 from ..recording.call_text import fields_of
 from ..recording.job_directory import JobDirectory, is_dead
-from ..recording.recorder import Recorder, differ, unlike
+from ..recording.recorder import STEP_MARKED, Recorder, differ, same_call, step_of, unlike
 from ..recording.trace_buffer import (
     MAY_GO_ON,
     ON_DEVICE,
@@ -53,6 +54,14 @@ class Member(NamedTuple):
     def record(self) -> Record | None:
         return None if self.buffer is None or self.number < 0 else self.buffer.record(self.number)
 
+    @property
+    def step(self) -> int | None:
+        """The step, marked by `mark_step`, in which it has called; None if that is unknown."""
+        record = self.record
+        if self.buffer is None or record is None:
+            return None
+        return step_of(self.word, record.call, self.buffer.words[Header.STEP])
+
 
 def member(directory: JobDirectory, group_key: int, rank: int, sequence: int) -> Member:
     """Return the state of one rank in the collective `sequence` of a group."""
@@ -79,7 +88,23 @@ def have_all_come(found: Iterable[Member]) -> bool:
 
 def parties(found: Iterable[Member]) -> list[list[Member]]:
     """Return the members that have arrived, grouped by their calls."""
-    return connected([m for m in found if m.came], lambda one, other: one.word == other.word and not unlike(one.lineage, other.lineage))
+    come = [m for m in found if m.came]
+    words = _words_in_steps(come)
+
+    def alike(one: Member, other: Member) -> bool:
+        return words[one.rank] == words[other.rank] and not unlike(one.lineage, other.lineage)
+
+    return connected(come, alike)
+
+
+def _words_in_steps(come: Sequence[Member]) -> dict[int, int]:
+    """Return each rank's word: of those that have marked no step, as in the step of most ranks that call the same."""
+    marked = Counter(m.word for m in come if m.word & STEP_MARKED)
+    words = {}
+    for m in come:
+        same = [word for word, _ in marked.most_common() if same_call(word, m.word)]
+        words[m.rank] = same[0] if same else m.word
+    return words
 
 
 def agree(found: Iterable[Member]) -> bool:
@@ -88,7 +113,7 @@ def agree(found: Iterable[Member]) -> bool:
 
 
 def _differ(one: Member, other: Member) -> bool:
-    return one.word != other.word or differ(one.lineage, one.buffer, other.lineage, other.buffer)
+    return not same_call(one.word, other.word) or differ(one.lineage, one.buffer, other.lineage, other.buffer)
 
 
 def outliers(found: Iterable[Member]) -> tuple[int, ...]:

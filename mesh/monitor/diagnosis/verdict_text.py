@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...text import ranks_text
@@ -25,6 +26,10 @@ _FIELDS = ("operation", "reduction", "dtype", "shape", "layout")
 _FROZEN_NS = 2_000_000_000  # a process whose watchdog thread has not run for so long counts as frozen
 RULE = "Call the same collectives in the same order on every rank of the group."
 OTHER_VALUES = "Look for a call before that was skipped, repeated or swapped: these look alike, but their values were made differently."
+OTHER_STEPS = (
+    "Let every rank end a step that fails on one of them: a rank that catches its error alone goes on to the "
+    "next step, while the others are still in theirs."
+)
 _ONE_ORDER = "Call the collectives of different groups in one order on every rank."
 _EACH_MESSAGE = "Receive what another rank sends, and call the collectives of different groups in one order on every rank."
 _MESSAGES = "Let each rank send what its receiver expects, in the same size."
@@ -49,8 +54,11 @@ def _group_text(text: str) -> str:
 def mismatch(recorder: Recorder, sequence: int, found: Sequence[Member], outliers: tuple[int, ...]) -> Verdict:
     """Return the verdict on ranks that called different collectives."""
     here = [m for m in found if m.came]
-    field = _field(here, outliers)
+    steps = {m.rank: step for m in here if (step := m.step) is not None}
+    field = "step" if len(set(steps.values())) > 1 else _field(here, outliers)
     seen = _blamed_first([_seen(m.rank, m.record) for m in here], outliers)
+    if field == "step":
+        seen = [in_step(observation, steps.get(observation.rank)) for observation in seen]
     rest = [m.rank for m in here if m.rank not in outliers]
     said = (
         f"{ranks_text(outliers)} called another collective than {ranks_text(rest)}"
@@ -65,6 +73,8 @@ def mismatch(recorder: Recorder, sequence: int, found: Sequence[Member], outlier
     advice = RULE
     if field == "lineage":
         advice = numbers_drawn({m.rank: m.buffer for m in here}) or OTHER_VALUES
+    if field == "step":
+        advice = OTHER_STEPS
     return Verdict("mismatch", outliers, field, tuple(seen), composed(said, advice, lines))
 
 
@@ -81,7 +91,7 @@ def numbers_drawn(buffers: Mapping[int, TraceBuffer | None]) -> str:
 
 
 _NAMED = {"operation": "operation", "reduction": "reduction", "source": "source", "dtype": "dtype", "shape": "shape",
-          "layout": "layout", "purpose": "purpose", "lineage": "value", "route": "route"}  # fmt: skip
+          "layout": "layout", "purpose": "purpose", "lineage": "value", "route": "route", "step": "step"}  # fmt: skip
 
 
 def _field(here: Sequence[Member], outliers: Sequence[int]) -> str:
@@ -107,6 +117,13 @@ def _finer(name: str, op: str, one: str, other: str) -> str:
         return name
     dtypes = [tensor.partition("[")[0] for tensor in tensors]
     return "dtype" if dtypes[0] != dtypes[1] else "shape"
+
+
+def in_step(observation: Observation, step: int | None) -> Observation:
+    """Return what was seen of a rank, with the step in which it called; as it is if that is unknown."""
+    if step is None:
+        return observation
+    return replace(observation, call=f"{observation.call} in step {step}")
 
 
 def died(gone: Sequence[Member]) -> Verdict:

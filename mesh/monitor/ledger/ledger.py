@@ -22,7 +22,9 @@ from ...text import shortened, table_lines, whole_number
 from ..recording.call_text import call_text, fields_of
 from ..recording.files import trace_files
 from ..recording.job_directory import is_dead, is_local, is_near, is_stopped, open_buffer, read_verdict
+from ..recording.recorder import step_bits
 from ..recording.trace_buffer import GROUPS, RECORDS, Header, RankState, Record, TraceBuffer
+from ..torch_calls import recorder as torch_recorder
 from ..verdict import Verdict
 from . import flight_recorder, trace_export
 
@@ -264,13 +266,18 @@ def ledger() -> Ledger:
     return Ledger(buffers, world.rank, monitor.standing())
 
 
-def mark_step(step: int | None = None) -> None:
-    """mark_step(step): mark the start of a step; later collectives of this rank belong to it.
+def mark_step(step: int | None = None, *, compare: bool = True) -> None:
+    """mark_step(step): mark the start of a step or request; later collectives of this rank belong to it.
 
-    The straggler report, the trace and the table of `python -m shardmesh ledger` show it.
+    Ranks that meet in a collective must be in the same step: if one of them skips a step, or leaves it by an
+    error that it catches alone, all raise a `CollectiveMismatchError` that names the ranks, their steps and
+    lines, where they would otherwise exchange values of different steps. Compared are the collectives of the
+    thread that marks, not messages between two ranks; a rank that has marked no step may be in any. The straggler
+    report, the trace and the table of `python -m shardmesh ledger` show steps, too.
 
     Args:
         step: its number; by default one more than that of the last.
+        compare: False where ranks count different things, as actors and a learner that meet now and then.
 
     Raises: ValueError for a negative number.
     Communication: none. About 5 us.
@@ -282,7 +289,8 @@ def mark_step(step: int | None = None) -> None:
     ...     [s.number for s in sm.monitor.ledger().ranks[0].steps]
     [0, 1, 2]
     """
-    words = current_world().trace_buffer.words
+    world = current_world()
+    words = world.trace_buffer.words
     number = words[Header.STEP] + 1 if step is None else step
     if number < 0:
         raise ValueError(f"mark_step: step must be an integer >= 0 or None, got {step!r}")
@@ -290,6 +298,10 @@ def mark_step(step: int | None = None) -> None:
     at = _MARKS + times.index(min(times)) * _MARK_WORDS  # the slot of the oldest mark
     words[Header.STEP] = words[at] = number
     words[at + 1], words[at + 2] = words[Header.RECORDS], time.monotonic_ns()
+    origin = (None, step_bits(number)) if compare else None
+    world.comm_context.origin = origin
+    if world.monitor is not None:
+        torch_recorder.mark_step(world.monitor, origin)
 
 
 # -- reading a trace buffer --------------------------------------------------------------------------------------------

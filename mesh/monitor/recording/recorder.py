@@ -46,7 +46,11 @@ _frame = sys._getframe
 _LAST_RECORD = RECORDS - 1
 _COUNT = Header.RECORDS
 _RING_BYTES, _RECORD_BYTES = RING * 8, RECORD_WORDS * 8
-_LOW48 = (1 << 48) - 1
+_LOW32, _LOW47 = (1 << 32) - 1, (1 << 47) - 1
+# A word of a row: 16 bits of the sequence number | STEP_MARKED | 47 of the call's hash, with those of the
+# marked step mixed into the upper 15, so that the lower 32 tell calls apart whatever the step.
+STEP_MARKED = 1 << 47
+_STEPS = 1 << 15
 _HASH = (1 << 16) - 1
 
 
@@ -150,10 +154,14 @@ class Recorder:
         sequence = self.called
         self.called = sequence + 1
         # Most calls come from the same line as the last one. (`sys._getframe` is fast, walking up the frames is not.)
-        context, line = self._comm_context, 0
-        if context.place is not None:
-            line = self.buffer.text(context.place)
-        elif call.depth:
+        context, line, fingerprint = self._comm_context, 0, call.fingerprint
+        origin = context.origin
+        if origin is not None:
+            place, step = origin
+            fingerprint ^= step
+            if place is not None:
+                line = self.buffer.text(place)
+        if call.depth and not line:
             try:
                 frame = _frame(call.depth)
                 user: Any = frame.f_back
@@ -172,7 +180,7 @@ class Recorder:
         if row is None:
             return number
         slot = row + (sequence & self._last) * SLOT_WORDS
-        mine = (sequence & 0xFFFF) << 48 | call.fingerprint
+        mine = (sequence & 0xFFFF) << 48 | fingerprint
         words[slot] = 0  # so that no rank pairs the new lineage with the old fingerprint
         words[slot + 3] = route
         words[slot + 2] = number
@@ -183,11 +191,14 @@ class Recorder:
             for theirs, start, last, _ in self.others:
                 slot = start + (sequence & last) * SLOT_WORDS
                 found = theirs[slot]
-                if found == mine:
-                    other = theirs[slot + 1]
-                    if other != lineage and unlike(other, lineage):
+                if found != mine:
+                    if not found or found >> 48 != sequence & 0xFFFF:
+                        continue
+                    if not same_call(found, mine):
                         monitor.look(self)
-                elif found and found >> 48 == sequence & 0xFFFF:
+                        continue
+                other = theirs[slot + 1]
+                if other != lineage and unlike(other, lineage):
                     monitor.look(self)
             if (sequence == 0 or monitor.is_strict) and self.needs_rendezvous:
                 monitor.rendezvous(self, sequence)
@@ -250,7 +261,7 @@ class Recorder:
             self._claim_row()
         fields = [op, how, str(dtype).removeprefix("torch."), "" if size < 0 else str(size), "" if tag is None else tag.text]
         text = "\t".join(fields)
-        call = self._calls[op, how, dtype, size, tag] = _CachedCall(self.buffer.text(text), stable_hash(text) & _LOW48 | 1)
+        call = self._calls[op, how, dtype, size, tag] = _CachedCall(self.buffer.text(text), _fingerprint(text))
         if len(self._calls) > 1_024:  # a program whose sizes always change
             self._calls.clear()
         return call
@@ -283,6 +294,41 @@ class Recorder:
 def route_of(dst: int | None, src: int | None) -> int:
     """Return the group ranks of a message's receiver and sender, as one word."""
     return (0 if dst is None else dst + 1) << 32 | (0 if src is None else src + 1)
+
+
+def _fingerprint(text: str) -> int:
+    return stable_hash(text) & _LOW47 | 1
+
+
+def step_bits(step: int) -> int:
+    """Return the bits of a marked step, to be mixed into the fingerprints of its calls."""
+    return STEP_MARKED | step % _STEPS << 32
+
+
+def step_of(word: int, text: str, near: int) -> int | None:
+    """Return the step in which a call was made; None if its thread had marked none.
+
+    Args:
+        word: of the group's row.
+        text: of the call, as the record has it.
+        near: a step that the rank has marked, less than 16,384 before or after it.
+    """
+    bits = word & (STEP_MARKED | _LOW47)
+    if not bits & STEP_MARKED:
+        return None
+    bits ^= STEP_MARKED | _fingerprint(text)
+    if bits & _LOW32:  # there was no room for the text
+        return None
+    return max(0, near + ((bits >> 32) - near + _STEPS // 2) % _STEPS - _STEPS // 2)
+
+
+def same_call(one: int, other: int) -> bool:
+    """Return whether two words of a row are of the same call in the same step.
+
+    A rank that has marked no step may be in any.
+    """
+    different = one ^ other
+    return not different or bool(different & STEP_MARKED and not different & _LOW32)
 
 
 def unlike(one: int, other: int) -> bool:

@@ -38,6 +38,7 @@ _SPLIT_WORDS = 2 * MOST_SPLITS
 LINE_BITS = 192
 # Bits in Header.BLOCKED: a stream of an accelerator waits in the collective, for which the main thread waits; or for which it may not wait.
 ON_DEVICE, MAY_GO_ON = 1 << 63, 1 << 62
+IDLE = 1 << 32  # in Header.PAUSED
 _TEXT = (SPLITS + SPLIT_ENTRIES * _SPLIT_WORDS) * 8  # in bytes
 BUFFER_BYTES = _TEXT + TEXT_BYTES
 MAGIC = 0x7368617264_000000 + BUFFER_BYTES  # "shard"; another version of the layout has another size
@@ -59,7 +60,7 @@ class Header:
     BLOCKED, BLOCKED_SINCE = 9, 10  # number of the record that the main thread is blocked in, plus 1, and the bits ON_DEVICE, MAY_GO_ON
     RECORDS, TEXT_END, GROUPS = 11, 12, 13
     STACK_WANTED, STACK_GIVEN, STACK_BYTES = 14, 15, 16
-    PAUSED, STEP = 17, 18
+    PAUSED, STEP = 17, 18  # PAUSED: how many debuggers it is in, and how many waits of `idle`, each of which counts as IDLE
     PID_SPACE = 19  # process ids are valid only within it; 0 in the copy of another host's buffer
     HOST = 20  # a text
     EXIT_S = 21  # seconds after a verdict in which the process exits; 0 if nothing may end it

@@ -16,7 +16,7 @@ from ..diagnosis.members import member, members
 from ..recording.job_directory import is_near
 from ..recording.recorder import CommTag, Recorder, _CachedCall
 from ..recording.trace_buffer import Header, stable_hash
-from .recorder import _SOON, TorchRecorder
+from .recorder import _SOON, UNMARKED, TorchRecorder
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -37,6 +37,7 @@ class MessageRecorder(TorchRecorder):
 
     def __init__(self, handle: Any, label: str, src: int, dst: int, tag: int, monitor: Monitor) -> None:
         super().__init__(handle, tuple(sorted((src, dst))), monitor)
+        self._comm_context = UNMARKED  # a sender may be steps ahead
         self.src, self.dst = src, dst
         self.key = stable_hash(f"{self.key} {src} {dst} {tag}")
         self.label = f"messages from rank {src} to rank {dst} in {label}"

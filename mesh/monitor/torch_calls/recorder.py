@@ -6,6 +6,7 @@ in one group before calls of another group, and rank 0 may have scattered long b
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -33,6 +34,26 @@ _SOON = timedelta(seconds=1)  # for torch to report by itself that its time has 
 _LAST = SLOTS - 1
 _NONE: tuple[int, Callable[[], Any] | None, Any, int] = (-1, None, None, 0)
 _NOT_COME = "_shardmesh_not_come"  # an attribute of errors: the recorder, and the number of the call
+
+
+class MarkedContext(threading.local):
+    """The `CommContext` of the program's own calls, once a thread has marked a step."""
+
+    lineage = 0
+    origin: tuple[None, int] | None = None
+
+
+UNMARKED = SimpleNamespace(lineage=0, origin=None)  # the same before that, and faster
+
+
+def mark_step(monitor: Monitor, origin: tuple[None, int] | None) -> None:
+    """Let the collectives that this thread calls on torch's groups belong to a step from now on."""
+    if monitor.torch_context is UNMARKED:
+        monitor.torch_context = MarkedContext()
+        for recorder in monitor.recorders:
+            if isinstance(recorder, TorchRecorder) and not recorder.is_channel:
+                recorder._comm_context = monitor.torch_context
+    monitor.torch_context.origin = origin
 
 
 class TorchRecorder(Recorder):
@@ -154,7 +175,7 @@ def out_of_time(monitor: Monitor, error: BaseException | None) -> Verdict | None
 
 def _stand_in(ranks: Sequence[int], monitor: Monitor) -> Any:
     """Return the data of a group and its world that a recorder needs."""
-    world = SimpleNamespace(rank=monitor.directory.rank, epoch=0, comm_context=SimpleNamespace(lineage=0, place=None))
+    world = SimpleNamespace(rank=monitor.directory.rank, epoch=0, comm_context=monitor.torch_context)
     return SimpleNamespace(ranks=tuple(ranks), rank=tuple(ranks).index(world.rank), size=len(ranks), world=world)
 
 

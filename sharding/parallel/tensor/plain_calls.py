@@ -9,16 +9,23 @@
 
 A call with a `ShardedTensor` among its arguments returns `ShardedTensor`s, as the model computed
 them.
+
+    model.generate(ids)            ids: a plain tensor
+    logits [b, 1, v/tp]            gathered in each call, so that the tokens chosen from them, and the
+                                   ids of the next call, are plain
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
+from ...layout.spec import P
 from ...ops.plain_operands import accept_plain_operands
 from ...ops.torch_compile import not_compiled
 from ...tensor.sharded_tensor import ShardedTensor
@@ -41,12 +48,59 @@ def _return_whole_plain(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
     """Convert the whole outputs of a call, if each tensor among its arguments is plain."""
-    inputs = list(_tensors((args, kwargs)))
-    if not inputs or any(isinstance(x, ShardedTensor) for x in inputs):
+    if not _are_plain((args, kwargs)):
         return output
     for mesh in {x.mesh for x in _tensors(output) if isinstance(x, ShardedTensor)}:
         accept_plain_operands(mesh)
     return _whole_as_plain(output)
+
+
+_GENERATE = ("generate", "generate_batch")  # methods of Hugging Face models
+
+
+def generate_plain(module: nn.Module) -> None:
+    """Make generation from plain ids return plain ids, whatever is split in the model's outputs.
+
+    The methods of the class are called as they are; a method that the program has replaced in the
+    module is left alone.
+    """
+    for name in _GENERATE:
+        if callable(getattr(type(module), name, None)) and name not in vars(module):
+            setattr(module, name, MethodType(_GENERATORS[name], module))
+
+
+def _generator(name: str) -> Any:
+    def generate(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _gathered_outputs(module):
+            return getattr(type(module), name)(module, *args, **kwargs)
+
+    generate.__name__ = generate.__qualname__ = name
+    return generate
+
+
+_GENERATORS = {name: _generator(name) for name in _GENERATE}
+
+
+@contextmanager
+def _gathered_outputs(module: nn.Module) -> Iterator[None]:
+    """Gather the outputs of calls of the module with plain tensors."""
+    hook = module.register_forward_hook(_gather_plain, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _gather_plain(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Any:
+    return _gathered(output) if _are_plain((args, kwargs)) else output
+
+
+def _are_plain(tree: Any) -> bool:
+    """Return whether there are tensors among these arguments, and all of them are plain."""
+    inputs = list(_tensors(tree))
+    return bool(inputs) and not any(isinstance(x, ShardedTensor) for x in inputs)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -68,14 +122,24 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _whole_as_plain(tree: Any) -> Any:
-    """Return the tree with whole `ShardedTensor`s as plain tensors.
+    """Return the tree with whole `ShardedTensor`s as plain tensors."""
+    return _with_tensors(tree, lambda x: x.to_local() if _is_whole_here(x) else x)
 
-    A container without any is returned itself.
+
+def _gathered(tree: Any) -> Any:
+    """Return the tree with all `ShardedTensor`s gathered, as plain tensors."""
+    return _with_tensors(tree, lambda x: x.redistribute(P()).to_local())
+
+
+def _with_tensors(tree: Any, convert: Callable[[ShardedTensor], Tensor]) -> Any:
+    """Return the tree with each `ShardedTensor` converted.
+
+    A container in which nothing changes is returned itself.
     """
     if isinstance(tree, ShardedTensor):
-        return tree.to_local() if _is_whole_here(tree) else tree
+        return convert(tree)
     if isinstance(tree, (list, tuple)):
-        items = [_whole_as_plain(item) for item in tree]
+        items = [_with_tensors(item, convert) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         if hasattr(tree, "_make"):
@@ -87,7 +151,8 @@ def _whole_as_plain(tree: Any) -> Any:
         values = {field.name: getattr(tree, field.name, None) for field in dataclasses.fields(tree)}
     else:
         return tree
-    changed = {key: new for key, old in values.items() if (new := _whole_as_plain(old)) is not old}
+    converted = {key: _with_tensors(old, convert) for key, old in values.items()}
+    changed = {key: new for key, new in converted.items() if new is not values[key]}
     return _with_values(tree, changed) if changed else tree
 
 

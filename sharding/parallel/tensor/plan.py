@@ -29,7 +29,7 @@ from ...tensor.sharded_tensor import ShardedTensor
 from ..replaced import mark_replaced
 from .activations import HookSite, InputHook, OutputHook, along
 from .hf_plan import with_styles
-from .plain_calls import return_whole_outputs_plain
+from .plain_calls import generate_plain, return_whole_outputs_plain
 from .styles import Style, axis_of, shard_params
 from .torch_styles import applies_itself, own_style
 
@@ -51,7 +51,8 @@ def parallelize(
 
     Called with plain tensors, each rank's rows and equal along the axes of the plan, the module returns plain tensors where they are
     whole on every rank. Others, such as logits split by vocabulary, stay `ShardedTensor`s, and plain targets next to them count as
-    replicated. Called with a `ShardedTensor`, it returns `ShardedTensor`s.
+    replicated. Called with a `ShardedTensor`, it returns `ShardedTensor`s. `generate` of a Hugging Face model returns plain ids for
+    plain ids; logits that are split are gathered for it.
 
     Args:
         module: any module.
@@ -142,6 +143,7 @@ def apply_plan(
         module = replacement if use.site.path == "" else module
     if rest:
         return_whole_outputs_plain(module)
+        generate_plain(module)
     for submodule in named.values():
         show_layouts_in_repr(submodule)
     prepare(module)

@@ -248,18 +248,24 @@ def test_tell_of_reaches_every_monitor_of_the_process(two: list[DrivenRank], mon
 
 
 def test_published_state(two: list[DrivenRank]) -> None:
-    two[0].monitor.set_state("downloads the data")
     buffer = two[1].monitor.directory.buffer_of(0)
     assert buffer is not None
-    assert buffer.read_text(buffer.words[Header.DOING]) == "downloads the data"
-    two[0].monitor.set_state("")
+
+    def state() -> str:
+        return buffer.read_text(buffer.words[Header.DOING])
+
+    with two[0].monitor.paused("downloads the data"):
+        assert state() == "downloads the data"
+        with two[0].monitor.paused("in the debugger"), two[0].monitor.paused():
+            assert state() == "in the debugger"
+        assert state() == "downloads the data"
     assert buffer.words[Header.DOING] == 0
 
 
 def test_nested_pauses(two: list[DrivenRank]) -> None:
     monitor = two[0].monitor
-    with monitor.paused():
-        with monitor.paused():
+    with monitor.paused("in the debugger"):
+        with monitor.paused("in the debugger"):
             assert two[1].monitor.ns_since(0) == 0
         assert two[1].monitor.ns_since(0) == 0
     assert 0 < two[1].monitor.ns_since(0) < 60e9  # since the pause ended

@@ -181,7 +181,7 @@ def test_a_forked_child_is_not_ended(failed: Any) -> None:
 
 
 def test_paused_ranks_are_not_ended(failed: Any) -> None:
-    with failed.paused():
+    with failed.paused("in the debugger"):
         assert not termination.may_end(failed)
 
 
@@ -199,7 +199,7 @@ def test_ranks_that_are_killed_by_another(two: list[DrivenRank], monkeypatch: py
     buffer.words[Header.EXIT_S], buffer.words[Header.AWARE] = 10, state == "R"
     monkeypatch.setattr(termination, "process_state", lambda pid: (state, buffer.words[Header.BORN]))
     assert termination._is_stuck(buffer) == stuck
-    with two[1].monitor.paused():
+    with two[1].monitor.paused("in the debugger"):
         assert not termination._is_stuck(buffer)
 
 

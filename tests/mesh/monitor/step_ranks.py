@@ -1,0 +1,106 @@
+"""Programs of ranks that mark steps, or wait for work; see `forked.py`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardmesh as sm
+from shardmesh.parallel import colwise, parallelize, rowwise
+from tests.mesh.monitor.forked_ranks import rank
+
+
+def make_mesh(size: int) -> sm.DeviceMesh:
+    return sm.init_device_mesh("cpu", (size,), axis_names=("tp",))
+
+
+def serves_requests(size: int) -> None:
+    """Rank 1 cannot read request 1, and goes on to the next one."""
+    mesh = make_mesh(size)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    parallelize(model, mesh, {"0": colwise(), "2": rowwise()})
+    for request in range(4):
+        sm.monitor.mark_step(request)
+        try:
+            if rank() == 1 and request == 1:
+                raise ValueError("unreadable")
+            model(torch.full((1, 4), float(request)))
+            print("answered", request)
+        except ValueError:
+            pass
+        except sm.errors.CollectiveMismatchError as error:
+            print(error)
+            break
+
+
+def calls_torch(size: int) -> None:
+    """Rank 1 skips a step; some calls come before the first mark, and some are messages."""
+    make_mesh(size)
+    x = torch.ones(4)
+    dist.all_reduce(x)
+    for step in range(4):
+        sm.monitor.mark_step(step)
+        if rank() == 1 and step == 2:
+            continue
+        try:
+            dist.all_reduce(x)
+        except sm.errors.CollectiveMismatchError as error:
+            print(error)
+            break
+
+
+def sends_ahead(size: int) -> None:
+    """Messages may be received in a later step than they are sent in."""
+    make_mesh(size)
+    x = torch.ones(4)
+    for step in range(2):
+        sm.monitor.mark_step(step)
+        if rank() == 0:
+            dist.send(x, 1)
+    for step in range(2 if rank() == 1 else 0):
+        sm.monitor.mark_step(10 + step)
+        dist.recv(x, 0)
+    print("received")
+
+
+def waits_for_work(size: int, how: str) -> None:
+    """Rank 0 is idle for longer than ranks may wait, twice; the groups have a short timeout of their own."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    mesh = make_mesh(size)
+    sm.monitor.watchdog(warn=0.3, timeout=0.8)
+    for number in range(2):
+        if rank() == 0:
+            try:
+                with sm.monitor.idle(), sm.monitor.idle():
+                    time.sleep(3)
+                    if how == "raises":
+                        raise KeyError("no request")
+            except KeyError:
+                pass
+        x = torch.full((2,), float(number + 10 * rank()))
+        mesh.group("tp").broadcast(x, 0)
+        print("request", x.tolist())
+    if how == "then stalls":
+        if rank() == 0:
+            time.sleep(60)
+        mesh.group("tp").broadcast(x, 0)
+
+
+def dies_while_another_is_idle(size: int) -> None:
+    """Nobody waits in a collective: the only other rank is dead."""
+    mesh = make_mesh(size)
+    mesh.group("tp").barrier()
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        with sm.monitor.idle():
+            time.sleep(60)
+    except sm.errors.RankLostError as error:
+        print(error)
