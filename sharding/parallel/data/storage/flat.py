@@ -85,6 +85,10 @@ class FlatBucket:
         start, stop = self.layout.rows_of(i, self._part, self._counts[i])
         return value.narrow(self.dims[i], start, stop - start)
 
+    def piece_of(self, whole: Tensor) -> Tensor:
+        """Return this rank's piece of the whole buffer, as a view of it."""
+        return whole.narrow(0, self._part * self.layout.piece, self.layout.piece)
+
     @property
     def is_lossy(self) -> bool:
         """Whether values are rounded on the way from shards to the whole buffer."""

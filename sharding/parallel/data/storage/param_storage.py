@@ -163,11 +163,7 @@ class ParamStorage:
     def copy_whole_to_shard(self, parameters: Sequence[ShardedTensor]) -> None:
         """Copy this rank's rows of the whole buffer to the shard; parameters do not count as written. Communication: none."""
         if self._has_current_whole(parameters) and not self.flat.is_lossy:
-            wholes = self.flat.wholes_in(self._copies[_WHOLE][1])
-            rows = [self.flat.rows_of(k, whole) for k, whole in enumerate(wholes)]
-            pairs = [pair for pair in zip(self._shard_views, rows, strict=True) if pair[0].numel()]
-            if pairs:
-                torch._foreach_copy_([view for view, _ in pairs], [x for _, x in pairs])
+            self.shard.copy_(self.flat.piece_of(self._copies[_WHOLE][1]))
 
     def _has_current_whole(self, parameters: Sequence[ShardedTensor]) -> bool:
         copy = self._copies.get(_WHOLE)
