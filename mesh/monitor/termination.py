@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from .settings import monotonic_ns, settings
 
 if TYPE_CHECKING:
     from .monitor import Monitor
+    from .verdict import Verdict
 
 _ALARM = 11  # which real-time signal: one that nothing else is likely to use
 _TO_PRINT_S = 2.0  # a full pipe must not keep a process from exiting
@@ -47,6 +48,9 @@ _PAUSE_S = 0.05
 # packages of programs that run other programs
 _HOSTS = {"_pytest", "unittest", "IPython", "ipykernel", "pdb", "bdb", "debugpy", "pydevd", "code"}
 _BROKEN = re.compile(r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|NCCL error|recvValue failed")
+
+# exit statuses that shells report for a process ended by one of these signals -> the signal
+SIGNAL_OF_EXIT = {128 + number: number.name for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))}
 
 alarm_signal: int | None = None
 monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
@@ -86,6 +90,28 @@ def notify_peers(error: BaseException) -> None:
 def is_broken_connection(error: BaseException) -> bool:
     """Return whether the error says only that another rank is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, (RuntimeError, OSError)) and bool(_BROKEN.search(str(error))))
+
+
+def interruption(error: BaseException) -> str | None:
+    """Return how a person or a scheduler has ended the program, a key of `INTERRUPTIONS`; None for any other error."""
+    if isinstance(error, KeyboardInterrupt):
+        return "KeyboardInterrupt"
+    return SIGNAL_OF_EXIT.get(error.code) if isinstance(error, SystemExit) and isinstance(error.code, int) else None
+
+
+@contextlib.contextmanager
+def ignoring_ctrl_c(error: BaseException | None) -> Iterator[None]:
+    """Ignore further Ctrl-C inside the block, after this one: the terminal interrupts a worker of torchrun, and then torchrun does."""
+    handler = signal.getsignal(signal.SIGINT)
+    is_ours = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+    if not is_ours or handler is None:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def torch_groups() -> list[dist.ProcessGroup]:
@@ -182,7 +208,15 @@ def _flush() -> None:
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process is about to end; torchrun interrupts it once more
     notify_peers(error)
+    interrupted = _interruption_behind(error)
+    if interrupted is not None:
+        rank, verdict = interrupted
+        if rank in verdict.ranks:  # one line for the whole job
+            print(f"shardmesh: {verdict.text}", file=sys.stderr, flush=True)
+        return
     _hooks[0](kind, error, where)
     if isinstance(error, WatchError):
         return
@@ -191,6 +225,18 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, where: Traceba
             verdict = monitor.standing()
             if verdict is not None and not (verdict.kind == "raised" and monitor.directory.rank in verdict.ranks):
                 print(f"shardmesh: rank {monitor.directory.rank}: {verdict.text}", file=sys.stderr, flush=True)
+
+
+def _interruption_behind(error: BaseException) -> tuple[int, Verdict] | None:
+    """Return (this process's rank, the verdict) where an uncaught error says only that the job was ended from outside, else None."""
+    if not isinstance(error, (KeyboardInterrupt, WatchError)):
+        return None
+    for monitor in list(monitors):
+        with contextlib.suppress(Exception):  # nothing may hide the error itself
+            verdict = monitor.standing()
+            if verdict is not None and verdict.is_interruption and monitor.pid == os.getpid():
+                return monitor.directory.rank, verdict
+    return None
 
 
 def _on_exit() -> None:
