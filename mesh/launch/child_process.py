@@ -19,6 +19,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from ..monitor import exit_status
 from ..monitor.termination import notify_peers
 
 RESULT, FAILURE = b"+", b"-"  # the first byte of a child's message
@@ -80,7 +81,7 @@ def _exit() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(0)
+    os._exit(int(exit_status.has_failed()))
 
 
 def _run(payload: bytes) -> bytes:

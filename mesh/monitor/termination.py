@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from torch.distributed import distributed_c10d
 from ..comm.call_site import frame_of_thread
 from ..errors import WatchError
 from . import thread_errors
+from .exit_status import LastWord
 from .recording.job_directory import Alarm, is_dead, is_local, process_state
 from .recording.trace_buffer import Header, RankState, TraceBuffer
 from .settings import monotonic_ns, settings
@@ -246,7 +247,7 @@ def _on_exit() -> None:
         monitor.settle()
     if any(monitor.abandoned for monitor in here):
         keep_groups()
-        _last_word = _LastWord()
+        _last_word = LastWord()
         if settings().exit_s:
             _end_at_the_latest(settings().exit_s + _SPARE_S)
         for monitor in here:
@@ -291,15 +292,5 @@ def _is_stuck(buffer: TraceBuffer) -> bool:
     return found[0] == "T" or not words[Header.AWARE]
 
 
-class _LastWord:
-    """End the process when the interpreter clears its modules: all exit functions have run by then, and output is flushed.
-
-    The destructors of torch's objects would run next, and wait for collectives under way.
-    """
-
-    def __del__(self, end: Callable[[int], Any] = os._exit) -> None:
-        end(1)
-
-
-_last_word: _LastWord | None = None
+_last_word: LastWord | None = None
 _deadline_of: Monitor | None = None
