@@ -30,6 +30,7 @@ from ..comm.world import World
 from ..monitor.monitor import monitor_of
 from ..monitor.settings import settings, watchdog
 from ..monitor.termination import ignoring_ctrl_c, keep_groups, torch_groups
+from ..monitor.torch_calls import hooks
 from .preemption import ending_in_order, forget
 
 if TYPE_CHECKING:
@@ -88,7 +89,9 @@ class Session:
             stack.enter_context(ending_in_order())
             self._stack = stack.pop_all()
         self.place = "{}:{}".format(*user_line())
-        self._before = _Snapshot(current_world())
+        world = current_world()
+        self._before = _Snapshot(world)
+        hooks.monitor_calls(world.monitor)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:

@@ -130,6 +130,12 @@ class Monitor:
         self.watchdog.stop()
         termination.set_deadline(self, False)
 
+    def detach(self) -> None:
+        """Stop writing to memory that the ranks share: this process is a forked child."""
+        self.buffer = TraceBuffer.private(self.directory.rank, self.directory.size)
+        for recorder in self.recorders:
+            recorder.detach(self.buffer)
+
     def is_of_this_job(self) -> bool:
         """Return whether the default group is still the one that the monitor is for."""
         default = dist.group.WORLD if dist.is_initialized() else None

@@ -63,7 +63,7 @@ _kept: set[int] = set()
 
 
 def install() -> None:
-    """Install the hooks for uncaught errors, exit and fork, and the signal handler, once."""
+    """Install the hooks for uncaught errors and exit, and the signal handler, once."""
     if _hooks:
         return
     _hooks.append(sys.excepthook)
@@ -71,14 +71,6 @@ def install() -> None:
     sys.excepthook = _on_uncaught
     thread_errors.install(lambda: [monitor.buffer for monitor in list(monitors) if monitor.pid == os.getpid()])
     atexit.register(_on_exit)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_be_no_rank)
-
-
-def _be_no_rank() -> None:
-    """Detach a forked child from its rank. It has none of the threads that torch's groups would wait for at exit."""
-    monitors.clear()
-    keep_groups()
 
 
 def notify_peers(error: BaseException) -> None:

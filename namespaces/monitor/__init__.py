@@ -1,5 +1,6 @@
 """The monitor of collectives: how strictly ranks are compared, how long they may wait, and what took the time."""
 
+from shardmesh.mesh.launch.process_groups import start
 from shardmesh.mesh.monitor.breakpoint import breakpoint
 from shardmesh.mesh.monitor.ledger.ledger import Ledger, ledger, mark_step
 from shardmesh.mesh.monitor.ledger.stragglers import StragglerReport, straggler_report
@@ -12,6 +13,7 @@ __all__ = [
     "collective_check",
     "ledger",
     "mark_step",
+    "start",
     "straggler_report",
     "watchdog",
 ]

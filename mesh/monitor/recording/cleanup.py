@@ -27,9 +27,9 @@ _LONGEST_S = 0.5  # per start; the next start continues
 
 def sweep(parent: Path) -> None:
     """Delete the folders of jobs that are over, except for the newest. Never raises, and takes at most about half a second."""
+    kept, folders = 0, sorted(job_folders(parent), reverse=True)
     began = time.monotonic()
-    kept = 0
-    for changed, folder in sorted(job_folders(parent), reverse=True):
+    for changed, folder in folders:
         if time.monotonic() - began > _LONGEST_S:
             return
         if not is_left(folder, changed):
@@ -53,7 +53,7 @@ def remove_jobs_of(pids: Collection[int]) -> None:
     for parent in parent_folders():
         for _, folder in job_folders(parent):
             headers = _headers(folder)
-            if headers and all(header.words[Header.PID] in pids for header in headers) and is_over(folder):
+            if headers and all(header.words[Header.PID] in pids for header in headers) and _are_gone(headers):
                 _remove(folder)
 
 
@@ -63,16 +63,21 @@ def is_left(folder: Path, changed: float) -> bool:
     Args:
         changed: time of the folder's last change, in seconds since 1970.
     """
-    if not is_over(folder):
+    headers = _headers(folder)
+    if not _are_gone(headers):
         return False
-    headers = [header for path in trace_files(folder) if (header := open_header(path)) is not None]
     is_whole = bool(headers) and len(headers) >= max(header.words[Header.SIZE] for header in headers)
     return (is_whole and not is_being_deleted(folder)) or time.time() - changed > _NEW_S
 
 
 def is_over(folder: Path) -> bool:
     """Return whether all processes of the job in this folder are gone, as far as can be seen: not those of another container."""
-    return all(is_local(header) and (is_dead(header) or _has_left(header)) for header in _headers(folder))
+    return _are_gone(_headers(folder))
+
+
+def _are_gone(headers: Iterable[TraceBuffer]) -> bool:
+    own = [header for header in headers if is_near(header)]  # not the copies of other hosts'
+    return all(is_local(header) and (is_dead(header) or _has_left(header)) for header in own)
 
 
 def _has_left(header: TraceBuffer) -> bool:
@@ -81,9 +86,8 @@ def _has_left(header: TraceBuffer) -> bool:
 
 
 def _headers(folder: Path) -> list[TraceBuffer]:
-    """Return the headers of the ranks' own trace buffers, without the copies of other hosts'."""
-    headers = (open_header(path) for path in trace_files(folder))
-    return [header for header in headers if header is not None and is_near(header)]
+    """Return the headers of the trace buffers in a job's folder, as far as they are readable."""
+    return [header for path in trace_files(folder) if (header := open_header(path)) is not None]
 
 
 def _remove(folder: Path) -> bool:
