@@ -33,7 +33,6 @@ from torch.distributed import PrefixStore, distributed_c10d
 from ..comm.current_world import current_world
 from ..comm.process import ProcessWorld
 from ..comm.world import World
-from ..errors import WatchError
 from ..monitor.monitor import Monitor, monitor_of
 from ..monitor.store_values import parsed, signed_number
 from ..simulated.simulate import SimulatedWorld
@@ -142,9 +141,6 @@ class _StoreAgreement:
     def _run(self) -> None:
         try:
             noticed = self._wait_for_notice()
-        except WatchError as error:
-            self.error = error
-            return
         except Exception as error:  # the process of the store has ended, as it may at the end of a job
             _log.info("rank %d no longer checks for a preemption notice of other ranks: %s", self._rank, error)
             return
@@ -155,7 +151,8 @@ class _StoreAgreement:
         """Wait for a notice to any rank; return False if `stop` was called first."""
         while not self._over:
             if self._has_notice():
-                self._wait_for_failure()
+                if self._finds_failure():
+                    return False
                 _log.warning("rank %d is being preempted (%s): all ranks will stop in the same step", self._rank, _notice)
                 self._store.set("notice", str(self._rank))
                 return True
@@ -165,17 +162,20 @@ class _StoreAgreement:
                 self._wake.get(timeout=_NOTICE_POLL_S)
         return False
 
-    def _wait_for_failure(self) -> None:
-        """Raise if the job has failed: a launcher that finds a dead rank sends SIGTERM to the others, which is no preemption.
+    def _finds_failure(self) -> bool:
+        """Return whether the job has failed: a launcher that finds a dead rank sends SIGTERM to the others, which is no preemption.
 
-        The rank that died may be seen a little later than the signal.
+        That a rank has died may be seen a little later than the signal. `reached` raises the reason.
         """
         deadline = time.monotonic() + _FAILURE_S
-        while not self._over:
-            self._check()
-            if time.monotonic() > deadline:
-                return
+        while not self._over and time.monotonic() < deadline:
+            try:
+                self._check()
+            except Exception as error:
+                self.error = error
+                return True
             time.sleep(_STEP_POLL_S)
+        return False
 
     def _agree(self) -> None:
         while self._step is None and not self._over:  # the other ranks wait for this rank's first step
@@ -281,9 +281,9 @@ def _listen() -> None:
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise SystemExit(143), SystemExit(129) in the main thread, inside the block, as Ctrl-C raises KeyboardInterrupt.
+    """Make SIGTERM and SIGHUP raise SystemExit(143) and SystemExit(129) in the main thread, inside the block.
 
-    A second one kills. A handler of the program is left in place, and so is `nohup`.
+    So Ctrl-C raises KeyboardInterrupt. A second signal kills. A handler of the program is left in place, and so is `nohup`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

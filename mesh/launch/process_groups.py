@@ -57,7 +57,7 @@ def start() -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise errors.LaunchEnvironmentError(
-            "sm.monitor.start() monitors the calls on process groups, and there is none: call torch.distributed.init_process_group before it."
+            "sm.monitor.start() monitors calls on process groups, and there is none: call torch.distributed.init_process_group before it."
         )
     hooks.monitor_calls(process_world().monitor)
 

@@ -1,7 +1,7 @@
 """Let a process whose program has returned exit with status 1 all the same: its job has failed, or work that nobody waited for.
 
-Python has no call for it. Exit functions run first, and output is flushed; the process ends when the interpreter clears its modules, or where
-`launch` ends its children. The destructors of torch's objects, which would wait for collectives under way, do not run.
+Python has no call for it. Exit functions run first, and output is flushed; the process ends when the interpreter clears its modules, or
+where `launch` ends its children. The destructors of torch's objects, which would wait for collectives under way, do not run.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@
                    in compiled graphs
 
 Functions of Python that take a group are wrapped. Operators get a kernel for tensors on the CPU, which replaces the name of the group and
-calls torch's own; what is traced, or on another device, does not come there. These get another group with the same backends, of a Python subclass whose collectives C++ asks Python for; it forwards them to the
+calls torch's own; what is traced, or on another device, does not come there.
+
+They get another group with the same backends, of a Python subclass whose collectives C++ asks Python for; it forwards them to the
 real group, whose methods are wrapped. The work that it returns is a subclass as well, so that C++ waits for it through Python.
 
 Only groups that are on the CPU alone are replaced.
