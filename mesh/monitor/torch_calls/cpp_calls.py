@@ -144,9 +144,9 @@ def _install_kernels(inner_of: Callable[[Any], Any]) -> None:
     global _kernels
     if not hasattr(dist, "_functional_collectives"):
         return
-    _kernels = torch.library.Library(_OPERATORS, "IMPL")
+    _kernels = kernels = torch.library.Library(_OPERATORS, "IMPL")
     for operator in _operators():
-        _kernels.impl(operator._schema.name.partition("::")[2], _kernel(operator, inner_of), "CPU")
+        kernels.impl(operator._schema.name.partition("::")[2], _kernel(operator, inner_of), "CPU")
 
 
 def _operators() -> list[Any]:

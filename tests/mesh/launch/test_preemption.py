@@ -27,7 +27,7 @@ def forget_everything() -> None:
     """Reset the process to its state before the first call."""
     preemption.forget(current_world())
     preemption._notice, preemption._is_listening = "", False
-    preemption._reset()
+    preemption._reset(signal.SIGTERM)
 
 
 @pytest.fixture(autouse=True)

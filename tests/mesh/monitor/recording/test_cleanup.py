@@ -168,7 +168,9 @@ def test_jobs_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead
     assert other.exists()
 
 
-@pytest.mark.parametrize(("field", "is_left_behind"), [("KeyboardInterrupt", False), ("SIGTERM", False), ("SIGHUP", False), ("ValueError", True)])
+@pytest.mark.parametrize(
+    ("field", "is_left_behind"), [("KeyboardInterrupt", False), ("SIGTERM", False), ("SIGHUP", False), ("ValueError", True)]
+)
 def test_last_rank_of_an_interrupted_job_removes_the_folder(field: str, is_left_behind: bool, tmp_path: Path) -> None:
     one, two = JobDirectory("job", 0, 2, tmp_path), JobDirectory("job", 1, 2, tmp_path)
     one.post(Verdict("raised", (0,), field, (), "rank 0 ..."))
