@@ -97,6 +97,7 @@ def alone_does_not_make_a_group(ctx: RankContext) -> Any:
 def alone_makes_another_group(ctx: RankContext) -> Any:
     """A rank calls dist.new_group with other ranks"""
     _start(ctx)
+    dist.barrier()  # so that all vote: of two ranks that wait for each other none would be named
     dist.new_group([2, 3] if ctx.is_outlier() else [0, 1, 2, 3])  # <- outlier # <- others
     dist.barrier()
     return 0
