@@ -12,6 +12,8 @@ import hypothesis
 import pytest
 import torch
 
+from shardmesh.mesh.monitor.recording.cleanup import remove_left
+from shardmesh.mesh.monitor.recording.files import parent_folders
 from tests import device, tiers
 from tests.pool import Pool
 
@@ -72,6 +74,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     device.choose(config.getoption("--device"))
     config.pluginmanager.register(RootIsNotATestPackage())  # a plugin, since hooks in a conftest do not apply to folders above it
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Delete what the jobs of tests that kill ranks have left in shared memory, once all workers of `pytest -n` have ended."""
+    if not hasattr(config, "workerinput"):
+        for _ in remove_left(parent_folders()):
+            pass
 
 
 @pytest.fixture(scope="session", autouse=True)

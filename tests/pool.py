@@ -30,6 +30,7 @@ import torch.distributed as dist
 from shardmesh.mesh.errors import WatchError
 from shardmesh.mesh.launch.child_process import end_with_parent, pickled_exception
 from shardmesh.mesh.launch.local_processes import _shared_environment, _spawning
+from shardmesh.mesh.monitor.recording.cleanup import remove_jobs_of
 from tests import device
 
 T = TypeVar("T")
@@ -106,6 +107,7 @@ class Pool:
         for worker in self.workers:
             worker.process.join()
             worker.pipe.close()
+        remove_jobs_of({worker.process.pid for worker in self.workers if worker.process.pid is not None})
         self.workers, self.store = [], None
         if self.folder:
             self.folder.cleanup()

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +29,8 @@ _PACKAGE = Path(__file__).parent.parent.parent
 _OURS = tuple(str(_PACKAGE / part) + "/" for part in ("mesh", "sharding", "kernels"))
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _ENGINE = (_TORCH + "autograd/", _TORCH + "_tensor.py")
-_INNER = (*_OURS, _TORCH, contextlib.__file__, typing_extensions.__file__)  # the last two call functions of others
+_COMPILED = ("<eval_with_key>", os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_"))
+_INNER = (*_OURS, _TORCH, *_COMPILED, contextlib.__file__, typing_extensions.__file__)  # the last two call functions of others
 
 _inner_files: dict[str, bool] = {}
 

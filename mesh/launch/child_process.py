@@ -19,10 +19,10 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from ..monitor import exit_status
 from ..monitor.termination import notify_peers
 
 RESULT, FAILURE = b"+", b"-"  # the first byte of a child's message
-SIGTERM_EXIT = 128 + signal.SIGTERM  # the exit status that shells report for a process ended by SIGTERM
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -41,11 +41,10 @@ class RankFailure:
     def exception(self) -> BaseException | None:
         return pickle.loads(self.pickled) if self.pickled else None
 
-    @property
-    def is_of_sigterm(self) -> bool:
-        """Whether SIGTERM ended the rank: killed it, or made it raise SystemExit(143)."""
+    def is_of(self, number: int) -> bool:
+        """Return whether this signal ended the rank: killed it, or made it raise SystemExit(128 + number)."""
         error = self.exception
-        return self.signal == signal.SIGTERM or (isinstance(error, SystemExit) and error.code == SIGTERM_EXIT)
+        return self.signal == number or (isinstance(error, SystemExit) and error.code == 128 + number)
 
 
 def callable_name(fn: object) -> str:
@@ -82,7 +81,7 @@ def _exit() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(0)
+    os._exit(int(exit_status.has_failed()))
 
 
 def _run(payload: bytes) -> bytes:

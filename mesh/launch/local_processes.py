@@ -34,8 +34,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..monitor.recording.cleanup import remove_jobs_of
 from ..monitor.startup.job_store import loopback_listener
-from .child_process import RESULT, SIGTERM_EXIT, RankFailure, callable_name, child_main
+from .child_process import RESULT, RankFailure, callable_name, child_main
 
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ _TERM_GRACE_S = 5.0  # from SIGTERM, which a child may catch to save its work, t
 _FIRST_FAILURE_S = 0.5  # after a failure, wait this long for earlier ones: a killed rank breaks its peers' connections
 _POLL_S = 1.0  # check exit statuses as well as pipes, which a child's own children can hold open after it died
 _NO_GUARD_EXIT = 79  # exit status of a rank that called launch() while it imported the script
+_FORWARDED = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else ()))
 _RESERVED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 _environ_lock = threading.Lock()
@@ -85,7 +87,7 @@ def launch(
     Run `fn(*args, **kwargs)` in `nprocs` new local processes, each with the environment variables of torchrun: RANK, LOCAL_RANK,
     WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and OMP_NUM_THREADS (the CPUs divided among the ranks) unless it is
     set. The function, its arguments and results are pickled. A default process group that `fn` does not destroy is destroyed.
-    The children ignore Ctrl-C; the parent ends them. SIGTERM is forwarded to the children, which may save their work
+    The children ignore Ctrl-C; the parent ends them. SIGTERM and SIGHUP are forwarded to the children, which may save their work
     (`reached_preemption`) and return; otherwise they end, and so does the parent.
 
     Args:
@@ -101,7 +103,7 @@ def launch(
         LaunchTimeoutError: some rank had not finished in time.
         ValueError, TypeError: `fn` or its arguments cannot be pickled; bad `nprocs` or `env`.
         RuntimeError: called in a process that is itself a rank.
-        SystemExit: SIGTERM has ended the ranks; its code is 143. A second SIGTERM ends them at once.
+        SystemExit: SIGTERM or SIGHUP has ended the ranks; its code is 143 or 129. A second one ends them at once.
 
     Communication: none; the children rendezvous through a store in this process.
 
@@ -115,13 +117,17 @@ def launch(
     store = _local_store()
     shared = _shared_environment(nprocs, store.port) | dict(env or {})
     ranks: list[_LocalRank] = []
-    with _forwarding_sigterm(ranks) as signals:
+    with _forwarding_signals(ranks) as signals:
         try:
             for rank in range(nprocs):
                 _start(ranks, rank, shared, payload)
             _wait(ranks, timeout)
             _raise_first_failure(ranks, signals)
             return [pickle.loads(r.result) for r in ranks]
+        except (KeyboardInterrupt, SystemExit):  # nothing to find out afterwards
+            _end(ranks)
+            remove_jobs_of({r.process.pid for r in ranks if r.process.pid is not None})
+            raise
         finally:
             _end(ranks)
 
@@ -313,28 +319,31 @@ def _wait(ranks: Sequence[_LocalRank], timeout: float | None) -> None:
 
 
 @contextlib.contextmanager
-def _forwarding_sigterm(ranks: Sequence[_LocalRank]) -> Iterator[list[int]]:
-    """Forward SIGTERM to the ranks inside the block; yield the list of signals received.
+def _forwarding_signals(ranks: Sequence[_LocalRank]) -> Iterator[list[int]]:
+    """Forward SIGTERM and SIGHUP to the ranks inside the block; yield the list of signals received.
 
-    The parent keeps waiting for the ranks; a second SIGTERM ends everything. A handler of the program is left in place.
+    The parent keeps waiting for the ranks; a second signal ends everything. A handler of the program is left in place.
     """
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if len(received) > 1:
-            raise SystemExit(SIGTERM_EXIT)
+            raise SystemExit(128 + number)
         for r in ranks:
-            r.process.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                if r.process.exitcode is None and r.process.pid is not None:
+                    os.kill(r.process.pid, number)
 
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield received
-        return
-    signal.signal(signal.SIGTERM, forward)
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in _FORWARDED if is_main and signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, forward)
     try:
         yield received
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _raise_first_failure(ranks: Sequence[_LocalRank], signals: Sequence[int]) -> None:
@@ -343,9 +352,10 @@ def _raise_first_failure(ranks: Sequence[_LocalRank], signals: Sequence[int]) ->
         return
     failed.sort(key=lambda f: (f[1].exitcode is None, f[1].when))  # ranks that died come first: they cause their peers' errors
     (rank, failure), *others = failed
-    if signals and failure.is_of_sigterm:
-        print(f"shardmesh: launch: SIGTERM has ended {len(failed)} of {len(ranks)} ranks", file=sys.stderr)
-        raise SystemExit(SIGTERM_EXIT)
+    if signals and failure.is_of(signals[0]):
+        name = signal.Signals(signals[0]).name
+        print(f"shardmesh: launch: {name} has ended {len(failed)} of {len(ranks)} ranks", file=sys.stderr)
+        raise SystemExit(128 + signals[0])
     lines = [f"rank {rank} of {len(ranks)} {failure.summary}"]
     if failure.traceback:
         lines += ["", f"--- traceback of rank {rank} ---", failure.traceback.rstrip()]
@@ -356,15 +366,19 @@ def _raise_first_failure(ranks: Sequence[_LocalRank], signals: Sequence[int]) ->
 
 
 def _end(ranks: Sequence[_LocalRank]) -> None:
+    """End all ranks. One that has reported its failure waits to be killed; others get SIGTERM and some time to save their work."""
     try:
-        alive = [r.process for r in ranks if r.process.exitcode is None]
-        for process in alive:
-            process.terminate()
+        for r in ranks:
+            if not r.done and r.process.exitcode is None:
+                r.process.terminate()
         deadline = time.monotonic() + _TERM_GRACE_S
-        for process in alive:
-            process.join(max(0.0, deadline - time.monotonic()))
+        while (late := [r for r in ranks if not r.done]) and time.monotonic() < deadline:
+            wait([w for r in late for w in r.waitables], deadline - time.monotonic())
+            for r in late:
+                r.update()
     finally:  # also when a second Ctrl-C cuts the grace short
         for r in ranks:
             r.process.kill()
             r.process.join()
             r.pipe.close()
+            r.done, r.reading = True, False

@@ -1,4 +1,4 @@
-"""Handle SIGTERM: end a rank in order, or, if the program calls `reached_preemption`, all ranks at the same step.
+"""Handle SIGTERM and SIGHUP: end a rank in order. If the program calls `reached_preemption`, SIGTERM ends all ranks at the same step.
 
 How ranks agree on a step without synchronizing in every step:
 
@@ -41,9 +41,10 @@ from ..text import ranks_text
 _NOTICE_POLL_S = 1.0  # between checks for a notice of another rank
 _STEP_POLL_S = 0.02  # between checks for the steps of the other ranks, after a notice
 _STEP_TIMEOUT_S = 120.0  # for ranks that have never called reached_preemption
+_FAILURE_S = 0.2  # after a notice, how long to look for a rank that has died
 _READ_TIMEOUT_S = 5.0  # until all ranks have read the step
 _NOTICE_FILE = "SHARDMESH_PREEMPTION_FILE"
-EXIT_CODE = 128 + signal.SIGTERM  # the exit status that shells report for a process ended by SIGTERM
+_ENDING = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else ()))
 
 _log = logging.getLogger(__name__)
 
@@ -150,6 +151,8 @@ class _StoreAgreement:
         """Wait for a notice to any rank; return False if `stop` was called first."""
         while not self._over:
             if self._has_notice():
+                if self._finds_failure():
+                    return False
                 _log.warning("rank %d is being preempted (%s): all ranks will stop in the same step", self._rank, _notice)
                 self._store.set("notice", str(self._rank))
                 return True
@@ -157,6 +160,21 @@ class _StoreAgreement:
                 return True
             with contextlib.suppress(Empty):
                 self._wake.get(timeout=_NOTICE_POLL_S)
+        return False
+
+    def _finds_failure(self) -> bool:
+        """Return whether the job has failed: a launcher that finds a dead rank sends SIGTERM to the others, which is no preemption.
+
+        That a rank has died may be seen a little later than the signal. `reached` raises the reason.
+        """
+        deadline = time.monotonic() + _FAILURE_S
+        while not self._over and time.monotonic() < deadline:
+            try:
+                self._check()
+            except Exception as error:
+                self.error = error
+                return True
+            time.sleep(_STEP_POLL_S)
         return False
 
     def _agree(self) -> None:
@@ -226,9 +244,10 @@ def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
 
 
 def _check_job(watch: Monitor | None) -> None:
-    found = None if watch is None else watch.standing()
-    if found is not None:
-        raise found.error()
+    """Raise the verdict on the job, a WatchError: the one that stands, or one on ranks that have died."""
+    verdict = None if watch is None else watch.standing() or watch.verdict_on_lost()
+    if verdict is not None:
+        raise verdict.error()
 
 
 def forget(world: World) -> None:
@@ -256,49 +275,53 @@ def _has_notice() -> bool:
 def _listen() -> None:
     """Make SIGTERM count as a notice. Raises: ValueError outside the main thread."""
     global _is_listening
-    _install()
+    _install(signal.SIGTERM)
     _is_listening = True
 
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Make SIGTERM raise SystemExit(143) in the main thread, inside the block, as Ctrl-C raises KeyboardInterrupt; a second one kills.
+    """Make SIGTERM and SIGHUP raise SystemExit(143) and SystemExit(129) in the main thread, inside the block.
 
-    A handler of the program is left in place.
+    So Ctrl-C raises KeyboardInterrupt. A second signal kills. A handler of the program is left in place, and so is `nohup`.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _install()
+    numbers = [number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers:
+        _install(number)
     try:
         yield
     finally:
-        if not _is_listening:
-            _reset()
+        for number in numbers:
+            if number != signal.SIGTERM or not _is_listening:
+                _reset(number)
 
 
-def _install() -> None:
+def _install(number: int) -> None:
     global _before
-    now = signal.getsignal(signal.SIGTERM)
-    if now is not _on_sigterm:
-        signal.signal(signal.SIGTERM, _on_sigterm)
-        _before = now
+    now = signal.getsignal(number)
+    if now is not _on_signal:
+        signal.signal(number, _on_signal)
+        if number == signal.SIGTERM:
+            _before = now
 
 
-def _reset() -> None:
-    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _reset(number: int) -> None:
+    if signal.getsignal(number) is _on_signal:
+        signal.signal(number, signal.SIG_DFL)
 
 
-def _on_sigterm(number: int, frame: FrameType | None) -> None:
+def _on_signal(number: int, frame: FrameType | None) -> None:
     global _notice
-    if not _is_listening:
-        _reset()
+    if number != signal.SIGTERM or not _is_listening:
+        _reset(number)
         world = current_world()
         rank = f" rank {world.rank}:" if world.size > 1 else ""
         with contextlib.suppress(OSError):  # not through sys.stderr, which may be in the middle of a write
-            os.write(2, f"shardmesh:{rank} SIGTERM: ends with code {EXIT_CODE}\n".encode())
-        raise SystemExit(EXIT_CODE)
+            os.write(2, f"shardmesh:{rank} {signal.Signals(number).name}: ends with code {128 + number}\n".encode())
+        raise SystemExit(128 + number)
     _notice = "SIGTERM"
     for agreement in list(_agreements.values()):
         if isinstance(agreement, _StoreAgreement):
@@ -307,5 +330,10 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
         _before(number, frame)
 
 
+def _be_no_rank() -> None:
+    for number in _ENDING:
+        _reset(number)
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset)  # a DataLoader ends its workers by SIGTERM
+    os.register_at_fork(after_in_child=_be_no_rank)  # a DataLoader ends its workers by SIGTERM

@@ -15,6 +15,7 @@ from ..monitor import timeouts
 from ..monitor.settings import check_environment
 from ..monitor.startup import rendezvous
 from ..monitor.startup.rank_info import what_must_agree
+from ..monitor.torch_calls import hooks
 from .environment import device_index, launch_environment, visible
 
 _HOST_ONLY = ("cpu", "meta")
@@ -39,6 +40,26 @@ def start_processes(device_type: str, backend: str | None = None) -> ProcessWorl
         _start_default_group(device_type, backend)
     _check_backend(device_type, backend)
     return process_world()
+
+
+def start() -> None:
+    """start(): monitor the program's calls of torch.distributed from here on, in a program that makes no mesh.
+
+    Call it on every rank at the same place, after `torch.distributed.init_process_group`. The first mesh over all ranks does the same,
+    and so does `with sm.session():` where the default group exists already.
+
+    Raises: LaunchEnvironmentError without a default process group.
+    Communication: a few messages to the job's store; waits for no rank.
+
+    >>> import shardmesh as sm
+    >>> torch.distributed.init_process_group("gloo")  # doctest: +SKIP
+    >>> sm.monitor.start()  # doctest: +SKIP
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise errors.LaunchEnvironmentError(
+            "sm.monitor.start() monitors calls on process groups, and there is none: call torch.distributed.init_process_group before it."
+        )
+    hooks.monitor_calls(process_world().monitor)
 
 
 def epoch() -> int:

@@ -29,7 +29,8 @@ from ..comm.process import ProcessGroup
 from ..comm.world import World
 from ..monitor.monitor import monitor_of
 from ..monitor.settings import settings, watchdog
-from ..monitor.termination import keep_groups, torch_groups
+from ..monitor.termination import ignoring_ctrl_c, keep_groups, torch_groups
+from ..monitor.torch_calls import hooks
 from .preemption import ending_in_order, forget
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def session(timeout: float | None = None, stall_warn: float | None = None) -> Se
 
     At the end all ranks wait for each other; then each closes the groups that were made inside, in the same order, and the default
     process group, if it was started inside. After an error it reports the error to the other ranks, which raise `PeerError`, and
-    does not wait. SIGTERM, which otherwise kills at once, raises SystemExit(143) inside, as Ctrl-C raises KeyboardInterrupt. Meshes
+    does not wait. SIGTERM and SIGHUP, which otherwise kill at once, raise SystemExit(143) and SystemExit(129) inside, as Ctrl-C raises
+    KeyboardInterrupt. Meshes
     and tensors that outlive the session raise an error when they communicate; make a new mesh, in a new session or without one.
 
     Args:
@@ -87,7 +89,9 @@ class Session:
             stack.enter_context(ending_in_order())
             self._stack = stack.pop_all()
         self.place = "{}:{}".format(*user_line())
-        self._before = _Snapshot(current_world())
+        world = current_world()
+        self._before = _Snapshot(world)
+        hooks.monitor_calls(world.monitor)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
@@ -107,6 +111,10 @@ class Session:
         self._close(world, waiting=True)
 
     def _break_off(self, error: BaseException) -> None:
+        with ignoring_ctrl_c(error):
+            self._abandon(error)
+
+    def _abandon(self, error: BaseException) -> None:
         world = current_world()
         watch = monitor_of(world)
         if watch is not None:

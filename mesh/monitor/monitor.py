@@ -133,6 +133,12 @@ class Monitor:
         self.watchdog.stop()
         termination.set_deadline(self, False)
 
+    def detach(self) -> None:
+        """Stop writing to memory that the ranks share: this process is a forked child."""
+        self.buffer = TraceBuffer.private(self.directory.rank, self.directory.size)
+        for recorder in self.recorders:
+            recorder.detach(self.buffer)
+
     def is_of_this_job(self) -> bool:
         """Return whether the default group is still the one that the monitor is for."""
         default = dist.group.WORLD if dist.is_initialized() else None
@@ -188,8 +194,10 @@ class Monitor:
             return
         self.abandoned = True
         termination.keep_groups()
-        stalled = out_of_time(self, error)
-        if stalled is not None:
+        interruption, stalled = termination.interruption(error), out_of_time(self, error)
+        if interruption is not None:
+            self.fail(verdict_text.interrupted(self.world.rank, interruption, self.buffer))
+        elif stalled is not None:
             self.fail(stalled)
         elif not (termination.is_broken_connection(error) and self._find_lost()):
             text = "".join(traceback.format_exception(error))
@@ -197,13 +205,16 @@ class Monitor:
         self.buffer.words[Header.STATE] = RankState.RAISED
         self.communicators.abort(wait=True)
 
+    def verdict_on_lost(self) -> Verdict | None:
+        """Make the loss of ranks that have died the verdict on the job, and return the one that stands; None if none has."""
+        gone = lost_ranks(self.directory)
+        return self.fail(verdict_text.died(gone)) if gone else None
+
     def _find_lost(self) -> bool:
         """Look for the rank behind a broken connection for a while; return whether there is a verdict."""
         deadline = time.monotonic() + _TO_EXPLAIN_S
         while self.standing() is None and time.monotonic() < deadline:
-            gone = lost_ranks(self.directory)
-            if gone:
-                self.fail(verdict_text.died(gone))
+            self.verdict_on_lost()
             time.sleep(_LONGEST_NAP_S)
         ended = ended_ranks(self.directory)
         if self.standing() is None and ended:
@@ -435,6 +446,8 @@ class Monitor:
         if self.buffer.words[Header.STATE] == RankState.RUNNING:
             if not self.abandoned:
                 self.watchdog.stop()
+            self.directory.leave(state)
+        elif self._verdict is not None and self._verdict.is_interruption:
             self.directory.leave(state)
         if self._agreement is not None:
             self._agreement.stop()

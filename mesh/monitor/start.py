@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import termination
+from . import forked_child, termination
 from .agreement import Agreement, warn
 from .monitor import Monitor
 from .recording.cleanup import sweep
@@ -28,6 +28,7 @@ def start_monitor(world: World, job: str, agreement: Agreement | None = None) ->
         return None
     sweep(directory.folder.parent)
     termination.install()
+    forked_child.install()
     monitor = Monitor(world, directory, agreement)
     termination.monitors.add(monitor)
     monitor.watchdog.start()

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +32,14 @@ from torch.distributed import distributed_c10d
 from ..comm.call_site import frame_of_thread
 from ..errors import WatchError
 from . import thread_errors
+from .exit_status import LastWord
 from .recording.job_directory import Alarm, is_dead, is_local, process_state
 from .recording.trace_buffer import IDLE, Header, RankState, TraceBuffer
 from .settings import monotonic_ns, settings
 
 if TYPE_CHECKING:
     from .monitor import Monitor
+    from .verdict import Verdict
 
 _ALARM = 11  # which real-time signal: one that nothing else is likely to use
 _TO_PRINT_S = 2.0  # a full pipe must not keep a process from exiting
@@ -47,6 +49,9 @@ _PAUSE_S = 0.05
 # packages of programs that run other programs
 _HOSTS = {"_pytest", "unittest", "IPython", "ipykernel", "pdb", "bdb", "debugpy", "pydevd", "code"}
 _BROKEN = re.compile(r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|NCCL error|recvValue failed")
+
+# exit statuses that shells report for a process ended by one of these signals -> the signal
+SIGNAL_OF_EXIT = {128 + number: number.name for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))}
 
 alarm_signal: int | None = None
 monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
@@ -58,7 +63,7 @@ _kept: set[int] = set()
 
 
 def install() -> None:
-    """Install the hooks for uncaught errors, exit and fork, and the signal handler, once."""
+    """Install the hooks for uncaught errors and exit, and the signal handler, once."""
     if _hooks:
         return
     _hooks.append(sys.excepthook)
@@ -66,14 +71,6 @@ def install() -> None:
     sys.excepthook = _on_uncaught
     thread_errors.install(lambda: [monitor.buffer for monitor in list(monitors) if monitor.pid == os.getpid()])
     atexit.register(_on_exit)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_be_no_rank)
-
-
-def _be_no_rank() -> None:
-    """Detach a forked child from its rank. It has none of the threads that torch's groups would wait for at exit."""
-    monitors.clear()
-    keep_groups()
 
 
 def notify_peers(error: BaseException) -> None:
@@ -86,6 +83,28 @@ def notify_peers(error: BaseException) -> None:
 def is_broken_connection(error: BaseException) -> bool:
     """Return whether the error says only that another rank is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, (RuntimeError, OSError)) and bool(_BROKEN.search(str(error))))
+
+
+def interruption(error: BaseException) -> str | None:
+    """Return how a person or a scheduler has ended the program, a key of `INTERRUPTIONS`; None for any other error."""
+    if isinstance(error, KeyboardInterrupt):
+        return "KeyboardInterrupt"
+    return SIGNAL_OF_EXIT.get(error.code) if isinstance(error, SystemExit) and isinstance(error.code, int) else None
+
+
+@contextlib.contextmanager
+def ignoring_ctrl_c(error: BaseException | None) -> Iterator[None]:
+    """Ignore further Ctrl-C inside the block, after this one: the terminal interrupts a worker of torchrun, and then torchrun does."""
+    handler = signal.getsignal(signal.SIGINT)
+    is_ours = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+    if not is_ours or handler is None:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def torch_groups() -> list[dist.ProcessGroup]:
@@ -182,7 +201,15 @@ def _flush() -> None:
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process is about to end; torchrun interrupts it once more
     notify_peers(error)
+    interrupted = _interruption_behind(error)
+    if interrupted is not None:
+        rank, verdict = interrupted
+        if rank in verdict.ranks:  # one line for the whole job
+            print(f"shardmesh: {verdict.text}", file=sys.stderr, flush=True)
+        return
     _hooks[0](kind, error, where)
     if isinstance(error, WatchError):
         return
@@ -193,6 +220,18 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, where: Traceba
                 print(f"shardmesh: rank {monitor.directory.rank}: {verdict.text}", file=sys.stderr, flush=True)
 
 
+def _interruption_behind(error: BaseException) -> tuple[int, Verdict] | None:
+    """Return (this process's rank, the verdict) where an uncaught error says only that the job was ended from outside, else None."""
+    if not isinstance(error, (KeyboardInterrupt, WatchError)):
+        return None
+    for monitor in list(monitors):
+        with contextlib.suppress(Exception):  # nothing may hide the error itself
+            verdict = monitor.standing()
+            if verdict is not None and verdict.is_interruption and monitor.pid == os.getpid():
+                return monitor.directory.rank, verdict
+    return None
+
+
 def _on_exit() -> None:
     global _last_word
     here = [monitor for monitor in list(monitors) if monitor.pid == os.getpid()]
@@ -200,7 +239,7 @@ def _on_exit() -> None:
         monitor.settle()
     if any(monitor.abandoned for monitor in here):
         keep_groups()
-        _last_word = _LastWord()
+        _last_word = LastWord()
         if settings().exit_s:
             _end_at_the_latest(settings().exit_s + _SPARE_S)
         for monitor in here:
@@ -245,15 +284,5 @@ def _is_stuck(buffer: TraceBuffer) -> bool:
     return found[0] == "T" or not words[Header.AWARE]
 
 
-class _LastWord:
-    """End the process when the interpreter clears its modules: all exit functions have run by then, and output is flushed.
-
-    The destructors of torch's objects would run next, and wait for collectives under way.
-    """
-
-    def __del__(self, end: Callable[[int], Any] = os._exit) -> None:
-        end(1)
-
-
-_last_word: _LastWord | None = None
+_last_word: LastWord | None = None
 _deadline_of: Monitor | None = None

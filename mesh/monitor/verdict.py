@@ -21,6 +21,8 @@ from ..text import printable, shortened
 from .store_values import MOST_RANKS, checked, checked_list, checked_ranks, has_fields, json_object, whole
 
 _COLUMNS = 120
+# field of a verdict on a rank that was ended from outside -> how
+INTERRUPTIONS = {"KeyboardInterrupt": "interrupted (Ctrl-C)", "SIGTERM": "ended by SIGTERM", "SIGHUP": "ended by SIGHUP"}
 
 # kind of verdict -> the error that ranks raise
 ERRORS: dict[str, type[WatchError]] = {
@@ -70,6 +72,11 @@ class Verdict:
     field: str
     seen: tuple[Observation, ...]
     text: str
+
+    @property
+    def is_interruption(self) -> bool:
+        """Whether nothing is wrong: a person or a scheduler has ended the job, by Ctrl-C, SIGTERM or SIGHUP."""
+        return self.kind == "raised" and self.field in INTERRUPTIONS
 
     def error(self) -> WatchError:
         """Return the error that every rank raises."""

@@ -1,5 +1,6 @@
 """The monitor of collectives: how strictly ranks are compared, how long they may wait, and what took the time."""
 
+from shardmesh.mesh.launch.process_groups import start
 from shardmesh.mesh.monitor.breakpoint import breakpoint
 from shardmesh.mesh.monitor.idle import idle
 from shardmesh.mesh.monitor.ledger.ledger import Ledger, ledger, mark_step
@@ -14,6 +15,7 @@ __all__ = [
     "idle",
     "ledger",
     "mark_step",
+    "start",
     "straggler_report",
     "watchdog",
 ]

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
+from ...mesh.monitor import exit_status
 from .agreement import all_ranks, run_on_all_ranks
 from .prepare import prepare_save
 from .saving import SaveJob
@@ -164,25 +165,10 @@ class AsyncSave:
 
 def _report_failures() -> None:
     """Log at exit the errors that no `wait()` has raised, and make the exit code 1."""
-    global _exit_with_one
     for error in _failed.values():
         _log.error("%s", error)
     if _failed:
-        _exit_with_one = _ExitWithOne()
-
-
-class _ExitWithOne:
-    """End the process when the interpreter clears its modules: all exit functions have run by then, and output is flushed."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-
-    def __del__(self, end: Callable[[int], Any] = os._exit, pid: Callable[[], int] = os.getpid) -> None:
-        if pid() == self._pid:
-            end(1)
-
-
-_exit_with_one: _ExitWithOne | None = None
+        exit_status.fail()
 
 
 def _tried(work: Callable[[], None]) -> Exception | None:

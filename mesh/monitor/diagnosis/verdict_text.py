@@ -12,7 +12,7 @@ from ..recording.job_directory import JobDirectory, is_local, is_stopped
 from ..recording.trace_buffer import Header, RankState, Record, TraceBuffer
 from ..settings import monotonic_ns
 from ..thread_errors import raised_in_thread
-from ..verdict import Observation, Verdict, composed
+from ..verdict import INTERRUPTIONS, Observation, Verdict, composed
 from .history import MESSAGES, left_the_order
 from .members import Member, awaited_ranks
 from .votes import minority, parties_by
@@ -281,6 +281,15 @@ def how_it_is(buffer: TraceBuffer | None) -> str:
         why = "a call that holds the interpreter's lock, or no CPU time"
         return f"frozen: not even its watchdog thread has run for {silent / 1e9:.1f} s ({why})"
     return f"alive and busy elsewhere{raised_in_thread(buffer)}"
+
+
+def interrupted(rank: int, by: str, buffer: TraceBuffer) -> Verdict:
+    """Return the verdict on a rank that a person or a scheduler has ended.
+
+    Args:
+        by: a key of `INTERRUPTIONS`.
+    """
+    return Verdict("raised", (rank,), by, (_last_seen(rank, buffer),), f"rank {rank} was {INTERRUPTIONS[by]}")
 
 
 def raised(rank: int, kind: str, message: str, traceback: str, buffer: TraceBuffer) -> Verdict:

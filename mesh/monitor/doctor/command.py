@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 from ...abstract_mesh import AbstractMesh
 from ...launch.local_processes import LaunchError, launch
+from ...text import printable
+from ..recording.cleanup import remove_left
+from ..recording.files import parent_folders
 from .bandwidth import Measured, measure
 from .checks import clocks, collectives, device_of_each_rank, findings, hosts, merged, speed
 from .facts import Facts, Place, facts
@@ -23,6 +26,7 @@ from .report import Report
 
 EXAMPLE = """\
   python -m shardmesh doctor
+  python -m shardmesh doctor --fix
   torchrun --nproc-per-node 4 -m shardmesh doctor --mesh dp=2,tp=2
 """
 _SECONDS = 2.0  # per axis
@@ -51,6 +55,7 @@ def add_to(commands: Any, parse_mesh: Callable[[str], AbstractMesh]) -> None:
         epilog=f"examples:\n{EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--fix", action="store_true", help="first delete what dead jobs of this user have left, and say what")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
     parser.add_argument("--nprocs", metavar="N", type=int, help="how many processes to start (one per GPU; else 2 to 4, by the cores)")
     parser.add_argument("--mesh", metavar="NAME=SIZE,...", help="along which axes to try collectives (one, over all ranks)")
@@ -58,6 +63,8 @@ def add_to(commands: Any, parse_mesh: Callable[[str], AbstractMesh]) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, parse_mesh: Callable[[str], AbstractMesh]) -> int:
+    if arguments.fix:
+        _fix()
     here = facts()
     is_job = here.place.launcher != "none"
     try:
@@ -70,6 +77,12 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, parse_m
     if here.place.rank == 0:
         print(show(examined), flush=True)
     return examined.exit_status
+
+
+def _fix() -> None:
+    """Delete the folders of dead jobs, and say so on stderr: stdout may be JSON. Of several ranks of a host each deletes what it finds."""
+    for folder in remove_left(parent_folders()):
+        print(f"shardmesh doctor: deleted {printable(str(folder))}, which a dead job had left", file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------- the mesh to try

@@ -205,6 +205,9 @@ def leftovers(facts: Facts) -> Finding:
     if not have:
         return ok("none")
     size = size_text(sum(one.bytes for one in have))
-    shown = [one.path for one in have[:8]]
-    more = f"   # and {len(have) - 8} more; run this again after it" if len(have) > 8 else ""
-    return warning(f"{len(have)} of jobs that are dead ({size})", f"rm -r {' '.join(shown)}{more}")
+    of_torch = [one.path for one in have if not one.is_of_job]
+    fixes = ["python -m shardmesh doctor --fix"] if len(of_torch) < len(have) else []
+    if of_torch:
+        more = f"   # and {len(of_torch) - 8} more; run this again after it" if len(of_torch) > 8 else ""
+        fixes.append(f"rm {' '.join(of_torch[:8])}{more}")
+    return warning(f"{len(have)} of jobs that are dead ({size})", "; ".join(fixes))

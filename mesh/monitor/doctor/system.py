@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...text import whole_number
-from ..recording.cleanup import is_over
-from ..recording.files import is_own, job_folders, parent_folders, trace_files
-from ..recording.job_directory import is_local, open_buffer, process_state
+from ..recording.cleanup import is_left
+from ..recording.files import is_own, job_folders, parent_folders
+from ..recording.job_directory import process_state
 from .network import within
 
 _DISK_S = 3.0  # a folder on a dead file server blocks without end
@@ -52,6 +52,11 @@ class Leftover:
 
     path: str
     bytes: int
+
+    @property
+    def is_of_job(self) -> bool:
+        """Whether it is a job's folder, which `doctor --fix` deletes, and no file of torch's."""
+        return _OF_TORCH.fullmatch(Path(self.path).name) is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +186,10 @@ def _numbers(texts: Iterable[str]) -> Iterator[int]:
 
 def leftovers(parents: Sequence[Path], shared: Path) -> Iterator[Leftover]:
     """Yield what jobs without living processes left behind: the monitor's trace buffers, and torch's shared tensors."""
-    for folder in sorted(folder for parent in parents for _, folder in job_folders(parent)):
+    folders = sorted((folder, changed) for parent in parents for changed, folder in job_folders(parent))
+    for folder, changed in folders:
         with contextlib.suppress(OSError):  # a job deletes it
-            if is_over(folder) and any(is_local(buffer) for path in trace_files(folder) if (buffer := open_buffer(path))):
+            if is_left(folder, changed):
                 yield Leftover(str(folder), sum(file.lstat().st_size for file in folder.iterdir()))
     for file in sorted(shared.glob("torch_*")):
         found = _OF_TORCH.fullmatch(file.name)

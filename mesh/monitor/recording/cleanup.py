@@ -1,38 +1,100 @@
-"""Delete what old jobs have left, while other processes do the same."""
+"""Delete what jobs of this user have left whose processes are gone, while other processes do the same.
+
+    a job ends well                 its last rank deletes the folder                  `JobDirectory.leave`
+    Ctrl-C, SIGTERM, SIGHUP         the same; under `launch` its parent does it       `remove_jobs_of`
+    a job fails, or is killed       its folder shows why: the newest is kept          `sweep`, at the start of every job
+    python -m shardmesh doctor --fix                                                  `remove_left`
+
+Containers may share a folder, and process ids of one mean nothing in another. So a process counts as gone only if it can be looked up
+from here: by its id, its start time and the namespace of its id.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from .files import claim, is_being_deleted, job_folders, remove_folder, trace_files
-from .job_directory import is_dead, is_local, open_buffer
-from .trace_buffer import Header, RankState
+from .files import claim, is_being_deleted, job_folders, parent_folders, remove_folder, trace_files
+from .job_directory import is_dead, is_local, is_near, open_header
+from .trace_buffer import Header, RankState, TraceBuffer
 
-_KEPT = 10  # folders of dead jobs that are kept, to find out what happened
-_NEW_S = 60.0
+_KEPT = 1  # folders of dead jobs that are kept, to find out what happened
+_NEW_S = 60.0  # how long a rank of a job may take to make its files, after another one has
 _LONGEST_S = 0.5  # per start; the next start continues
 
 
 def sweep(parent: Path) -> None:
-    """Delete the folders of jobs that are over, except for the newest ones. Never raises, and takes at most about half a second."""
-    began, now = time.monotonic(), time.time()
-    found = sorted(job_folders(parent), reverse=True)
-    jobs = [one for one in found if not is_being_deleted(one[1])]
-    left = [one for one in found if is_being_deleted(one[1])]  # by a process that was killed meanwhile
-    for changed, folder in [*jobs[_KEPT:], *left]:
+    """Delete the folders of jobs that are over, except for the newest. Never raises, and takes at most about half a second."""
+    kept, folders = 0, sorted(job_folders(parent), reverse=True)
+    began = time.monotonic()
+    for changed, folder in folders:
         if time.monotonic() - began > _LONGEST_S:
             return
-        with contextlib.suppress(OSError):  # another process deletes it
-            if now - changed > _NEW_S and is_over(folder):
-                gone = folder if is_being_deleted(folder) else claim(folder)
-                if gone is not None:
-                    remove_folder(gone)
+        if not is_left(folder, changed):
+            continue
+        if kept < _KEPT and not is_being_deleted(folder):
+            kept += 1
+        else:
+            _remove(folder)
+
+
+def remove_left(parents: Iterable[Path]) -> Iterator[Path]:
+    """Delete the folders of all jobs in these folders that are over; yield those that are gone."""
+    for parent in parents:
+        for changed, folder in sorted(job_folders(parent)):
+            if is_left(folder, changed) and _remove(folder):
+                yield folder
+
+
+def remove_jobs_of(pids: Collection[int]) -> None:
+    """Delete the folders of jobs whose ranks on this host were all among these processes, which have ended."""
+    for parent in parent_folders():
+        for _, folder in job_folders(parent):
+            headers = _headers(folder)
+            if headers and all(header.words[Header.PID] in pids for header in headers) and _are_gone(headers):
+                _remove(folder)
+
+
+def is_left(folder: Path, changed: float) -> bool:
+    """Return whether a job has left this folder: it is over, and no rank of it can still be starting.
+
+    Args:
+        changed: time of the folder's last change, in seconds since 1970.
+    """
+    headers = _headers(folder)
+    if not _are_gone(headers):
+        return False
+    is_whole = bool(headers) and len(headers) >= max(header.words[Header.SIZE] for header in headers)
+    return (is_whole and not is_being_deleted(folder)) or time.time() - changed > _NEW_S
 
 
 def is_over(folder: Path) -> bool:
     """Return whether all processes of the job in this folder are gone, as far as can be seen: not those of another container."""
-    buffers = [buffer for path in trace_files(folder) if (buffer := open_buffer(path)) is not None]
-    ours = [buffer for buffer in buffers if buffer.words[Header.PID_SPACE]]  # not the copies of other hosts' buffers
-    return all(is_local(buffer) and (is_dead(buffer) or buffer.words[Header.STATE] != RankState.RUNNING) for buffer in ours)
+    return _are_gone(_headers(folder))
+
+
+def _are_gone(headers: Iterable[TraceBuffer]) -> bool:
+    own = [header for header in headers if is_near(header)]  # not the copies of other hosts'
+    return all(is_local(header) and (is_dead(header) or _has_left(header)) for header in own)
+
+
+def _has_left(header: TraceBuffer) -> bool:
+    """Return whether the rank has ended its part in the job; one that has raised may still be ending."""
+    return header.words[Header.STATE] in (RankState.ENDED, RankState.CLOSED)
+
+
+def _headers(folder: Path) -> list[TraceBuffer]:
+    """Return the headers of the trace buffers in a job's folder, as far as they are readable."""
+    return [header for path in trace_files(folder) if (header := open_header(path)) is not None]
+
+
+def _remove(folder: Path) -> bool:
+    """Delete a job's folder; return whether it is gone."""
+    with contextlib.suppress(OSError):  # another process deletes it
+        claimed = folder if is_being_deleted(folder) else claim(folder)
+        if claimed is not None:
+            remove_folder(claimed)
+            return not claimed.exists()
+    return False

@@ -35,7 +35,16 @@ from .files import (
     remove_folder,
     trace_files,
 )
-from .trace_buffer import BUFFER_BYTES, MAGIC, Header, RankState, TraceBuffer, stable_hash
+from .trace_buffer import (
+    BUFFER_BYTES,
+    HEADER_BYTES,
+    MAGIC,
+    SIZE_BITS,
+    Header,
+    RankState,
+    TraceBuffer,
+    stable_hash,
+)
 
 ALARM_BYTES = 1 << 18
 _LONGEST_TEXT = 16_000
@@ -176,9 +185,10 @@ class JobDirectory:
         return True
 
     def leave(self, state: int) -> None:
-        """Set this rank's final state; the last rank on this host deletes the folder if there is no verdict."""
+        """Set this rank's final state; the last rank on this host deletes the folder, unless the job has failed."""
         self.buffer.words[Header.STATE] = state
-        if self.alarm[0] == Alarm.VERDICT:
+        verdict = self.verdict()
+        if verdict is not None and not verdict.is_interruption:
             return
         with contextlib.suppress(OSError):  # the folder has been deleted
             buffers = [buffer for path in trace_files(self.folder) if (buffer := open_buffer(path)) is not None and is_near(buffer)]
@@ -199,6 +209,18 @@ def open_buffer(path: Path) -> TraceBuffer | None:
     except (OSError, ValueError):
         return None
     return buffer if buffer.words[Header.MAGIC] == MAGIC else None
+
+
+def open_header(path: Path) -> TraceBuffer | None:
+    """Map the header alone of the trace buffer in this file, also one that another version of the library has made; None if there is none.
+
+    Its words up to `Header.PID_SPACE` have the same places in all versions.
+    """
+    try:
+        header = TraceBuffer(map_file(path, HEADER_BYTES))
+    except (OSError, ValueError):
+        return None
+    return header if header.words[Header.MAGIC] >> SIZE_BITS == MAGIC >> SIZE_BITS else None
 
 
 def read_verdict(folder: Path) -> Verdict | None:
@@ -237,6 +259,14 @@ def boot_id() -> str:
         return socket.gethostname()
 
 
+def _has_own_proc() -> bool:
+    """Return whether /proc, if there is one, shows the processes of this namespace: one of a parent has other numbers for them."""
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return True
+
+
 def process_state(pid: int) -> tuple[str, int] | None:
     """Return (state, start time) of a process as Linux shows them: "R", "S", "T" stopped, "Z" dead ...; None when there is none."""
     try:
@@ -263,7 +293,7 @@ def born(pid: int) -> int:
 
 def is_dead(buffer: TraceBuffer) -> bool:
     """Return whether the process of a buffer on this host is gone."""
-    if not is_local(buffer):
+    if not is_local(buffer) or not _has_own_proc():
         return False
     found = process_state(buffer.words[Header.PID])
     return found is None or found[0] in "ZX" or found[1] != buffer.words[Header.BORN]

@@ -27,8 +27,8 @@ from ...text import printable
 GROUPS, SLOTS, SLOT_WORDS = 256, 64, 4  # groups beyond these are recorded, but not compared
 LONG_ROWS, LONG_SLOTS = 16, 1024  # the first groups have longer rows: CUDA queues about 1000 launches, so far apart may hosts be
 RECORDS, RECORD_WORDS = 4096, 8
-_HEADER_BYTES, STACK_BYTES, TEXT_BYTES = 1024, 31 * 1024, 1 << 20
-GROUP_TABLE = (_HEADER_BYTES + STACK_BYTES) // 8  # in words, like the next ones
+HEADER_BYTES, STACK_BYTES, TEXT_BYTES = 1024, 31 * 1024, 1 << 20
+GROUP_TABLE = (HEADER_BYTES + STACK_BYTES) // 8  # in words, like the next ones
 GROUP_WORDS = 3
 SLOT_AREA = GROUP_TABLE + GROUPS * GROUP_WORDS
 RING = SLOT_AREA + (LONG_ROWS * LONG_SLOTS + (GROUPS - LONG_ROWS) * SLOTS) * SLOT_WORDS
@@ -41,7 +41,8 @@ ON_DEVICE, MAY_GO_ON = 1 << 63, 1 << 62
 IDLE = 1 << 32  # in Header.PAUSED
 _TEXT = (SPLITS + SPLIT_ENTRIES * _SPLIT_WORDS) * 8  # in bytes
 BUFFER_BYTES = _TEXT + TEXT_BYTES
-MAGIC = 0x7368617264_000000 + BUFFER_BYTES  # "shard"; another version of the layout has another size
+SIZE_BITS = 24
+MAGIC = (0x7368617264 << SIZE_BITS) + BUFFER_BYTES  # "shard"; another version of the layout has another size
 
 _NO_ROOM = 8  # offset of the first text, "?", which stands for texts without room
 _LONGEST_TEXT = 4096
@@ -178,7 +179,7 @@ class TraceBuffer:
 
     def write_stack(self, text: str) -> None:
         encoded = text.encode(errors="replace")[: STACK_BYTES - 8]
-        self.data[_HEADER_BYTES : _HEADER_BYTES + len(encoded)] = encoded
+        self.data[HEADER_BYTES : HEADER_BYTES + len(encoded)] = encoded
         self.words[Header.STACK_BYTES] = len(encoded)
         self.words[Header.STACK_GIVEN] = self.words[Header.STACK_WANTED]
 
@@ -193,7 +194,7 @@ class TraceBuffer:
 
     def read_stack(self) -> str:
         length = min(self.words[Header.STACK_BYTES], STACK_BYTES)
-        return printable(bytes(self.data[_HEADER_BYTES : _HEADER_BYTES + length]).decode(errors="replace"))
+        return printable(bytes(self.data[HEADER_BYTES : HEADER_BYTES + length]).decode(errors="replace"))
 
     def ask_for_stack(self, seconds: float) -> str:
         """Ask the rank's watchdog thread where the main thread is; "" when it does not answer within so many seconds."""

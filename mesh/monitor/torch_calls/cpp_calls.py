@@ -2,16 +2,21 @@
 
     DDP            dist.Reducer(..., process_group)       buckets of gradients, during backward
                    dist._broadcast_coalesced(group, ...)  parameters and buffers
-    functional     torch.ops._c10d_functional.all_reduce(x, "sum", name of a group)
+    functional     torch.ops._c10d_functional.all_reduce(x, "sum", name of a group): torch's functional collectives, DTensor's, and those
+                   in compiled graphs
 
-These get another group with the same backends, of a Python subclass whose collectives C++ asks Python for; it forwards them to the
+Functions of Python that take a group are wrapped. Operators get a kernel for tensors on the CPU, which replaces the name of the group and
+calls torch's own; what is traced, or on another device, does not come there.
+
+They get another group with the same backends, of a Python subclass whose collectives C++ asks Python for; it forwards them to the
 real group, whose methods are wrapped. The work that it returns is a subclass as well, so that C++ waits for it through Python.
 
-Only groups that are on the CPU alone are replaced, and nothing is replaced while a graph is traced.
+Only groups that are on the CPU alone are replaced.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,9 +33,14 @@ _METHODS = (
     "recv",
 )  # fmt: skip
 
+_OPERATORS = "_c10d_functional"
+_GROUP = "group_name"  # what the operators call their group
+
+_kernels: torch.library.Library | None = None
 # id of one of torch's groups -> (the group, by a weak reference; the one in its place)
 _inner: dict[int, tuple[Callable[[], Any], InnerGroup]] = {}
-_names: dict[str, str] = {}
+_names: dict[str, str] = {}  # of one of torch's groups -> that of the one in its place
+_registering = threading.Lock()
 
 
 class InnerWork(dist.Work):
@@ -76,6 +86,11 @@ class InnerGroup(_ProcessGroup):
         self._wait_before_backward_ends(work)
         return InnerWork(work)
 
+    def gather_into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Start the all_gather of `all_gather_into_tensor_out`, and return `out`, for which `wait_tensor` waits."""
+        torch._C._distributed_c10d._register_work(out, self._call("_allgather_base", (out, x)))
+        return out
+
     def _wait_before_backward_ends(self, work: Any) -> None:
         """Wait before backward ends: DDP waits there for futures, in C++, and a callback that runs before it waits in Python."""
         try:
@@ -102,8 +117,6 @@ def install(put: Callable[[Any, str, Callable[[Any], Any]], None], find: Callabl
         put: replaces an attribute by a function of it.
         find: returns the recorder of a group; None if its calls are not monitored.
     """
-    from torch.distributed import _functional_collectives as functional  # imported late, as torch itself does
-
 
     def inner_of(real: Any) -> Any:
         recorder = find(real) if type(real) is dist.ProcessGroup else None
@@ -120,22 +133,50 @@ def install(put: Callable[[Any, str, Callable[[Any], Any]], None], find: Callabl
 
         return call
 
-    def named(original: Callable[..., Any]) -> Callable[..., Any]:
-        def group_or_group_name(group: Any) -> Any:
-            found = original(group)
-            if torch.compiler.is_compiling() or not isinstance(found, str) or torch._C._len_torch_dispatch_stack():
-                return found
-            real = _c10d._resolve_process_group(found)
-            inner = inner_of(real)
-            return found if inner is real else _names.setdefault(found, _registered(found, inner))
-
-        group_or_group_name._torchdynamo_inline = original  # what torch.compile traces instead
-        return group_or_group_name
-
     put(dist.Reducer, "__init__", with_inner)
     put(dist, "_broadcast_coalesced", with_inner)
     put(dist, "_verify_params_across_processes", with_inner)
-    put(functional, "_group_or_group_name", named)
+    _install_kernels(inner_of)
+
+
+def _install_kernels(inner_of: Callable[[Any], Any]) -> None:
+    """Let torch's functional collectives of tensors on the CPU run on the groups that stand in for monitored ones."""
+    global _kernels
+    if not hasattr(dist, "_functional_collectives"):
+        return
+    _kernels = kernels = torch.library.Library(_OPERATORS, "IMPL")
+    for operator in _operators():
+        kernels.impl(operator._schema.name.partition("::")[2], _kernel(operator, inner_of), "CPU")
+
+
+def _operators() -> list[Any]:
+    """Return torch's functional collectives: the operators that take a group."""
+    schemas = (schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith(f"{_OPERATORS}::"))
+    names = [schema.name.partition("::")[2] for schema in schemas if any(argument.name == _GROUP for argument in schema.arguments)]
+    return [getattr(getattr(torch.ops, _OPERATORS), name).default for name in names]
+
+
+def _gather_out() -> Any:
+    """Return the operator whose method of the group C++ calls without asking Python."""
+    return torch.ops._c10d_functional.all_gather_into_tensor_out.default
+
+
+def _kernel(operator: Any, inner_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    position = [argument.name for argument in operator._schema.arguments].index(_GROUP)
+    own_key = torch._C.DispatchKey.CompositeExplicitAutograd
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = args[position]
+        name = given if isinstance(given, str) else given.group_name
+        real = _c10d._resolve_process_group(name)
+        inner = inner_of(real)
+        if inner is not real and operator is _gather_out():
+            return inner.gather_into(args[0], kwargs["out"])
+        if inner is not real:
+            args = (*args[:position], _registered(name, inner), *args[position + 1 :])
+        return operator._op_dk(own_key, *args, **kwargs)
+
+    return call
 
 
 def _make(real: Any) -> InnerGroup:
@@ -151,9 +192,12 @@ def _make(real: Any) -> InnerGroup:
 
 
 def _registered(name: str, inner: InnerGroup) -> str:
-    if name not in _names:
-        _c10d._register_process_group(_PREFIX + name, inner)
-    return _PREFIX + name
+    """Return the name by which C++ finds the group that stands in for the one of this name."""
+    with _registering:
+        if name not in _names:
+            _c10d._register_process_group(_PREFIX + name, inner)
+            _names[name] = _PREFIX + name
+    return _names[name]
 
 
 def _unregister(name: str) -> None:
@@ -163,7 +207,11 @@ def _unregister(name: str) -> None:
 
 
 def forget() -> None:
-    """Forget the groups. C++ code that still holds one continues to use it, unmonitored."""
+    """Restore the operators and forget the groups. C++ code that still holds one continues to use it, unmonitored."""
+    global _kernels
+    if _kernels is not None:
+        _kernels._destroy()
+        _kernels = None
     for name in list(_names):
         _unregister(name)
     _inner.clear()

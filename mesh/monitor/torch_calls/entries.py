@@ -67,6 +67,9 @@ def all_gather_flat(recorder: TorchRecorder, out: Any, x: Any, options: Any = No
 
 
 def all_gather_coalesced(recorder: TorchRecorder, outs: Any, ins: Any, options: Any = None) -> int:
+    """Record an all_gather of several tensors; of one, as the functional all_gather calls it, as that of the tensor."""
+    if len(ins) == 1:
+        return all_gather_flat(recorder, None, ins[0])
     moved = (recorder.size - 1) * _bytes(ins)
     return recorder.enter("all_gather_coalesced", "", ins[0].dtype, _elements(ins), moved, moved)
 
@@ -95,6 +98,9 @@ def reduce_scatter_flat(recorder: TorchRecorder, out: Any, x: Any, options: Any 
 
 
 def reduce_scatter_coalesced(recorder: TorchRecorder, outs: Any, ins: Any, options: Any = dist.ReduceOp.SUM) -> int:
+    """Record a reduce_scatter of several tensors; of one, as the functional reduce_scatter calls it, as that of the tensor."""
+    if len(outs) == 1:
+        return reduce_scatter_flat(recorder, outs[0], None, options)
     moved = (recorder.size - 1) * _bytes(outs)
     return recorder.enter("reduce_scatter_coalesced", _reduction(options), outs[0].dtype, _elements(outs), moved, moved)
 

@@ -11,6 +11,7 @@ ranks, so that calls have the same numbers, until the monitor ends. The library'
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,13 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ...errors import CollectiveError
 from ..completion import is_done_now
 from ..recording.recorder import _COUNT, _LAST_RECORD
 from ..recording.trace_buffer import RECORD_WORDS, RECORDS, RING, Header
 from ..settings import monotonic_ns, settings
-from ..termination import is_broken_connection
+from ..termination import is_broken_connection, torch_groups
 from . import cpp_calls
 from .entries import ENTER, Enter
+from .new_groups import CreationRecorders, waiting_for_members
 from .point_to_point import MessageRecorder
 from .recorder import _LAST, TorchRecorder
 
@@ -62,6 +65,38 @@ def stop(monitor: Monitor | None = None) -> None:
         _installed.undo()
         _installed = None
         _pending.clear()
+
+
+def refuse_calls() -> None:
+    """Make calls on the groups that exist raise: this process is a forked child of a rank. Groups that it starts itself are its own.
+
+    No-op if calls are not monitored.
+    """
+    global _installed
+    if _installed is None:
+        return
+    rank, groups = _installed.monitor.directory.rank, {id(handle) for handle in torch_groups()}
+    stop()
+    for name in (*ENTER, "send", "recv", "recv_anysource", "monitored_barrier"):
+        original = getattr(dist.ProcessGroup, name, None)
+        if original is not None:
+            setattr(dist.ProcessGroup, name, _refused_in_child(original, name, rank, groups))
+
+
+def _refused_in_child(original: Callable[..., Any], name: str, rank: int, groups: set[int]) -> Callable[..., Any]:
+    """Return a method of ProcessGroup that raises on the rank's groups, which `keep_groups` keeps, so that their ids stay theirs."""
+    parent = os.getppid()
+
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(group) not in groups:
+            return original(group, *args, **kwargs)
+        raise CollectiveError(
+            f"{name} in process {os.getpid()}, which rank {rank} (process {parent}) has forked: the child has none of the threads that "
+            "communicate, so the collective would hang. Call it in the rank itself; a child that must communicate needs to be started "
+            'by the "spawn" method of multiprocessing, with a process group of its own.'
+        )
+
+    return call
 
 
 def as_ours(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -133,6 +168,7 @@ def _install(monitor: Monitor) -> None:
     made.put(dist.ProcessGroup, "send", lambda original: _message(original, "send"))
     made.put(dist.ProcessGroup, "recv", lambda original: _message(original, "recv"))
     made.put(dist.ProcessGroup, "recv_anysource", _from_anywhere)
+    made.put(distributed_c10d, "_new_group_with_tag", lambda original: waiting_for_members(original, CreationRecorders(monitor)))
     made.put(dist.Work, "wait", _wait)
     made.put(dist.Work, "get_future", _get_future)
     cpp_calls.install(made.put, _recorder_of)

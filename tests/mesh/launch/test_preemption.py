@@ -27,7 +27,7 @@ def forget_everything() -> None:
     """Reset the process to its state before the first call."""
     preemption.forget(current_world())
     preemption._notice, preemption._is_listening = "", False
-    preemption._reset()
+    preemption._reset(signal.SIGTERM)
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +112,27 @@ def test_waiting_ranks_raise_when_the_job_fails() -> None:
     part.stop()
 
 
+def test_a_job_that_fails_is_not_preempted(caplog: pytest.LogCaptureFixture) -> None:
+    """torchrun sends SIGTERM to the other ranks when one has died, which may be seen a little after the signal."""
+    looks = 0
+
+    def check() -> None:
+        nonlocal looks
+        looks += 1
+        if looks > 3:
+            raise ConnectionError("rank 1 died")
+
+    store = HashStore()
+    part = _StoreAgreement(store, 0, 2, lambda: True, check)
+    with pytest.raises(ConnectionError, match="rank 1 died"):
+        for _ in range(int(LIMIT_S / 0.01)):
+            time.sleep(0.01)
+            part.reached(0, 1)
+    part.stop()
+    assert "preempted" not in caplog.text
+    assert not store.check(["notice"])  # the other ranks see for themselves
+
+
 def test_without_a_notice_calls_do_not_communicate() -> None:
     class Counting:
         asked = 0
@@ -183,6 +204,25 @@ def test_sigterm_raises_system_exit(capfd: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 143
     assert "shardmesh: SIGTERM: ends with code 143" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sighup_raises_system_exit(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    with pytest.raises(SystemExit) as caught, ending_in_order():
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(LIMIT_S)
+    assert caught.value.code == 129
+    assert "shardmesh: SIGHUP: ends with code 129" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGHUP) == before
+
+
+def test_nohup_is_left_alone() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending_in_order():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_forked_children_can_be_terminated() -> None:

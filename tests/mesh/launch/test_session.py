@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +23,11 @@ import shardmesh as sm
 from shardmesh.mesh import DeviceMesh, MeshError, current_world, simulate
 from shardmesh.mesh.comm.process import process_world
 from shardmesh.mesh.errors import PeerError, WatchError
+from shardmesh.mesh.launch import local_processes
+from shardmesh.mesh.launch.child_process import FAILURE, RankFailure
 from shardmesh.mesh.launch.session import session
 from shardmesh.mesh.monitor.settings import settings
+from tests.mesh.monitor.starter import by_hand
 from tests.pool import Pool
 
 LIMIT_S = 90.0
@@ -168,7 +174,7 @@ def terminated() -> str:
 def test_sigterm_ends_all_ranks(world4: Pool) -> None:
     heard = world4(terminated)
     assert heard[1] == "SystemExit: 143"
-    assert all("PeerError: rank 1 raised SystemExit: 143" in text for text in heard[:1] + heard[2:])
+    assert all("PeerError: rank 1 was ended by SIGTERM" in text for text in heard[:1] + heard[2:])
 
 
 # ---------------------------------------------------------------------------------------------- jobs that run already
@@ -319,3 +325,95 @@ def test_sigterm_to_launch(tmp_path: Path, asks: str) -> None:
         assert program.returncode == 143, err
         assert "SIGTERM has ended 2 of 2 ranks" in err
         assert "Traceback" not in err
+
+
+# ------------------------------------------------------------------------------------------ ends, and what they leave
+
+BARE = """
+    import sys, time
+    from pathlib import Path
+    import shardmesh as sm
+    from shardmesh import P
+
+    def train(folder):
+        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("dp",))
+        x = sm.ones(8, device_mesh=mesh, placements=P("dp"))
+        for step in range(100_000):
+            x.sum().full_tensor()
+            time.sleep(0.002)
+            if step == 10:
+                Path(folder, str(mesh.get_rank())).touch()
+
+    if sys.argv[2] == "session":
+        with sm.session():
+            train(sys.argv[1])
+    else:
+        train(sys.argv[1])
+"""
+
+
+@pytest.mark.one_in(2, each=["how"])
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [("bare", signal.SIGINT), ("session", signal.SIGINT), ("session", signal.SIGTERM), ("session", signal.SIGHUP)],
+)
+def test_an_interrupted_job_says_one_line_and_leaves_nothing(how: str, number: signal.Signals, tmp_path: Path) -> None:
+    """Every rank gets the signal, as from a terminal; torchrun sends it once more."""
+    (tmp_path / "program.py").write_text(textwrap.dedent(BARE))
+    (tmp_path / "watch").mkdir()
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), how]
+    environments = by_hand(2, LOCAL_WORLD_SIZE="2", SHARDMESH_WATCH_DIR=str(tmp_path / "watch"))
+    ranks = [
+        subprocess.Popen(command, env=os.environ | env, stderr=subprocess.PIPE, text=True, preexec_fn=_listen_to_ctrl_c)
+        for env in environments
+    ]
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not all((tmp_path / str(rank)).exists() for rank in range(2)) and all(rank.poll() is None for rank in ranks):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        for _ in range(2 if number == signal.SIGINT else 1):
+            for rank in ranks:
+                rank.send_signal(number)
+            time.sleep(0.02)
+        said = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode for rank in ranks)
+    lines = "".join(said).splitlines()
+    if number == signal.SIGINT:
+        assert lines in ([f"shardmesh: rank {rank} was interrupted (Ctrl-C)"] for rank in range(2))
+    else:
+        assert sorted(lines) == [f"shardmesh: rank {rank}: {number.name}: ends with code {128 + number}" for rank in range(2)]
+    assert list((tmp_path / "watch").iterdir()) == []
+
+
+def _listen_to_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make background processes ignore it
+
+
+def test_a_rank_that_has_reported_its_failure_is_not_waited_for() -> None:
+    """After Ctrl-C, ranks in a session raise SystemExit on SIGTERM, report that, and wait to be killed."""
+    waited = []
+
+    class Process:
+        exitcode = None
+        sentinel = os.open(os.devnull, os.O_RDONLY)
+
+        def terminate(self) -> None:
+            theirs.send_bytes(FAILURE + pickle.dumps(RankFailure("raised SystemExit: 143", 0.0)))
+
+        def kill(self) -> None:
+            waited.append(local.done)
+            self.exitcode = -9
+
+        def join(self) -> None: ...
+
+    own, theirs = multiprocessing.Pipe()
+    local = local_processes._LocalRank(0, Process(), own)  # type: ignore[arg-type]
+    with mock.patch.object(local_processes, "wait", return_value=[own]), mock.patch.object(
+        local_processes, "_TERM_GRACE_S", 1e9
+    ):
+        local_processes._end([local])
+    assert waited == [True]

@@ -183,6 +183,18 @@ def test_an_asynchronous_save_that_nobody_waits_for(when, code, tmp_path):
     assert latest(tmp_path).step == 1
 
 
+def never_wait(folder):
+    """A rank of `launch` whose second save fails, and that returns."""
+    sys.argv = ["", folder, "late"]
+    exec(NEVER_WAITED, {})  # the program of the test above
+
+
+def test_an_asynchronous_save_under_launch_that_nobody_waits_for(tmp_path):
+    with pytest.raises(sm.errors.LaunchError, match="rank 0 of 1 exited with code 1 after its function returned"):
+        sm.launch(never_wait, 1, (str(tmp_path),))
+    assert latest(tmp_path).step == 1
+
+
 def test_a_rank_that_died_is_not_waited_for(tmp_path, monkeypatch):
     """The thread of rank 0 waits for the files of others, but not for those of a rank that is known to have died."""
     go, write = threading.Event(), saving.SaveJob.write

@@ -118,7 +118,7 @@ def make_old(parent: Path, count: int, buffers: int = 4) -> None:
 def test_concurrent_sweeps(old_folders: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(sweep, [old_folders] * 8))  # raises what one of them raises
-    assert sorted(path.name for path in old_folders.iterdir()) == sorted(f"{folder_prefix()}dead{n}" for n in range(10))
+    assert [path.name for path in old_folders.iterdir()] == [f"{folder_prefix()}dead0"]
 
 
 def test_folder_deleted_while_it_is_listed(old_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,10 +146,10 @@ def test_remains_of_a_killed_sweep_are_removed(tmp_path: Path) -> None:
 def test_sweep_of_ten_thousand_old_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_old(tmp_path, 10_000, buffers=1)
     sweep(tmp_path)  # of one start: some of them
-    assert 10 < len(list(tmp_path.iterdir())) < 10_000
+    assert 1 < len(list(tmp_path.iterdir())) < 10_000
     monkeypatch.setattr("shardmesh.mesh.monitor.recording.cleanup._LONGEST_S", 600.0)
     sweep(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 10
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 # -- the folder is gone, and the job goes on ---------------------------------------------------------------------------

@@ -91,11 +91,12 @@ def shares_a_mesh_of_torchs() -> None:
 
 
 def compiles() -> None:
-    """Check that torch.compile traces functional collectives unchanged."""
+    """Check that functional collectives in a graph of torch.compile are recorded, with the line that calls the graph."""
     make_mesh()
     group = world()
     f = torch.compile(lambda x: functional.all_reduce(x, "sum", group) + 1, backend="aot_eager", fullgraph=True)
     print("compiled", f(torch.ones(2)).tolist(), "calls", len(own_calls()))
+    print("at", [e.place for e in sm.monitor.ledger().ranks[rank()].entries if "torch's" in e.group])
 
 
 def goes_on_after_the_watch_has_given_up() -> None:
