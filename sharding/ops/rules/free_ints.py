@@ -62,9 +62,10 @@ Arguments = tuple[Sequence[Any], dict[str, Any]]
 # Ints that torch does not take as numbers, and that no rule or decomposition of the operator looks at.
 _MORE_NUMBERS = {"tril": "diagonal", "triu": "diagonal", "polygamma": "n", "round": "decimals"}
 _ALIASES = {"multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub"}
+_OPERATOR_NAMES = "add sub mul div truediv floordiv mod pow and or xor lshift rshift eq ne lt le gt ge"
 _OPERATORS = frozenset(
     f"__{prefix}{name}__"
-    for name in "add sub mul div truediv floordiv mod pow and or xor lshift rshift eq ne lt le gt ge".split()
+    for name in _OPERATOR_NAMES.split()
     for prefix in ("", "r", "i")
 )
 

@@ -35,6 +35,7 @@ from ..decomposition_utils import (
     without_pending,
 )
 from ..notation import Rule, einrule
+from ..propagation import joined_pending
 from ..registry import decomposition, decomposition_maker
 from .slicing import Piece
 from .view import with_whole_dims
@@ -77,9 +78,12 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Decompositio
 
 
 def _common_pending(layouts: Sequence[Layout]) -> dict[str, str]:
-    """Return the pending kinds that all operands share: joining them commutes with the reduction."""
-    alike = len({(layout.spec.unreduced, layout.dtype) for layout in layouts}) == 1
-    return layouts[0].pending if alike else {}
+    """Return the kinds with which the result is pending: joining tensors that all are pending commutes with the reduction."""
+    if len({layout.dtype for layout in layouts}) > 1:
+        return {}
+    alike = len({layout.spec.unreduced for layout in layouts}) == 1
+    free = all(axis not in layout.dim_of for axis in joined_pending(layouts) for layout in layouts)
+    return layouts[0].pending if alike else joined_pending(layouts) if free else {}
 
 
 def at_least(x: Any, ndim: int) -> Any:
