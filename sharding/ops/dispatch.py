@@ -32,6 +32,7 @@ from .lineage import comm_context, drawn, mixed, piece_of, seed_of, seed_with_in
 from .rules.aten import public_call
 from .rules.free_ints import shared_arguments
 from .rules.number_arguments import has_tensor_as_number, with_numbers
+from .rules.numpy_names import has_numpy_names, with_torch_names
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES, writes_first_operand
 from .strategy import FOUND, OpStrategy, choose_strategy, common_name, name_of, with_values
 from .torch_compile import not_compiled, refuse_jit_trace
@@ -246,6 +247,9 @@ def _make_strategy(
     if operands and plain_operands.plain_targets(func, args, kwargs):
         strategy = OpStrategy(func)
         strategy.run = _run_into_plain
+    elif has_numpy_names(func, kwargs):
+        strategy = OpStrategy(func)
+        strategy.run = _run_with_torch_names
     elif has_tensor_as_number(func, kwargs):
         strategy = OpStrategy(func)
         strategy.run = _run_with_numbers
@@ -292,6 +296,10 @@ def _run_into_plain(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str,
 
 def _run_with_numbers(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
     return torch_function(ShardedTensor, strategy.func, (), args, with_numbers(strategy.func, kwargs))
+
+
+def _run_with_torch_names(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+    return torch_function(ShardedTensor, strategy.func, (), args, with_torch_names(kwargs))
 
 
 def _moved(

@@ -1,15 +1,17 @@
-"""Ints that decide neither the shape nor the layout of a result, so that calls that differ in them alone share a strategy.
+"""Ints that decide neither the shape nor the layout of a result: calls that differ in them alone share
+a strategy.
 
-Strategies are cached by the values of ints, most of which are dims and sizes. A program may pass another int at each call, a step
-counter or a position, and where it decides nothing, the calls have one strategy:
+Strategies are cached by the values of ints, most of which are dims and sizes. A program may pass another
+int at each call, a step counter or a position, and where it decides nothing, the calls have one strategy:
 
     x * 3, x * 4             torch takes the int as a number
     x[:, 3], x[:, 4]         where dim 1 is not split; where it is, another rank may have the element
     x[:, 0:8], x[:, 8:16]    likewise; x[:, 0:4] has another shape
     x[3] = y, x[4] = y       however x is split: every rank writes what it has of the elements
 
-Which arguments torch takes as numbers is read off its own schemas (`Scalar` and `float`, not `int`). A strategy may depend on the sign of
-such an int, since x + 0 is linear in x and an integer tensor has no negative powers, as it may depend on whether a float is zero.
+Which arguments torch takes as numbers is read off its own schemas (`Scalar` and `float`, not `int`). A
+strategy may depend on the sign of such an int, since x + 0 is linear in x and an integer tensor has no
+negative powers, as it may depend on whether a float is zero.
 """
 
 from __future__ import annotations
@@ -62,15 +64,17 @@ Arguments = tuple[Sequence[Any], dict[str, Any]]
 # Ints that torch does not take as numbers, and that no rule or decomposition of the operator looks at.
 _MORE_NUMBERS = {"tril": "diagonal", "triu": "diagonal", "polygamma": "n", "round": "decimals"}
 _ALIASES = {"multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub"}
-_OPERATOR_NAMES = "add sub mul div truediv floordiv mod pow and or xor lshift rshift eq ne lt le gt ge"
+_OPERATOR_NAMES = (
+    "add sub mul div truediv floordiv mod pow and or xor lshift rshift eq ne lt le gt ge"
+)
 _OPERATORS = frozenset(
-    f"__{prefix}{name}__"
-    for name in _OPERATOR_NAMES.split()
-    for prefix in ("", "r", "i")
+    f"__{prefix}{name}__" for name in _OPERATOR_NAMES.split() for prefix in ("", "r", "i")
 )
 
 
-def shared_arguments(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments | None:
+def shared_arguments(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Arguments | None:
     """Return the arguments with `AnyInt` and `Window` in place of what decides nothing; None if everything does.
 
     Calls of the function for which this is equal, with tensors of equal layouts, have one strategy.
@@ -128,7 +132,9 @@ def numbers_of(func: Callable[..., Any]) -> Numbers:
     names = frozenset(key for key in free if isinstance(key, str))
     order = _own_order(func)
     if order is not None:
-        return Numbers(frozenset(i for i, parameter in enumerate(order) if parameter in names), names)
+        return Numbers(
+            frozenset(i for i, parameter in enumerate(order) if parameter in names), names
+        )
     return Numbers(frozenset(key for key in free if isinstance(key, int)), names)
 
 
@@ -140,7 +146,11 @@ def _own_order(func: Callable[..., Any]) -> list[str] | None:
         parameters = inspect.signature(func).parameters.values()
     except ValueError:  # one of C++ in a function that passes all on
         return None
-    return None if any(p.kind is p.VAR_POSITIONAL for p in parameters) else [p.name for p in parameters]
+    return (
+        None
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        else [p.name for p in parameters]
+    )
 
 
 def _tensor_schemas(packet: Any) -> Iterator[Any]:
@@ -170,7 +180,9 @@ def _shared_entry(entry: Any, size: int, split: bool) -> Any:
         return entry
     if type(entry) is int:
         return AnyInt.INDEX if -size <= entry < size else entry
-    if type(entry) is slice and all(bound is None or type(bound) is int for bound in (entry.start, entry.stop, entry.step)):
+    if type(entry) is slice and all(
+        bound is None or type(bound) is int for bound in (entry.start, entry.stop, entry.step)
+    ):
         if entry.step is not None and entry.step <= 0:
             return entry
         first, last, step = entry.indices(size)
@@ -179,15 +191,19 @@ def _shared_entry(entry: Any, size: int, split: bool) -> Any:
 
 
 def _shared_entries(layout: Layout, index: Any, writes: bool) -> tuple[Any, ...] | None:
-    """Return an index with an entry for each dim, shared where it may be; None if an entry is neither int, slice, None nor `...`.
+    """Return an index with an entry for each dim, shared where it may be; None for one with tensors.
 
     Args:
         writes: ints decide nothing on split dims either.
     """
     entries = list(index) if type(index) is tuple else [index]
-    if not all(entry is None or entry is Ellipsis or type(entry) in (int, slice) for entry in entries):
+    if not all(
+        entry is None or entry is Ellipsis or type(entry) in (int, slice) for entry in entries
+    ):
         return None
-    missing = len(layout.shape) - sum(entry is not None and entry is not Ellipsis for entry in entries)
+    missing = len(layout.shape) - sum(
+        entry is not None and entry is not Ellipsis for entry in entries
+    )
     at = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
     whole = [*entries[:at], *[slice(None)] * missing, *entries[at + 1 :]]
     if missing < 0 or Ellipsis in whole[at:]:
@@ -200,7 +216,9 @@ def _shared_entries(layout: Layout, index: Any, writes: bool) -> tuple[Any, ...]
         split = _is_split(layout, dim)
         if split and not writes and entry != slice(None):
             return None  # the dims are cut together, in a plan that has all bounds
-        shared.append(_shared_entry(entry, layout.shape[dim], split and not (writes and type(entry) is int)))
+        shared.append(
+            _shared_entry(entry, layout.shape[dim], split and not (writes and type(entry) is int))
+        )
         dim += 1
     return tuple(shared)
 
@@ -219,7 +237,9 @@ def _share_setitem(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments | N
     return (input, index if entries is None else entries, _any_number(value)), kwargs
 
 
-def _share_along_dim(name: str, length: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments | None:
+def _share_along_dim(
+    name: str, length: str | None, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Arguments | None:
     """Return the arguments of `select` or `narrow` without the index on a dim that is not split.
 
     Args:
@@ -227,15 +247,23 @@ def _share_along_dim(name: str, length: str | None, args: Sequence[Any], kwargs:
         length: of the parameter that is how many elements are taken, if there is one.
     """
     names = ["self", "dim", name] if length is None else ["self", "dim", name, length]
-    bound = dict(zip(names, args, strict=False)) | {("self" if key == "input" else key): item for key, item in kwargs.items()}
+    bound = dict(zip(names, args, strict=False)) | {
+        ("self" if key == "input" else key): item for key, item in kwargs.items()
+    }
     input = bound.get("self")
     if set(bound) != set(names) or type(input) is not ShardedTensor or not input.ndim:
         return None
     dim, index, count = bound["dim"], bound[name], 1 if length is None else bound[length]
-    if any(type(item) is not int for item in (dim, index, count)) or not -input.ndim <= dim < input.ndim:
+    if (
+        any(type(item) is not int for item in (dim, index, count))
+        or not -input.ndim <= dim < input.ndim
+    ):
         return None
     size = input.shape[dim]
-    if _is_split(input._layout, dim % input.ndim) or not 0 <= (index + size if index < 0 else index) <= size - count:
+    if (
+        _is_split(input._layout, dim % input.ndim)
+        or not 0 <= (index + size if index < 0 else index) <= size - count
+    ):
         return None
     return [AnyInt.INDEX if key == name else item for key, item in bound.items()], {}
 

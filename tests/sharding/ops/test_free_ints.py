@@ -169,7 +169,13 @@ def test_writes(name: str, layout: str, decisions: Decisions) -> None:
 @settings(max_examples=examples(60))
 def test_random_programs(data: st.DataObject) -> None:
     """Run one program with several ints, in one layout."""
-    names = data.draw(st.lists(st.sampled_from([n for n in NUMBERS if n not in _NOT_CHAINED] + [*POSITIONS]), min_size=1, max_size=4))
+    names = data.draw(
+        st.lists(
+            st.sampled_from([n for n in NUMBERS if n not in _NOT_CHAINED] + [*POSITIONS]),
+            min_size=1,
+            max_size=4,
+        )
+    )
     layout = data.draw(st.sampled_from(list(LAYOUTS)))
     positive = st.lists(st.integers(1, 7), min_size=4, max_size=4)
     steps = [data.draw(positive) for _ in names]
@@ -217,8 +223,15 @@ def test_out_of_range_raises_after_an_index_in_range() -> None:
     def program(mesh: Any) -> None:
         x = sm.device_put(X, mesh, P("a"))
         _equal(x[:, 3], X[:, 3])
-        for read in (lambda: x[:, 8], lambda: x[:, -9], lambda: x.select(1, 8), lambda: x.narrow(1, 6, 3)):
-            with pytest.raises((IndexError, RuntimeError), match=r"out of range|exceeds|out of bounds"):
+        for read in (
+            lambda: x[:, 8],
+            lambda: x[:, -9],
+            lambda: x.select(1, 8),
+            lambda: x.narrow(1, 6, 3),
+        ):
+            with pytest.raises(
+                (IndexError, RuntimeError), match=r"out of range|exceeds|out of bounds"
+            ):
                 read()
 
     on_mesh((2,), program)

@@ -48,7 +48,7 @@ Decomposition = Callable[..., Any]
 
 def _cat_rule(a: Any) -> Rule:
     ndim = max(t.ndim for t in a.tensors)
-    dim = a.kwargs.get("axis", a.dim) % ndim if ndim else 0
+    dim = a.dim % ndim if ndim else 0
     sides = [  # torch accepts empty 1-d tensors in any cat
         " ".join(f"[c{i}]" if d == dim else f"d{d}" for d in range(ndim)) if t.ndim == ndim else f"[e{i}]" for i, t in enumerate(a.tensors)
     ]
@@ -59,8 +59,8 @@ def _cat_rule(a: Any) -> Rule:
 
 @decomposition_maker("cat", "concat", "concatenate", rule=_cat_rule)
 def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Decomposition | None:
-    result = torch.cat(tensors, kwargs.get("axis", dim))  # type: ignore[arg-type]
-    dim = kwargs.get("axis", dim) % result.ndim
+    result = torch.cat(tensors, dim)  # type: ignore[arg-type]
+    dim %= result.ndim
     layouts = [layout_of(t) for t in tensors]
     largest = max(layouts, key=lambda layout: (layout.nbytes, layout.is_fully_replicated))
     if any(t.ndim != result.ndim for t in tensors) or not splitting_axes(largest, dim):
