@@ -1,17 +1,17 @@
-"""Ints that decide neither the shape nor the layout of a result: calls that differ in them alone share
-a strategy.
+"""Ints that decide neither the shape nor the layout of a result, so that calls share a strategy.
 
-Strategies are cached by the values of ints, most of which are dims and sizes. A program may pass another
-int at each call, a step counter or a position, and where it decides nothing, the calls have one strategy:
+Strategies are cached by the values of ints, most of which are dims and sizes. A program may pass
+another int at each call, a step counter or a position, and where it decides nothing, the calls have
+one strategy:
 
     x * 3, x * 4             torch takes the int as a number
-    x[:, 3], x[:, 4]         where dim 1 is not split; where it is, another rank may have the element
+    x[:, 3], x[:, 4]         where dim 1 is not split; else another rank may have the element
     x[:, 0:8], x[:, 8:16]    likewise; x[:, 0:4] has another shape
     x[3] = y, x[4] = y       however x is split: every rank writes what it has of the elements
 
-Which arguments torch takes as numbers is read off its own schemas (`Scalar` and `float`, not `int`). A
-strategy may depend on the sign of such an int, since x + 0 is linear in x and an integer tensor has no
-negative powers, as it may depend on whether a float is zero.
+Which arguments torch takes as numbers is read off its own schemas (`Scalar` and `float`, not `int`).
+A strategy may depend on the sign of such an int, since x + 0 is linear in x and an integer tensor has
+no negative powers, as it may depend on whether a float is zero.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Numbers(NamedTuple):
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 
-# Ints that torch does not take as numbers, and that no rule or decomposition of the operator looks at.
+# Ints that torch does not take as numbers, and that no rule of the operator looks at.
 _MORE_NUMBERS = {"tril": "diagonal", "triu": "diagonal", "polygamma": "n", "round": "decimals"}
 _ALIASES = {"multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub"}
 _OPERATOR_NAMES = (
@@ -75,7 +75,7 @@ _OPERATORS = frozenset(
 def shared_arguments(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Return the arguments with `AnyInt` and `Window` in place of what decides nothing; None if everything does.
+    """Return the arguments with `AnyInt` and `Window` for what decides nothing; None without any.
 
     Calls of the function for which this is equal, with tensors of equal layouts, have one strategy.
 

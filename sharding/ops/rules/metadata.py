@@ -49,14 +49,14 @@ def _refused(name: str) -> Any:
 
 def _strided_as_it_is(result: Callable[[Any], Any], name: str) -> Any:
     def strided(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-        """Return the tensor where size, stride and offset are its own: any others are of memory that this rank does not have."""
+        """Return the tensor where size, stride and offset are its own; others are of other ranks' memory."""
         given = tuple(size), tuple(stride), input.storage_offset() if storage_offset is None else storage_offset
         own = tuple(input.shape), tuple(input.stride()), input.storage_offset()
         if given != own:
             raise NotImplementedError(
-                f"{name}(size={given[0]}, stride={given[1]}, storage_offset={given[2]}) works on the memory of a tensor, of which each rank of a "
-                f"ShardedTensor has only a part, so it takes only the tensor's own {own}; use view, expand, permute or unfold, or "
-                "x.full_tensor() for the whole"
+                f"{name}(size={given[0]}, stride={given[1]}, storage_offset={given[2]}) works on the memory "
+                "of a tensor, of which each rank of a ShardedTensor has only a part, so it takes only the "
+                f"tensor's own {own}; use view, expand, permute or unfold, or x.full_tensor() for the whole"
             )
         return result(input)
 
