@@ -40,7 +40,7 @@ class AnyInt(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SharedSlice:
     """Stands for a slice: how many elements it takes of a dim, and in which steps."""
 
     length: int
@@ -75,7 +75,7 @@ _OPERATORS = frozenset(
 def shared_arguments(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Return the arguments with `AnyInt` and `Window` for what decides nothing; None without any.
+    """Return the arguments with `AnyInt` and `SharedSlice` for what decides nothing; None without any.
 
     Calls of the function for which this is equal, with tensors of equal layouts, have one strategy.
 
@@ -186,7 +186,7 @@ def _shared_entry(entry: Any, size: int, split: bool) -> Any:
         if entry.step is not None and entry.step <= 0:
             return entry
         first, last, step = entry.indices(size)
-        return entry if last - first == size else Window(len(range(first, last, step)), step)
+        return entry if last - first == size else SharedSlice(len(range(first, last, step)), step)
     return entry
 
 

@@ -94,7 +94,7 @@ def flex_attention(
         results: Sequence[Any] = [nonmember.unknown(layout, q, k, v) for layout in result_layouts]
     else:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        part = _Part(
+        part = _PartOfAttention(
             q._layout, k._layout, score_mod, block_mask, scale, enable_gqa, kernel_options, aux
         )
         locals_ = part(q._local, k._local, v._local)
@@ -204,7 +204,7 @@ def _mask_from(mask_mod: Mod, batch: int, head: int, row: int) -> Mod:
     return mask_of_part
 
 
-class _Part:
+class _PartOfAttention:
     """Attention of this rank's part: batches, heads and rows of the query from where the part begins.
 
     Args:

@@ -11,7 +11,7 @@ from torch.nn.attention import flex_attention as flex
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.ops.rules.nn.flex_attention import _Part
+from shardmesh.sharding.ops.rules.nn.flex_attention import _PartOfAttention
 from tests.sharding.ops.rules.table import f
 from tests.sharding.ranks import collectives, launched, on_mesh, place, same_error
 
@@ -215,7 +215,7 @@ def test_whole_blocks_are_sliced_and_others_made_again() -> None:
 
     def program(mesh: Any) -> None:
         layout = sm.typeof(sm.device_put(Q, mesh, P(None, None, "a")))
-        part = _Part(layout, layout, None, mask_of(causal), 1.0, False, None, None)._part_of_mask()
+        part = _PartOfAttention(layout, layout, None, mask_of(causal), 1.0, False, None, None)._part_of_mask()
         start, stop = layout.box[2]
         expected = flex.create_mask(causal, 1, 1, LENGTH, LENGTH, device="cpu")[:, :, start:stop]
         assert torch.equal(
