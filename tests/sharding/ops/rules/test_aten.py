@@ -154,7 +154,8 @@ def test_as_strided_takes_only_the_tensors_own_strides():
     def program(mesh):
         x = sm.device_put(torch.arange(12.0).reshape(3, 4), mesh, P("a"))
         leaf = x.clone().requires_grad_()
-        for same in (leaf.as_strided((3, 4), (4, 1)), torch.as_strided(leaf, (3, 4), (4, 1), 0), torch.ops.aten.as_strided(leaf, (3, 4), (4, 1))):
+        own = (3, 4), (4, 1)
+        for same in (leaf.as_strided(*own), torch.as_strided(leaf, *own, 0), torch.ops.aten.as_strided(leaf, *own)):
             assert same.spec == x.spec
             assert torch.equal(same.full_tensor(), x.full_tensor())
         leaf.as_strided((3, 4), (4, 1)).sum().backward()
