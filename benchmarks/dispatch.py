@@ -128,6 +128,8 @@ class Operands:
         self.rows, self.shape = rows * self.impl.ranks, (width,)
 
 
+_steps = itertools.count(1)
+
 OPERATORS: dict[str, Callable[[Operands], Any]] = {
     "x + y": lambda t: t.x + t.y,
     "x * 2.0": lambda t: t.x * 2.0,
@@ -144,6 +146,8 @@ OPERATORS: dict[str, Callable[[Operands], Any]] = {
     "layer_norm(x)": lambda t: F.layer_norm(t.x, t.shape, t.b, t.b),
     "cat([x, y], 1)": lambda t: torch.cat([t.x, t.y], 1),
     "x.detach()": lambda t: t.x.detach(),
+    "x * step, another int each call": lambda t: t.x * next(_steps),
+    "x[:, position], another int each call": lambda t: t.x[:, next(_steps) % t.shape[0]],
 }
 
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,9 +28,11 @@ from ..tensor.transforms import refuse_foreign
 from . import nonmember, plain_operands
 from .custom_function import take_over
 from .handles import TensorHandle, settled
-from .lineage import comm_context, drawn, mixed, piece_of, seed_of, with_drawn
+from .lineage import comm_context, drawn, mixed, piece_of, seed_of, seed_with_ints, with_drawn
 from .rules.aten import public_call
+from .rules.free_ints import shared_arguments
 from .rules.number_arguments import has_tensor_as_number, with_numbers
+from .rules.numpy_names import has_numpy_names, with_torch_names
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES, writes_first_operand
 from .strategy import FOUND, OpStrategy, choose_strategy, common_name, name_of, with_values
 from .torch_compile import not_compiled, refuse_jit_trace
@@ -107,7 +110,7 @@ def torch_function(
     if strategy is None:
         if any(isinstance(item, TensorHandle) for item in key):
             return func(*settled(tuple(args)), **settled(kwargs))
-        strategy = _make_strategy(func, args, kwargs, key, operands)
+        strategy = _new_strategy(func, args, kwargs, key, operands)
     if strategy.direct:
         out = strategy.wrap(strategy.func(*local_args, **local_kwargs))
         out._lineage = mixed(strategy.seed, operands)
@@ -190,6 +193,50 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
+_SPELLINGS = 16  # of each strategy, the calls with different ints that are looked up at once
+
+
+def _new_strategy(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], key: list[Any], operands: list[Any]
+) -> OpStrategy:
+    """Return the strategy for a new key: that of calls which differ only in ints that decide nothing, or one made now."""
+    shared = shared_arguments(func, args, kwargs) if operands else None
+    if shared is None:
+        return _make_strategy(func, args, kwargs, key, operands)
+    shared_key = _key_of(func, *shared)
+    decisions = operands[0]._layout.decisions
+    try:
+        strategy = decisions.get(tuple(shared_key))
+    except TypeError:  # an argument that cannot be hashed
+        strategy = None
+    if strategy is None:
+        strategy = _make_strategy(func, args, kwargs, shared_key, operands)
+    spelled = strategy.with_seed(seed_with_ints(strategy.seed, [item for item in key if type(item) is int]))
+    with suppress(TypeError):
+        _keep_spelling(decisions, strategy, tuple(key), spelled)
+    return spelled
+
+
+def _key_of(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    key: list[Any] = [func]
+    for item in args:
+        _local_of(item, key, [], func)
+    for name, item in kwargs.items():
+        key.append(name)
+        _local_of(item, key, [], func)
+    return key
+
+
+def _keep_spelling(decisions: dict[Any, Any], strategy: OpStrategy, key: tuple[Any, ...], spelled: OpStrategy) -> None:
+    """Cache a strategy under the key of one call too, and no longer under that of the call longest ago."""
+    if strategy.spellings is None:
+        strategy.spellings = deque()
+    keep(decisions, key, spelled)
+    strategy.spellings.append(key)
+    if len(strategy.spellings) > _SPELLINGS:
+        decisions.pop(strategy.spellings.popleft(), None)
+
+
 def _make_strategy(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], key: list[Any], operands: list[Any]
 ) -> OpStrategy:
@@ -200,6 +247,9 @@ def _make_strategy(
     if operands and plain_operands.plain_targets(func, args, kwargs):
         strategy = OpStrategy(func)
         strategy.run = _run_into_plain
+    elif has_numpy_names(func, kwargs):
+        strategy = OpStrategy(func)
+        strategy.run = _run_with_torch_names
     elif has_tensor_as_number(func, kwargs):
         strategy = OpStrategy(func)
         strategy.run = _run_with_numbers
@@ -246,6 +296,10 @@ def _run_into_plain(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str,
 
 def _run_with_numbers(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
     return torch_function(ShardedTensor, strategy.func, (), args, with_numbers(strategy.func, kwargs))
+
+
+def _run_with_torch_names(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+    return torch_function(ShardedTensor, strategy.func, (), args, with_torch_names(kwargs))
 
 
 def _moved(

@@ -54,6 +54,13 @@ def seed_of(name: str) -> int:
     return _joined(*[zlib.crc32(name.encode())] * _HASHES)
 
 
+def seed_with_ints(seed: int, numbers: Iterable[int]) -> int:
+    """Return the seed of an operator mixed with ints among its arguments."""
+    for number in numbers:
+        seed = (seed * _FACTOR + number * _PIECE) & _ALL
+    return seed
+
+
 def mixed(seed: int, operands: Iterable[Any]) -> int:
     """Return the lineage of an operator's result, from the seed of the operator and the lineages of its operands."""
     for x in operands:

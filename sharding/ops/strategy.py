@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -45,6 +46,7 @@ class OpStrategy:
         detached_view: the result would be a view, but of a redistributed copy.
         example: for `FOUND`, the results on meta tensors, or None if their shapes depend on values.
         seed: the hash that the operator and its static arguments add to lineages.
+        spellings: the keys of the calls that share the strategy and differ in ints alone (`free_ints`), the latest ones.
         decomposition: what to call instead, with the operator's own arguments; everything above is unused then.
         direct: whether all there is to do is to call `func` on the locals and wrap its one result.
         run: how to execute the strategy if it is not direct.
@@ -53,11 +55,8 @@ class OpStrategy:
 
     __slots__ = (
         "container", "decomposition", "detached_view", "direct", "example", "func", "in_place", "moves", "outputs", "run", "seed",
-        "targets", "wrap",
+        "spellings", "targets", "wrap",
     )  # fmt: skip
-
-    run: Callable[..., Any]
-    wrap: Callable[[Tensor], Any]
 
     def __init__(self, func: Callable[..., Any], targets: Sequence[Layout] = (), moves: bool = False, outputs: Any = None) -> None:
         self.func, self.targets, self.moves, self.outputs = func, tuple(targets), moves, outputs
@@ -67,7 +66,21 @@ class OpStrategy:
         self.detached_view = False
         self.example: Any = None
         self.direct = False
+        self.run: Callable[..., Any] = func
+        self.wrap: Callable[[Tensor], Any] = func
         self.seed = 0
+        self.spellings: deque[Any] | None = None
+
+    def with_seed(self, seed: int) -> OpStrategy:
+        """Return a strategy that differs in its seed alone."""
+        out = OpStrategy.__new__(OpStrategy)
+        for name in _SLOTS:
+            setattr(out, name, getattr(self, name))
+        out.seed = seed
+        return out
+
+
+_SLOTS = OpStrategy.__slots__
 
 
 def choose_strategy(

@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _HINT = (
     "torch.compile runs operators on ShardedTensors, and all other code of shardmesh, eagerly: a graph breaks here. Leave out "
     "fullgraph=True; or compile modules that see plain tensors, such as the blocks under fully_shard; or compile the whole step, with its "
-    "collectives and the optimizer, by sm.jit(step)"
+    "collectives and the optimizer, by sm.jit(step). For torch's flex_attention, which compiles itself, call sm.ops.flex_attention"
 )
 _reasons: list[str] = []  # of functions that are not compiled
 _RULES = "torch._dynamo.trace_rules"

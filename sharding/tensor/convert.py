@@ -190,6 +190,8 @@ class _Awaited(torch.autograd.Function):
 def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool | str = True) -> Tensor:
     """to_local(x) -> this rank's part, as a plain tensor that shares memory and graph with `x`.
 
+    On a rank outside of the mesh, as in torch, this is a tensor of shape [0], and 0 of shape [] for a 0-d `x`.
+
     Args:
         x: a sharded tensor.
         grad_placements: how the gradients of the local tensors make up the gradient of `x`. By default they are
@@ -210,6 +212,8 @@ def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool 
     if (captures := current_captures()) is not None and captures.is_foreign(x):  # a mapped function closes over x
         return captures.local(x)
     layout, local = x._layout, dispatch.known_local(x)
+    if not layout.shape and layout.mesh.coordinate is None:  # type: ignore[attr-defined]
+        return local.sum() if local.requires_grad and torch.is_grad_enabled() else local.new_zeros(())
     if transforming():
         left = LinearRedistribution(layout, layout, None, layout.grad if grad_placements is None else layout.replace(grad_placements))
         return under_transforms(local, left) if local.requires_grad or is_transformed(local) else local

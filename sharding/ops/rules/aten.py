@@ -172,6 +172,7 @@ _TRANSLATED: dict[str, Callable[..., Any]] = {
     "embedding": _embedding,
     "index": _index,
     "lift_fresh": lambda self: self,
+    "native_dropout_backward": lambda grad_output, mask, scale: grad_output * (mask.to(grad_output.dtype) * scale),
     "slice": _slice,
     "split": lambda self, split_size, dim=0: self.split(split_size, dim),
 }

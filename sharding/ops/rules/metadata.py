@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ _ON_THE_PART = "get_device is_pinned is_inference is_shared _is_view"
 
 # These read or change memory, of which one rank has only a part.
 _REFUSED = """
-    as_strided as_strided_ as_strided_copy as_strided_scatter set_ resize_ resize_as_
+    as_strided_scatter set_ resize_ resize_as_
     _typed_storage apply_ map_ map2_ share_memory_ record_stream pin_memory __dlpack__ __dlpack_device__ to_sparse
     to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_mkldnn const_data_ptr resize resize_as
 """
@@ -44,6 +45,22 @@ def _refused(name: str) -> Any:
         )
 
     return refuse
+
+
+def _strided_as_it_is(result: Callable[[Any], Any], name: str) -> Any:
+    def strided(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+        """Return the tensor where size, stride and offset are its own; others are of other ranks' memory."""
+        given = tuple(size), tuple(stride), input.storage_offset() if storage_offset is None else storage_offset
+        own = tuple(input.shape), tuple(input.stride()), input.storage_offset()
+        if given != own:
+            raise NotImplementedError(
+                f"{name}(size={given[0]}, stride={given[1]}, storage_offset={given[2]}) works on the memory "
+                "of a tensor, of which each rank of a ShardedTensor has only a part, so it takes only the "
+                f"tensor's own {own}; use view, expand, permute or unfold, or x.full_tensor() for the whole"
+            )
+        return result(input)
+
+    return strided
 
 
 def _asked_of_wrapper(func: Any) -> Any:
@@ -79,5 +96,8 @@ def _can_share_data(input: Any, other: Any) -> bool:
     return both and input._local.device.type == other._local.device.type
 
 
+handler("as_strided")(_strided_as_it_is(lambda x: x.view_as(x), "as_strided"))
+handler("as_strided_copy")(_strided_as_it_is(lambda x: x.clone(), "as_strided_copy"))
+handler("as_strided_")(_strided_as_it_is(lambda x: x, "as_strided_"))
 _register()
 _register_refusals()

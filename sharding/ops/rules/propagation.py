@@ -223,8 +223,25 @@ def _candidates(rule: Rule, layouts: Sequence[Layout], here: Sequence[State]) ->
     (kind,) = kinds
     for group in rule.linear:
         pending = [i for i in group if i not in rule.additive]
-        if all(here[i].what == PENDING for i in pending) and _passes(rule, kind, [layouts[i] for i in pending]):
+        states = {here[i].what for i in pending}
+        joins = states == {PENDING, WHOLE} and joined_pending([layouts[i] for i in pending])
+        if (joins or states <= {PENDING}) and _passes(rule, kind, [layouts[i] for i in pending]):
             yield Choice(PENDING, kind, group)
+
+
+def joined_pending(layouts: Sequence[Layout]) -> dict[str, str]:
+    """Return the axes over which a linear operator's result is pending if each of its operands is, over whichever axes.
+
+        x pending over a, y over a and b: x + y is pending over a and b     x is first kept on one rank of b, which moves nothing
+        x pending over a, y replicated:   x + y is replicated               the one reduction would have to be made later anyway
+
+    Returns:
+        axis -> kind; empty if an operand is not pending at all, or they are pending with several kinds.
+    """
+    pending = [{axis: kind for axis, kind in x.pending.items() if x.mesh.size(axis) > 1} for x in layouts]
+    union = {axis: kind for each in pending for axis, kind in each.items()}
+    one_kind = len({kind for each in pending for kind in each.values()}) == 1
+    return union if one_kind and all(pending) else {}
 
 
 def _passes(rule: Rule, kind: str | None, pending: Sequence[Layout]) -> bool:

@@ -58,8 +58,9 @@ def _whose(entry: Any) -> str:
     return f"{entry.__module__}.{entry.__qualname__}"
 
 
-# A strategy is cached for calls that differ only in floats (a slope, a probability, the order of a norm). So nothing that makes a rule
-# or a decomposition may depend on the value of a float or keep one. Exceptions: operators with a result shape that depends on a float.
+# A strategy is cached for calls that differ only in floats (a slope, a probability, the order of a norm), or in ints where torch takes a
+# number (`free_ints`). So nothing that makes a rule or a decomposition may depend on the value of such a number, but for its sign, or keep
+# it. Exceptions: operators with a result shape that depends on a float.
 LOOKS_AT_FLOATS = frozenset(
     functions(
         "interpolate", "upsample", "fractional_max_pool2d", "fractional_max_pool3d", "fractional_max_pool2d_with_indices",

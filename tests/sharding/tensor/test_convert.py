@@ -540,6 +540,24 @@ def test_from_local_outside_the_mesh():
     assert sm.simulate(4)(program)() == [(0,), (2, 3), (2, 3), (0,)]
 
 
+def test_scalar_results_outside_the_mesh_are_0d():
+    """As in torch: a program that reads `loss.to_local()` on all ranks gets the same shape everywhere, with a gradient."""
+
+    def program():
+        mesh = some_ranks()
+        x = sm.from_local(torch.ones(2, 3, requires_grad=True), mesh, [Shard(0)], shape=(4, 3))
+        total = x.sum().to_local()
+        total.backward()
+        counts = [(x > 0).sum().to_local(), x.detach().amax().to_local(), x.detach().to_local()]
+        return total.shape, total.item(), total.requires_grad, [c.dtype for c in counts], [tuple(c.shape) for c in counts]
+
+    for rank, (shape, value, differentiable, dtypes, shapes) in enumerate(sm.simulate(4)(program)()):
+        outside = rank in (0, 3)
+        assert (shape, value, differentiable) == ((), 0.0 if outside else 6.0, True)
+        assert dtypes == [torch.int64, torch.float32, torch.float32]
+        assert shapes == [(), (), (0,) if outside else (2, 3)]
+
+
 def test_two_disjoint_meshes():
     """Half of the ranks work on one tensor, half on another; then all of them on a third."""
 

@@ -71,14 +71,16 @@ def _linear(name: str, reduce: str | None, source: Any, number: int) -> tuple[tu
 def _indexed(
     name: str, in_place: bool, input: Tensor, dim: int, index: Tensor, source: Any = None, *args: Any, **kwargs: Any
 ) -> Rule | None:
-    """Return the rule: the index selects the slices along a dim that are written."""
+    """Return the rule: the index selects the slices along a dim that are written; without dims, one slice."""
     source = kwargs.get("value", source)
-    if not is_operand(index) or index.ndim != 1 or not input.ndim or (name != "index_fill" and source.ndim != input.ndim):
+    if not is_operand(index) or index.ndim > 1 or not input.ndim:
+        return None
+    if name != "index_fill" and source.ndim != input.ndim and not (source.ndim == 0 and name == "index_copy"):
         return None
     dim %= input.ndim
     left = dim_names(input.ndim)
-    number = "i" if name == "index_add" else "[i]"
-    sides = [left, number]
+    number = "1" if index.ndim == 0 else "i" if name == "index_add" else "[i]"
+    sides = [left, number if index.ndim else ""]
     if is_operand(source):
         sides.append(" ".join(number if d == dim else f"d{d}" for d in range(source.ndim)))
     given = [source] if is_operand(source) else []

@@ -36,9 +36,9 @@ def whole_reduction(a: Any) -> Rule:
 
 
 @rule("sum")
-def _sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None) -> Rule:
+def _sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Rule:
     linear = ((0,),) if casts_linearly(input.dtype, dtype) else ()
-    return reduction(input, dim if axis is None else axis, keepdim, linear=linear)
+    return reduction(input, dim, keepdim, linear=linear)
 
 
 @rule("nansum")
@@ -111,11 +111,11 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @decomposition_maker(
-    "mean", rule=lambda a: reduction(a.input, a.dim if a.axis is None else a.axis, a.keepdim, whole=True, linear=((0,),))
+    "mean", rule=lambda a: reduction(a.input, a.dim, a.keepdim, whole=True, linear=((0,),))
 )
-def _mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None) -> Any:
+def _mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """Divide the sum over all ranks by the global count, which is right for uneven parts."""
-    dims = normal_dims(dim if axis is None else axis, input.ndim)
+    dims = normal_dims(dim, input.ndim)
     if not is_split(input, dims):
         return None
     result = input.mean(dims, keepdim, dtype=dtype).dtype

@@ -183,7 +183,7 @@ def _register_quantile(name: str) -> None:
 
 
 def _quantile_of_part(
-    own: Callable[..., Tensor], dims: tuple[int, ...], keepdim: bool, part: Tensor, q: Any, *args: Any, **kwargs: Any
+    own: Callable[..., Tensor], dims: tuple[int, ...], keepdim: bool, /, part: Tensor, q: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Call torch's own function, which refuses an empty tensor; of an empty part return sums of the same shape."""
     if part.numel() or not all(part.shape[d] for d in dims):

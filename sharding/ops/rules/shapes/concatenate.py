@@ -35,6 +35,7 @@ from ..decomposition_utils import (
     without_pending,
 )
 from ..notation import Rule, einrule
+from ..propagation import joined_pending
 from ..registry import decomposition, decomposition_maker
 from .slicing import Piece
 from .view import with_whole_dims
@@ -47,7 +48,7 @@ Decomposition = Callable[..., Any]
 
 def _cat_rule(a: Any) -> Rule:
     ndim = max(t.ndim for t in a.tensors)
-    dim = a.kwargs.get("axis", a.dim) % ndim if ndim else 0
+    dim = a.dim % ndim if ndim else 0
     sides = [  # torch accepts empty 1-d tensors in any cat
         " ".join(f"[c{i}]" if d == dim else f"d{d}" for d in range(ndim)) if t.ndim == ndim else f"[e{i}]" for i, t in enumerate(a.tensors)
     ]
@@ -58,8 +59,8 @@ def _cat_rule(a: Any) -> Rule:
 
 @decomposition_maker("cat", "concat", "concatenate", rule=_cat_rule)
 def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Decomposition | None:
-    result = torch.cat(tensors, kwargs.get("axis", dim))  # type: ignore[arg-type]
-    dim = kwargs.get("axis", dim) % result.ndim
+    result = torch.cat(tensors, dim)  # type: ignore[arg-type]
+    dim %= result.ndim
     layouts = [layout_of(t) for t in tensors]
     largest = max(layouts, key=lambda layout: (layout.nbytes, layout.is_fully_replicated))
     if any(t.ndim != result.ndim for t in tensors) or not splitting_axes(largest, dim):
@@ -77,9 +78,12 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Decompositio
 
 
 def _common_pending(layouts: Sequence[Layout]) -> dict[str, str]:
-    """Return the pending kinds that all operands share: joining them commutes with the reduction."""
-    alike = len({(layout.spec.unreduced, layout.dtype) for layout in layouts}) == 1
-    return layouts[0].pending if alike else {}
+    """Return the kinds with which the result is pending: joining tensors that all are pending commutes with the reduction."""
+    if len({layout.dtype for layout in layouts}) > 1:
+        return {}
+    alike = len({layout.spec.unreduced for layout in layouts}) == 1
+    free = all(axis not in layout.dim_of for axis in joined_pending(layouts) for layout in layouts)
+    return layouts[0].pending if alike else joined_pending(layouts) if free else {}
 
 
 def at_least(x: Any, ndim: int) -> Any:

@@ -37,6 +37,49 @@ for _name in ("tril", "triu", "tril_", "triu_"):
     rule(_name)(partial(_triangle, getattr(Tensor, _name)))
 
 
+@rule("fill_diagonal_")
+def _fill_diagonal(input: Tensor, fill_value: Any, wrap: bool = False) -> Rule:
+    """Write the elements that each part has of the diagonal."""
+    names = dim_names(input.ndim)
+    return einrule(f"{names} -> {names}", input, linear=((0,),), transparent=True, bind=partial(_part_with_diagonal, wrap))
+
+
+def _part_with_diagonal(wrap: bool, layouts: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
+    layout = layouts[0]
+    positions = _diagonal_positions(layout.shape, wrap)
+    inside = torch.ones_like(positions[0], dtype=torch.bool)
+    for position, (start, stop) in zip(positions, layout.box, strict=True):
+        inside &= (position >= start) & (position < stop)
+    index = [position[inside] - start for position, (start, _) in zip(positions, layout.box, strict=True)]
+    neutral = _neutral_on_this_rank(layout)
+
+    def fill(local: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
+        value = local.new_full((), fill_value if neutral is None else neutral)
+        return local.index_put_(tuple(i.to(local.device) for i in index), value)
+
+    return fill
+
+
+def _diagonal_positions(shape: Sequence[int], wrap: bool) -> list[Tensor]:
+    """Return the positions of the diagonal's elements, one tensor for each dim.
+
+    With `wrap` the diagonal of a tall matrix starts again after one empty row.
+    """
+    if len(shape) == 2 and wrap and 0 < shape[1] < shape[0]:
+        numbers = torch.arange(0, shape[0] * shape[1], shape[1] + 1)
+        return [numbers // shape[1], numbers % shape[1]]
+    return [torch.arange(min(shape))] * len(shape)
+
+
+def _neutral_on_this_rank(layout: Layout) -> float | None:
+    """Return what this rank writes in place of a value, which the first rank of a pending sum or product has; None for the value."""
+    mesh: Any = layout.mesh
+    for axis, kind in layout.spec.unreduced:
+        if kind in ("sum", "product") and mesh.coordinate is not None and mesh.coordinate[mesh.axis_index(axis)]:
+            return float(kind == "product")
+    return None
+
+
 @rule("trace")
 def _trace(input: Tensor) -> Rule:
     """Sum the elements that each part has of the diagonal."""

@@ -154,7 +154,10 @@ samples("index_reduce", call(X, dim=0, index=i(5, high=4), source=f(5, 3), reduc
 samples("index_add", call(X, 0, i(5, high=4), f(5, 3)), call(X, -1, i(2, high=3), f(4, 2), alpha=2))
 samples("index_add", call(i(4, 3), 0, i(2, high=4), i(2, 3)))
 samples("index_copy", call(X, 0, torch.tensor([3, 0]), f(2, 3)), call(X, -1, torch.tensor([2, 1]), source=f(4, 2)))
+samples("index_copy index_add", call(X, 0, torch.tensor(2), f(1, 3)), call(f(4), 0, torch.tensor(1), f(1)))
 samples("index_fill", call(X, 0, i(2, low=-4, high=4), 1.5), call(X, 1, i(2, high=3), f()), call(X, dim=-1, index=i(2, high=3), value=0))
+samples("index_fill", call(X, 0, torch.tensor(2), 1.5), call(i(4), 0, torch.tensor(-1), 3))
+samples("index_copy", call(f(4), 0, torch.tensor(2), f()))
 samples("put", call(X, torch.tensor([[3, -1], [7, 0]]), f(2, 2)), call(X, i(5, high=12), f(5), accumulate=True))
 samples("masked_scatter", call(X, b(4, 3), f(15)), call(X, b(3), f(4, 3)), call(Z, b(4, 3, 2), f(5, 5)))
 samples(

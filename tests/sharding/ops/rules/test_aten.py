@@ -137,3 +137,29 @@ def test_operator_without_a_public_function_raises():
     text = same_error((2,), program, NotImplementedError)
     assert text.startswith("torch.ops.aten._cdist_forward has no public function of torch that does the same")
     assert "x.to_local()" in text
+
+
+def test_native_dropout_backward_scales_by_the_mask():
+    def program(mesh):
+        x = sm.device_put(torch.ones(6, 4), mesh, P("a"))
+        _, mask = torch.ops.aten.native_dropout(x, 0.5, True)
+        grad = torch.ops.aten.native_dropout_backward(torch.full_like(x, 3.0), mask, 2.0)
+        assert grad.spec == x.spec
+        assert torch.equal(grad.full_tensor(), 6.0 * mask.full_tensor())
+
+    on_mesh((2,), program)
+
+
+def test_as_strided_takes_only_the_tensors_own_strides():
+    def program(mesh):
+        x = sm.device_put(torch.arange(12.0).reshape(3, 4), mesh, P("a"))
+        leaf = x.clone().requires_grad_()
+        own = (3, 4), (4, 1)
+        for same in (leaf.as_strided(*own), torch.as_strided(leaf, *own, 0), torch.ops.aten.as_strided(leaf, *own)):
+            assert same.spec == x.spec
+            assert torch.equal(same.full_tensor(), x.full_tensor())
+        leaf.as_strided((3, 4), (4, 1)).sum().backward()
+        assert torch.equal(leaf.grad.full_tensor(), torch.ones(3, 4))
+        x.as_strided((4, 3), (3, 1))
+
+    assert "only the tensor's own ((3, 4), (4, 1), 0)" in same_error((2,), program, NotImplementedError, silent=False)

@@ -175,3 +175,91 @@ def test_bools_and_counts():
         assert (labels == labels).all().item() is True
 
     on_mesh((3,), program)
+
+
+# -- operands pending over different axes ------------------------------------------------------------------------------
+
+JOINS = {
+    "stack": lambda x, y, r: torch.stack([x, y], 1),
+    "cat": lambda x, y, r: torch.cat([x, y]),
+    "hstack": lambda x, y, r: torch.hstack([x, y]),
+    "add": lambda x, y, r: x + y,
+    "sub": lambda x, y, r: torch.sub(x, y, alpha=2),
+    "rsub": lambda x, y, r: torch.rsub(x, y),
+    "lerp": lambda x, y, r: torch.lerp(x, y, 0.3),
+    "where": lambda x, y, r: torch.where(r > 0, x, y),
+}
+MOVES = ("stack", "cat", "hstack")  # values of every pending kind
+
+
+def _over(axes, kind):
+    return P(unreduced=dict.fromkeys(axes, kind))
+
+
+@pytest.mark.parametrize("axes", [("a", "ab"), ("ab", "b"), ("a", "b"), ("ab", "ab")], ids="-".join)
+@pytest.mark.parametrize("kind", ["sum", "avg", "max", "min", "product"])
+@pytest.mark.parametrize("name", JOINS)
+def test_operands_pending_over_different_axes_stay_pending(name, kind, axes):
+    passes = name in MOVES or kind in ("sum", "avg")
+    values = X, f(4, 6, seed=5), f(4, 6, seed=7)
+
+    def gradients(mesh=None):
+        """Return the gradients of whole values that are made pending before they are joined."""
+        x, y, r = (v.clone() if mesh is None else sm.distribute_tensor(v, mesh) for v in values)
+        leaves = [x.requires_grad_(), y.requires_grad_()]
+        if mesh is not None:
+            x, y = (leaf.redistribute(_over(where, kind)) for leaf, where in zip(leaves, axes, strict=True))
+        out = JOINS[name](x, y, r)
+        weights = torch.arange(out.numel(), dtype=out.dtype).reshape(out.shape)
+        (out * (weights if mesh is None else sm.distribute_tensor(weights, mesh))).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    def program(mesh):
+        x, y = (place(v, mesh, _over(where, kind), i) for i, (v, where) in enumerate(zip(values[:2], axes, strict=True)))
+        r = sm.distribute_tensor(values[2], mesh)
+        with collectives() as records:
+            out = JOINS[name](x, y, r)
+        if passes:
+            assert not records
+            assert sm.typeof(out).pending == {"a": kind, "b": kind}
+        torch.testing.assert_close(out.full_tensor(), JOINS[name](*values))
+        if kind != "product":
+            for grad, expected in zip(gradients(mesh), gradients(), strict=True):
+                torch.testing.assert_close(grad.full_tensor(), expected)
+
+    on_mesh((2, 2), program)
+
+
+def test_operands_with_a_replicated_or_another_kind_among_them_are_reduced():
+    def program(mesh):
+        x, y = (place(X, mesh, _over(where, "sum"), seed) for seed, where in enumerate(("a", "ab")))
+        r = sm.distribute_tensor(f(4, 6, seed=7), mesh)
+        most = place(X, mesh, _over("b", "max"))
+        for joined, expected in ((torch.stack([x, y, r]), [X, X, f(4, 6, seed=7)]), (torch.stack([x, most]), [X, X])):
+            assert not sm.typeof(joined).pending
+            torch.testing.assert_close(joined.full_tensor(), torch.stack(expected))
+
+    on_mesh((2, 2), program)
+
+
+def test_cat_along_a_split_dim_of_operands_pending_over_different_axes():
+    def program(mesh):
+        x = place(X, mesh, P("c", unreduced={"a"}))
+        y = place(X, mesh, P("c", unreduced={"a", "b"}), 1)
+        with collectives() as records:
+            out = torch.cat([x, y])
+        assert "all_reduce" not in launched(records)
+        assert sm.typeof(out).pending == {"a": "sum", "b": "sum"}
+        torch.testing.assert_close(out.full_tensor(), torch.cat([X, X]))
+
+    on_mesh((2, 2, 2), program)
+
+
+def test_an_axis_of_one_rank_does_not_make_an_operand_pending():
+    def program(mesh):
+        x, y = place(X, mesh, _over("b", "sum")), place(X, mesh, _over("a", "sum"))
+        out = x + y
+        assert "b" not in sm.typeof(out).pending
+        torch.testing.assert_close(out.full_tensor(), X + X)
+
+    on_mesh((1, 2), program)

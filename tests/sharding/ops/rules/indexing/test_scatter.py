@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 
@@ -326,5 +327,43 @@ def test_masks_need_no_gather_and_no_warning(index):
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 assert torch.equal(x[index(given)].full_tensor(), X[index(mask)])
+
+    on_mesh((3,), program)
+
+
+@pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a")], ids=str)
+@pytest.mark.parametrize("targets", [[0, 5, 11, 17, 3, 19], [0, 5, 11, 17, 1], [0, 1, 2, 3]], ids=["many", "one each", "head"])
+def test_adaptive_log_softmax_like_one_process(targets, spec):
+    """A cluster with one row is written at an index without dims."""
+    module = torch.nn.AdaptiveLogSoftmaxWithLoss(8, 20, [4, 10, 15], div_value=2.0).double()
+    state = {name: p.detach().clone() for name, p in module.named_parameters()}
+    x, target = f(len(targets), 8), torch.tensor(targets)
+
+    def run(params, x, target):
+        own = copy.deepcopy(module)  # ranks are threads, and functional_call writes to the module
+        out = torch.func.functional_call(own, params, (x, target))
+        out.loss.backward()
+        grads = [p.grad for p in params.values() if p.grad is not None]
+        return [out.output.detach(), out.loss.detach(), x.grad, *grads]
+
+    expected = run({name: p.clone().requires_grad_() for name, p in state.items()}, x.clone().requires_grad_(), target)
+
+    def program(mesh):
+        params = {name: sm.distribute_tensor(p.clone(), mesh).requires_grad_() for name, p in state.items()}
+        rows = P(*spec.dims[:1])
+        results = run(params, sm.device_put(x, mesh, spec).requires_grad_(), sm.device_put(target, mesh, rows))
+        for result, other in zip(results, expected, strict=True):
+            torch.testing.assert_close(result.full_tensor(), other)
+
+    on_mesh((2,), program)
+
+
+@pytest.mark.parametrize("kind", ["sum", "avg", "max", "min", "product"])
+def test_fill_diagonal_of_a_pending_tensor(kind):
+    def program(mesh):
+        x = sm.device_put(X, mesh, P()).redistribute(P(unreduced={"a": kind}))
+        x.fill_diagonal_(3.0)
+        assert sm.typeof(x).pending == {"a": kind}
+        torch.testing.assert_close(x.full_tensor(), X.clone().fill_diagonal_(3.0))
 
     on_mesh((3,), program)
