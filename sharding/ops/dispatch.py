@@ -21,10 +21,10 @@ from torch import Tensor
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
 from ..redistribute.autograd import redistribute_local
-from ..tensor.autograd.engine_hooks import any_requires_grad, is_transformed, transforming
+from ..tensor.autograd.engine_hooks import any_requires_grad, in_foreign_forward_mode, innermost, is_transformed, transforming
 from ..tensor.sharded_tensor import ShardedTensor
-from ..tensor.transforms import refuse_foreign
-from . import nonmember, plain_operands
+from ..tensor.transforms import is_foreign, refuse_foreign
+from . import nonmember, plain_operands, torch_transforms
 from .custom_function import take_over
 from .handles import TensorHandle, settled
 from .lineage import comm_context, drawn, mixed, piece_of, seed_of, with_drawn
@@ -167,6 +167,7 @@ def locals_of(items: Any, key: list[Any], operands: list[Any], func: Any) -> Any
 
 
 _ON_META = "meta"
+_WRAPPED = object()  # in a key: a transform of torch's own around a ShardedTensor, see `torch_transforms.py`
 _PLAIN = object()  # in a key: a plain tensor that may be treated as replicated, see `plain_operands.py`
 
 
@@ -177,6 +178,8 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
         RuntimeError: and not TypeError, which Python's `+` and `@` would turn into "unsupported operand".
     """
     if is_transformed(tensor):
+        if is_foreign() and isinstance(innermost(tensor), ShardedTensor) and not in_foreign_forward_mode():
+            return _WRAPPED
         refuse_foreign(f"{name_of(func)} of a ShardedTensor")
     if tensor.ndim == 0 and not (tensor.requires_grad and torch.is_grad_enabled()):
         return (tensor.dtype, _ON_META) if tensor.is_meta else tensor.dtype
@@ -197,7 +200,10 @@ def _make_strategy(
     refuse_jit_trace()
     if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
         plain_operands.refuse_without_value(func, operands)
-    if operands and plain_operands.plain_targets(func, args, kwargs):
+    if any(k is _WRAPPED for k in key):
+        strategy = OpStrategy(func)
+        strategy.run = _run_with_wrapped
+    elif operands and plain_operands.plain_targets(func, args, kwargs):
         strategy = OpStrategy(func)
         strategy.run = _run_into_plain
     elif has_tensor_as_number(func, kwargs):
@@ -238,6 +244,10 @@ def _make_strategy(
 def _run_with_plain(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
     args, kwargs = plain_operands.replicated(strategy.func, args, kwargs)
     return torch_function(ShardedTensor, strategy.func, (), args, kwargs)
+
+
+def _run_with_wrapped(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+    return torch_transforms.run_with_wrapped(strategy.func, args, kwargs)
 
 
 def _run_into_plain(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:

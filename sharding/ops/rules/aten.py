@@ -164,14 +164,48 @@ def _to_copy(self: Any, dtype: torch.dtype | None = None, device: Any = None, **
     return self.to(dtype=self.dtype if dtype is None else dtype, copy=True, **where)
 
 
+def _softmax_gradient(grad_output: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
+    grad = output * (grad_output - (grad_output * output).sum(dim, keepdim=True))
+    return grad.to(input_dtype)
+
+
+def _log_softmax_gradient(grad_output: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
+    grad = grad_output - output.exp() * grad_output.sum(dim, keepdim=True)
+    return grad.to(input_dtype)
+
+
+def _select_gradient(grad_output: Any, input_sizes: Sequence[int], dim: int, index: int) -> Any:
+    return torch.select_scatter(grad_output.new_zeros(input_sizes), grad_output, dim, index)
+
+
+def _slice_gradient(grad_output: Any, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
+    return torch.slice_scatter(grad_output.new_zeros(input_sizes), grad_output, dim, start, end, step)
+
+
+def _embedding_gradient(
+    grad_output: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Any:
+    if scale_grad_by_freq:
+        raise NotImplementedError("the gradient of an embedding with scale_grad_by_freq=True, in a transform of torch.func")
+    rows, numbers = grad_output.flatten(0, indices.ndim - 1), indices.flatten()
+    if padding_idx >= 0:
+        rows = rows.masked_fill((numbers == padding_idx)[:, None], 0)
+    return rows.new_zeros(num_weights, rows.shape[1]).index_add(0, numbers, rows)
+
+
 _TRANSLATED: dict[str, Callable[..., Any]] = {
     "_log_softmax": partial(_softmax, torch.log_softmax),
     "_softmax": partial(_softmax, torch.softmax),
+    "_softmax_backward_data": _softmax_gradient,
+    "_log_softmax_backward_data": _log_softmax_gradient,
     "_to_copy": _to_copy,
     "alias": lambda self: self.view_as(self),
     "embedding": _embedding,
+    "embedding_dense_backward": _embedding_gradient,
     "index": _index,
     "lift_fresh": lambda self: self,
+    "select_backward": _select_gradient,
     "slice": _slice,
+    "slice_backward": _slice_gradient,
     "split": lambda self, split_size, dim=0: self.split(split_size, dim),
 }
