@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from .lineage import comm_context, drawn, mixed, piece_of, seed_of, with_drawn
 from .rules.aten import public_call
 from .rules.number_arguments import has_tensor_as_number, with_numbers
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES, writes_first_operand
+from .sliced_from import ReshapedFrom, base_of, check_base, is_reshape, marked_as_copy
 from .strategy import FOUND, OpStrategy, choose_strategy, common_name, name_of, with_values
 from .torch_compile import not_compiled, refuse_jit_trace
 
@@ -42,13 +43,6 @@ _wrapper_grad_fn = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 _number_of_result = Tensor.output_nr.__get__  # type: ignore[attr-defined]
 _is_grad_enabled = torch.is_grad_enabled
 _thread_state = plain_operands.thread_state
-
-
-class _MovedCopies:
-    exist = False  # whether a view of a redistributed copy was ever made
-
-
-_moved_copies = _MovedCopies()
 
 
 @not_compiled(
@@ -230,6 +224,8 @@ def _make_strategy(
             strategy.run = _run_decomposition
         elif _is_outside(operands[0]._layout):
             strategy.run = partial(nonmember.run, func)
+        elif strategy.detached_view and is_reshape(func):
+            strategy.run = _run_reshape
         elif strategy.moves or strategy.in_place or type(outputs) is not Layout:
             strategy.run = _run
         else:
@@ -269,21 +265,6 @@ def _moved(
     if strategy.detached_view:
         moved[0] = marked_as_copy(moved[0], operands[0]._local)
     return with_values(args, kwargs, moved)
-
-
-def marked_as_copy(moved: Tensor, original: Tensor) -> Tensor:
-    """Return the redistributed operand of a view, marked so that writing to a view of it raises."""
-    if transforming():
-        moved = moved.clone() if moved is original else moved
-    elif moved.untyped_storage()._cdata == original.untyped_storage()._cdata:
-        moved = moved.clone()
-    _base(moved)._is_moved_copy = True  # type: ignore[attr-defined]
-    _moved_copies.exist = True
-    return moved
-
-
-def _base(local: Tensor) -> Tensor:
-    return local if local._base is None else local._base
 
 
 def _run_decomposition(
@@ -327,6 +308,13 @@ def _run(
         like = operands[0]._layout
         return nonmember.map_tensors(result, lambda t: ShardedTensor._make(t, nonmember.whole_like(t, like)))
     return strategy.container([wrap(r, layout) for r, layout in zip(result, outputs, strict=True)])
+
+
+def _run_reshape(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], _: Any, __: Any, operands: list[Any]) -> Any:
+    """Run a reshape of a redistributed copy; writes to the result reach its operand through `sliced_from.py`."""
+    out = _run(strategy, args, kwargs, (), {}, operands)
+    out._sliced_from = ReshapedFrom(operands[0], out.shape)
+    return out
 
 
 def _is_outside(layout: Layout) -> bool:
@@ -378,7 +366,7 @@ def _detached(local: Tensor) -> Tensor:
     if transforming():
         return local  # detached, it would lose its tangent
     out = local.detach()
-    if getattr(_base(local), "_is_moved_copy", False):
+    if getattr(base_of(local), "_is_moved_copy", False):
         out._is_moved_copy = True  # type: ignore[attr-defined]
     return out
 
@@ -402,24 +390,6 @@ def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
         return out
 
     return wrap_local
-
-
-def check_base(x: Any) -> None:
-    """Raise if this is a view of a tensor that had to be redistributed, before it is written.
-
-    Raises:
-        RuntimeError: the base would not change.
-    """
-    check_bases((x,))
-
-
-def check_bases(tensors: Iterable[Any]) -> None:
-    """Call `check_base` for several tensors; free as long as no view of a redistributed copy was ever made."""
-    if _moved_copies.exist and any(getattr(_base(x._local), "_is_moved_copy", False) for x in tensors):
-        raise RuntimeError(
-            "in-place operator on a view whose base had to be redistributed: the base would not change; "
-            "write to the base, or call .clone() first to say that it should not"
-        )
 
 
 def _into_out(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:

@@ -115,8 +115,8 @@ class ShardedTensor(Tensor):
         """
         raise RuntimeError(
             f"{func} was called on the wrapper of a ShardedTensor and not through torch's functions: by C++ code, forward mode of "
-            "torch.func (use sm.jvp, sm.jacfwd), or torch.distributed. The wrapper holds no values; work on this rank's part, x.to_local(), "
-            "and wrap the result with ShardedTensor.from_local. For gradients use x.backward() or torch.autograd.grad"
+            "torch.func (use sm.jvp, sm.jacfwd), or torch.distributed. The wrapper holds no values; work on this rank's part, "
+            "x.to_local(), and wrap the result with ShardedTensor.from_local. For gradients use x.backward() or torch.autograd.grad"
         )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ShardedTensor:

@@ -27,8 +27,7 @@ from ....layout.layout import Layout
 from ....layout.spec import P
 from ....redistribute.autograd import redistribute_local, redistribute_locals
 from ....tensor.sharded_tensor import ShardedTensor
-from ...dispatch import marked_as_copy
-from ...sliced_from import SlicedFrom
+from ...sliced_from import SlicedFrom, marked_as_copy
 from ..decomposition_utils import (
     all_from_parts,
     evenly_split,
