@@ -21,7 +21,13 @@ from torch import Tensor
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
 from ..redistribute.autograd import redistribute_local
-from ..tensor.autograd.engine_hooks import any_requires_grad, in_foreign_forward_mode, innermost, is_transformed, transforming
+from ..tensor.autograd.engine_hooks import (
+    any_requires_grad,
+    in_foreign_forward_mode,
+    innermost,
+    is_transformed,
+    transforming,
+)
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.transforms import is_foreign, refuse_foreign
 from . import nonmember, plain_operands, torch_transforms

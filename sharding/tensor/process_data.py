@@ -262,8 +262,8 @@ def _copied(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
         if is_differentiated or (transforming() and is_transformed(data)):
             raise RuntimeError(
                 f"the data, a tensor of shape {list(data.shape)}, is being differentiated, and its gradient would be lost: data of ranks "
-                "become a new leaf. To stay in the graph use ShardedTensor.from_local(part, mesh, spec), or device_put for the whole tensor; "
-                "else pass data.detach()"
+                "become a new leaf. To stay in the graph use ShardedTensor.from_local(part, mesh, spec), or device_put for the whole "
+                "tensor; else pass data.detach()"
             )
     if isinstance(data, Tensor):
         return data.detach().to(mesh.device, dtype, copy=True, memory_format=torch.contiguous_format)

@@ -124,7 +124,7 @@ def _gradients(model, x, second_order):
     return [p.grad for p in trained]
 
 
-@pytest.mark.one_in(3, each=["form"])
+@pytest.mark.one_in(4, each=["name"])
 @pytest.mark.parametrize("form", ["units", "one unit", "frozen", "second order"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_without_rows(name, form):
