@@ -61,7 +61,7 @@ def torch_dispatch(cls: type, func: Any, types: Any, args: Sequence[Any] = (), k
                 f"{func}, by a transform of torch.func, on a ShardedTensor that was computed inside of a transform from one that is no "
                 "argument of it; pass it as an argument, or use this library's transforms alone: sm.vmap, sm.grad, sm.vjp, sm.jacrev"
             )
-    args, kwargs = pytree.tree_map_only(_Operand, _as_sharded, (args, kwargs))
+    args, kwargs = pytree.tree_map_only(_OperandInCpp, _as_sharded, (args, kwargs))
     with enable_reentrant_dispatch(), torch._C._EnableTorchFunction():
         if func in _RESHAPING:
             return _reshape_in_place(args[0], _RESHAPING[func](*args, **kwargs))
@@ -81,17 +81,17 @@ def run_with_wrapped(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
     return func(*args, **kwargs)
 
 
-class _Operand(ShardedTensor):
+class _OperandInCpp(ShardedTensor):
     """A `ShardedTensor` that torch's functions take as it is: its operators reach `__torch_dispatch__`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
 
 def _as_operand(x: ShardedTensor) -> Any:
-    return _wrapped(_Operand, x, x._local.requires_grad)
+    return _wrapped(_OperandInCpp, x, x._local.requires_grad)
 
 
-def _as_sharded(x: _Operand) -> ShardedTensor:
+def _as_sharded(x: _OperandInCpp) -> ShardedTensor:
     return _wrapped(ShardedTensor, x, False)
 
 
