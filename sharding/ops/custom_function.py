@@ -48,9 +48,20 @@ def take_over(x: ShardedTensor, node: Any, number: int) -> None:
         if _is_custom(node) and _saves(node, number):
             node.results = {**getattr(node, "results", {}), number: (x._local.detach(), x._layout, x._lineage)}
         return
+    if node.name().endswith("UndefinedGradBackward"):
+        x._local = _without_gradient(node, number)
+        return
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
         owner = x.view_as(x).grad_fn
     x._local = _with_history(node, number, (x._local, x._layout, x._lineage), owner)
+
+
+def _without_gradient(node: Any, number: int) -> Tensor:
+    """Return this rank's part of a result of the function by which `torch.autograd.gradcheck` passes undefined gradients to backward."""
+    source = getattr(node.next_functions[number][0], "variable", None)
+    if not isinstance(source, ShardedTensor):
+        raise RuntimeError(_NOT_CUSTOM)
+    return torch._C._functions.UndefinedGrad()(source._local)  # type: ignore[attr-defined]
 
 
 def _saves(node: Any, number: int) -> bool:

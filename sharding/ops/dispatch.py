@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -22,10 +22,16 @@ from torch import Tensor
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
 from ..redistribute.autograd import redistribute_local
-from ..tensor.autograd.engine_hooks import any_requires_grad, is_transformed, transforming
+from ..tensor.autograd.engine_hooks import (
+    any_requires_grad,
+    in_foreign_forward_mode,
+    innermost,
+    is_transformed,
+    transforming,
+)
 from ..tensor.sharded_tensor import ShardedTensor
-from ..tensor.transforms import refuse_foreign
-from . import nonmember, plain_operands
+from ..tensor.transforms import is_foreign, refuse_foreign
+from . import nonmember, plain_operands, torch_transforms
 from .custom_function import take_over
 from .handles import TensorHandle, settled
 from .lineage import comm_context, drawn, mixed, piece_of, seed_of, seed_with_ints, with_drawn
@@ -34,6 +40,7 @@ from .rules.free_ints import shared_arguments
 from .rules.number_arguments import has_tensor_as_number, with_numbers
 from .rules.numpy_names import has_numpy_names, with_torch_names
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES, writes_first_operand
+from .sliced_from import ReshapedFrom, base_of, check_base, is_reshape, marked_as_copy
 from .strategy import FOUND, OpStrategy, choose_strategy, common_name, name_of, with_values
 from .torch_compile import not_compiled, refuse_jit_trace
 
@@ -45,13 +52,6 @@ _wrapper_grad_fn = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 _number_of_result = Tensor.output_nr.__get__  # type: ignore[attr-defined]
 _is_grad_enabled = torch.is_grad_enabled
 _thread_state = plain_operands.thread_state
-
-
-class _MovedCopies:
-    exist = False  # whether a view of a redistributed copy was ever made
-
-
-_moved_copies = _MovedCopies()
 
 
 @not_compiled(
@@ -170,6 +170,7 @@ def locals_of(items: Any, key: list[Any], operands: list[Any], func: Any) -> Any
 
 
 _ON_META = "meta"
+_WRAPPED = object()  # in a key: a transform of torch's own around a ShardedTensor, see `torch_transforms.py`
 _PLAIN = object()  # in a key: a plain tensor that may be treated as replicated, see `plain_operands.py`
 
 
@@ -180,6 +181,8 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
         RuntimeError: and not TypeError, which Python's `+` and `@` would turn into "unsupported operand".
     """
     if is_transformed(tensor):
+        if is_foreign() and isinstance(innermost(tensor), ShardedTensor) and not in_foreign_forward_mode():
+            return _WRAPPED
         refuse_foreign(f"{name_of(func)} of a ShardedTensor")
     if tensor.ndim == 0 and not (tensor.requires_grad and torch.is_grad_enabled()):
         return (tensor.dtype, _ON_META) if tensor.is_meta else tensor.dtype
@@ -244,7 +247,10 @@ def _make_strategy(
     refuse_jit_trace()
     if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
         plain_operands.refuse_without_value(func, operands)
-    if operands and plain_operands.plain_targets(func, args, kwargs):
+    if any(k is _WRAPPED for k in key):
+        strategy = OpStrategy(func)
+        strategy.run = _run_with_wrapped
+    elif operands and plain_operands.plain_targets(func, args, kwargs):
         strategy = OpStrategy(func)
         strategy.run = _run_into_plain
     elif has_numpy_names(func, kwargs):
@@ -274,6 +280,8 @@ def _make_strategy(
             strategy.run = _run_decomposition
         elif _is_outside(operands[0]._layout):
             strategy.run = partial(nonmember.run, func)
+        elif strategy.detached_view and is_reshape(func):
+            strategy.run = _run_reshape
         elif strategy.moves or strategy.in_place or type(outputs) is not Layout:
             strategy.run = _run
         else:
@@ -288,6 +296,10 @@ def _make_strategy(
 def _run_with_plain(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
     args, kwargs = plain_operands.replicated(strategy.func, args, kwargs)
     return torch_function(ShardedTensor, strategy.func, (), args, kwargs)
+
+
+def _run_with_wrapped(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+    return torch_transforms.run_with_wrapped(strategy.func, args, kwargs)
 
 
 def _run_into_plain(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
@@ -313,21 +325,6 @@ def _moved(
     if strategy.detached_view:
         moved[0] = marked_as_copy(moved[0], operands[0]._local)
     return with_values(args, kwargs, moved)
-
-
-def marked_as_copy(moved: Tensor, original: Tensor) -> Tensor:
-    """Return the redistributed operand of a view, marked so that writing to a view of it raises."""
-    if transforming():
-        moved = moved.clone() if moved is original else moved
-    elif moved.untyped_storage()._cdata == original.untyped_storage()._cdata:
-        moved = moved.clone()
-    _base(moved)._is_moved_copy = True  # type: ignore[attr-defined]
-    _moved_copies.exist = True
-    return moved
-
-
-def _base(local: Tensor) -> Tensor:
-    return local if local._base is None else local._base
 
 
 def _run_decomposition(
@@ -371,6 +368,13 @@ def _run(
         like = operands[0]._layout
         return nonmember.map_tensors(result, lambda t: ShardedTensor._make(t, nonmember.whole_like(t, like)))
     return strategy.container([wrap(r, layout) for r, layout in zip(result, outputs, strict=True)])
+
+
+def _run_reshape(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], _: Any, __: Any, operands: list[Any]) -> Any:
+    """Run a reshape of a redistributed copy; writes to the result reach its operand through `sliced_from.py`."""
+    out = _run(strategy, args, kwargs, (), {}, operands)
+    out._sliced_from = ReshapedFrom(operands[0], out.shape)
+    return out
 
 
 def _is_outside(layout: Layout) -> bool:
@@ -422,7 +426,7 @@ def _detached(local: Tensor) -> Tensor:
     if transforming():
         return local  # detached, it would lose its tangent
     out = local.detach()
-    if getattr(_base(local), "_is_moved_copy", False):
+    if getattr(base_of(local), "_is_moved_copy", False):
         out._is_moved_copy = True  # type: ignore[attr-defined]
     return out
 
@@ -446,24 +450,6 @@ def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
         return out
 
     return wrap_local
-
-
-def check_base(x: Any) -> None:
-    """Raise if this is a view of a tensor that had to be redistributed, before it is written.
-
-    Raises:
-        RuntimeError: the base would not change.
-    """
-    check_bases((x,))
-
-
-def check_bases(tensors: Iterable[Any]) -> None:
-    """Call `check_base` for several tensors; free as long as no view of a redistributed copy was ever made."""
-    if _moved_copies.exist and any(getattr(_base(x._local), "_is_moved_copy", False) for x in tensors):
-        raise RuntimeError(
-            "in-place operator on a view whose base had to be redistributed: the base would not change; "
-            "write to the base, or call .clone() first to say that it should not"
-        )
 
 
 def _into_out(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:

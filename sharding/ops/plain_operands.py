@@ -101,13 +101,16 @@ def _in_prepared_module() -> bool:
     return False
 
 
-def _check_replicated(func: Callable[..., Any], plain: Sequence[Tensor], sharded: Sequence[ShardedTensor]) -> bool:
+def _check_replicated(
+    func: Callable[..., Any], plain: Sequence[Tensor], sharded: Sequence[ShardedTensor], *, in_backward: bool = False
+) -> bool:
     """Compare plain operands between the ranks of a mesh, unless this line has done so before.
 
     Args:
         func: the operator.
         plain: its plain operands.
         sharded: its sharded ones, on one mesh.
+        in_backward: whether to compare also in backward.
 
     Returns:
         False if the operands must not count as replicated: in backward, on a line that no forward has compared.
@@ -126,7 +129,7 @@ def _check_replicated(func: Callable[..., Any], plain: Sequence[Tensor], sharded
     compared = _compared.setdefault(mesh.world, {}).setdefault(hash(mesh), {})
     if signature in compared:
         return True
-    if engine_hooks.current_backward() != -1 and not _in_prepared_module():
+    if engine_hooks.current_backward() != -1 and not in_backward and not _in_prepared_module():
         return False
     if mesh.size() > 1:
         _compare(f"{file}:{line}: {name_of(func)}", plain, mesh)
@@ -140,8 +143,8 @@ def _compare(place: str, plain: Iterable[Tensor], mesh: DeviceMesh) -> None:
     try:
         with implicit_comm("allow"):
             compare(
-                f"{place}: a plain operand with a ShardedTensor counts as replicated inside a prepared module and "
-                "next to its outputs, and ",
+                f"{place}: a plain operand with a ShardedTensor counts as replicated inside a prepared module, "
+                "next to its outputs and in torch.vmap, and ",
                 copies,
                 group,
             )
@@ -194,6 +197,26 @@ def replicated(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
             refuse_without_value(func, sharded)
         if not numbers and not _check_replicated(func, plain, sharded):
             refuse(plain[0], func)
+    return replicated_arguments(args, kwargs)
+
+
+def compared_arguments(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return the arguments with plain tensors, which must be equal on all ranks, converted to `ShardedTensor`s.
+
+    Raises:
+        ReplicaError: on every rank: they differ between ranks.
+
+    Communication: that of `_check_replicated`.
+    """
+    tensors = list(tensors_in((*args, *kwargs.values())))
+    sharded = [x for x in tensors if isinstance(x, ShardedTensor)]
+    plain = [x for x in tensors if is_plain_operand(x) and not is_one_element(x)]
+    if not plain or not sharded:
+        return args, kwargs
+    if not thread_state.implicit_replication:
+        _check_replicated(func, plain, sharded, in_backward=True)
     return replicated_arguments(args, kwargs)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..debug import visualize
 from ..layout.spec import P, Placement
-from ..ops import dispatch
+from ..ops import dispatch, torch_transforms
 from ..ops.lineage import comm_context
 from ..redistribute.autograd import redistribute_local
 from . import convert, process_data, torch_checkpoint
@@ -193,5 +193,6 @@ for _name, _attribute in {
     "grad_fn": property(_grad_fn),
     "is_leaf": property(_is_leaf),
     "__torch_function__": classmethod(dispatch.torch_function),
+    "__torch_dispatch__": classmethod(torch_transforms.torch_dispatch),
 }.items():
     setattr(ShardedTensor, _name, _attribute)

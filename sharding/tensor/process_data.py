@@ -23,6 +23,7 @@ from ...kernels.box import box_shape, slices
 from ...mesh.device_mesh import DeviceMesh
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import P, SpecLike, as_spec
+from .autograd.engine_hooks import is_transformed, transforming
 from .convert import from_local
 from .mesh_arguments import is_placement, mesh_and_spec
 from .sharded_tensor import ShardedTensor
@@ -58,6 +59,7 @@ def make_array_from_callback(
         ValueError: placements that do not fit or are pending, no dtype on a rank outside the mesh; only on the rank concerned, a
             part that does not have the shape of the box.
         TypeError: no mesh given or set, or the callback returns a `ShardedTensor`.
+        RuntimeError: on the rank concerned, the callback returns a tensor that requires grad, whose gradient would be lost.
 
     Communication: none.
 
@@ -104,6 +106,7 @@ def make_array_from_process_local_data(
         ValueError: placements that do not fit or are pending, data that does not fit `global_shape`; on every rank that
             compared, parts that do not make up a tensor; no `global_shape` on a rank outside the mesh.
         TypeError: no mesh given or set, or a `ShardedTensor`.
+        RuntimeError: the data require grad, and their gradient would be lost.
 
     Communication: none with `global_shape` or if nothing is split; else one small all_gather of the shapes over the axes that
         split something.
@@ -250,9 +253,18 @@ def _copied(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
 
     Raises:
         TypeError: a ShardedTensor.
+        RuntimeError: a tensor that is being differentiated: its gradient would be zero.
     """
     if isinstance(data, ShardedTensor):
         raise TypeError(f"expected this rank's part as a plain tensor or array, got a ShardedTensor {data._layout}")
+    if isinstance(data, Tensor):
+        is_differentiated = data.requires_grad and torch.is_grad_enabled()
+        if is_differentiated or (transforming() and is_transformed(data)):
+            raise RuntimeError(
+                f"the data, a tensor of shape {list(data.shape)}, is being differentiated, and its gradient would be lost: data of ranks "
+                "become a new leaf. To stay in the graph use ShardedTensor.from_local(part, mesh, spec), or device_put for the whole "
+                "tensor; else pass data.detach()"
+            )
     if isinstance(data, Tensor):
         return data.detach().to(mesh.device, dtype, copy=True, memory_format=torch.contiguous_format)
     if hasattr(data, "__array__"):

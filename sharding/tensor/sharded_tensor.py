@@ -5,8 +5,8 @@ layout next to it. Autograd runs on the local tensors: the graph holds no wrappe
 at torch's own speed.
 
     made by                                 device in C++   what bypasses the dispatch
-    `_make_guarded`: what enters a          of the part     raises in `__torch_dispatch__`
-        program, parameters, gradients
+    `_make_guarded`: what enters a          of the part     reaches `__torch_dispatch__`, which runs
+        program, parameters, gradients                      or raises: `ops/torch_transforms.py`
     `_make`: results of operators           "meta"          gets a meta tensor without values
         (a quarter of the time)
 
@@ -106,19 +106,17 @@ class ShardedTensor(Tensor):
             guarded = ShardedTensor._make_guarded(self._local, self._layout, 0)
             torch._C._swap_tensor_impl(self, guarded)  # type: ignore[attr-defined]
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    @staticmethod
+    def _refuse_dispatch(func: Any) -> Any:
         """Refuse what bypasses `__torch_function__`: it would run on the wrapper, which has no values.
 
         Raises:
-            RuntimeError: always, except when a tensor is detached, as autograd does before it passes it to a hook.
+            RuntimeError: always.
         """
-        if func is torch.ops.aten.detach.default:
-            return args[0].detach()
         raise RuntimeError(
-            f"{func} was called on the wrapper of a ShardedTensor and not through torch's functions: by C++ code, a transform of "
-            "torch.func, or torch.distributed. The wrapper holds no values; work on this rank's part, x.to_local(), and wrap the result "
-            "with ShardedTensor.from_local. For gradients use x.backward() or torch.autograd.grad"
+            f"{func} was called on the wrapper of a ShardedTensor and not through torch's functions: by C++ code, forward mode of "
+            "torch.func (use sm.jvp, sm.jacfwd), or torch.distributed. The wrapper holds no values; work on this rank's part, "
+            "x.to_local(), and wrap the result with ShardedTensor.from_local. For gradients use x.backward() or torch.autograd.grad"
         )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ShardedTensor:
@@ -186,7 +184,11 @@ class ShardedTensor(Tensor):
         return self._layout.shape if dim is None else self._layout.shape[dim]
 
     def dim(self) -> int:
-        """Return the number of dims."""
+        """Return the number of dims.
+
+        `torch.vmap` asks for it before it wraps a tensor, which must then have the device of its part in C++.
+        """
+        self._expose_device()
         return len(self._layout.shape)
 
     def numel(self) -> int:

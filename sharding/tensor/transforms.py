@@ -8,7 +8,7 @@ transform of the program on `ShardedTensor`s, as long as communication has a rul
     grad    the transpose
 
 `sm.vmap`, `sm.jvp`, `sm.grad` and the others open the levels of `torch.func` for that, and count them. A level opened by other code
-would transform the wrappers, which hold no values, so it raises.
+transforms the wrappers, which hold no values: `ops/torch_transforms.py` runs what it makes of the operators, or it raises.
 """
 
 from __future__ import annotations

@@ -164,15 +164,76 @@ def _to_copy(self: Any, dtype: torch.dtype | None = None, device: Any = None, **
     return self.to(dtype=self.dtype if dtype is None else dtype, copy=True, **where)
 
 
+def _softmax_gradient(grad_output: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
+    grad = output * (grad_output - (grad_output * output).sum(dim, keepdim=True))
+    return grad.to(input_dtype)
+
+
+def _log_softmax_gradient(grad_output: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
+    grad = grad_output - output.exp() * grad_output.sum(dim, keepdim=True)
+    return grad.to(input_dtype)
+
+
+def _safe_softmax(self: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+    nothing = (self == float("-inf")).all(dim, keepdim=True)
+    return torch.softmax(self, dim, dtype=dtype).masked_fill(nothing, 0)
+
+
+def _layer_norm(input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
+    dims = tuple(range(-len(normalized_shape), 0))
+    var, mean = torch.var_mean(input, dims, correction=0, keepdim=True)
+    return F.layer_norm(input, normalized_shape, weight, bias, eps), mean, (var + eps).rsqrt()
+
+
+def _layer_norm_gradient(
+    grad_out: Any, input: Any, normalized_shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, output_mask: Sequence[bool]
+) -> tuple[Any, ...]:
+    dims = tuple(range(-len(normalized_shape), 0))
+    rows = tuple(range(input.ndim - len(dims)))
+    normal = (input - mean) * rstd
+    scaled = grad_out if weight is None else grad_out * weight
+    of_input = (scaled - scaled.mean(dims, keepdim=True) - normal * (scaled * normal).mean(dims, keepdim=True)) * rstd
+    sums = [x.sum(rows) if rows else x for x in (grad_out * normal, grad_out)]
+    return tuple(x if wanted else None for x, wanted in zip((of_input, *sums), output_mask, strict=True))
+
+
+def _select_gradient(grad_output: Any, input_sizes: Sequence[int], dim: int, index: int) -> Any:
+    return torch.select_scatter(grad_output.new_zeros(input_sizes), grad_output, dim, index)
+
+
+def _slice_gradient(grad_output: Any, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
+    return torch.slice_scatter(grad_output.new_zeros(input_sizes), grad_output, dim, start, end, step)
+
+
+def _embedding_gradient(
+    grad_output: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Any:
+    if scale_grad_by_freq:
+        raise NotImplementedError("the gradient of an embedding with scale_grad_by_freq=True, in a transform of torch.func")
+    rows, numbers = grad_output.flatten(0, indices.ndim - 1), indices.flatten()
+    if padding_idx >= 0:
+        rows = rows.masked_fill((numbers == padding_idx)[:, None], 0)
+    sums = rows.new_zeros(num_weights, rows.shape[1]).index_add(0, numbers, rows)
+    return sums.redistribute(sums.spec.with_unreduced({}))  # torch.vmap's rule writes to it
+
+
 _TRANSLATED: dict[str, Callable[..., Any]] = {
     "_log_softmax": partial(_softmax, torch.log_softmax),
+    "_safe_softmax": _safe_softmax,
     "_softmax": partial(_softmax, torch.softmax),
+    "_softmax_backward_data": _softmax_gradient,
+    "_log_softmax_backward_data": _log_softmax_gradient,
     "_to_copy": _to_copy,
     "alias": lambda self: self.view_as(self),
     "embedding": _embedding,
+    "embedding_dense_backward": _embedding_gradient,
     "index": _index,
+    "native_layer_norm": _layer_norm,
+    "native_layer_norm_backward": _layer_norm_gradient,
     "lift_fresh": lambda self: self,
     "native_dropout_backward": lambda grad_output, mask, scale: grad_output * (mask.to(grad_output.dtype) * scale),
+    "select_backward": _select_gradient,
     "slice": _slice,
+    "slice_backward": _slice_gradient,
     "split": lambda self, split_size, dim=0: self.split(split_size, dim),
 }

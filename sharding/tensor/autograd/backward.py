@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...layout.spec import P
 from ...ops import dispatch
 from ...ops.lineage import comm_context, mixed
 from ...redistribute.linear import redistribute_grad, redistribute_grads
@@ -77,6 +78,8 @@ def distribute_like(gradient: Tensor, x: ShardedTensor) -> ShardedTensor:
     """Lay out a plain gradient, equal on every rank, as its tensor."""
     if gradient.shape != x.shape:
         raise ValueError(f"a gradient of shape {list(gradient.shape)} for a tensor of shape {list(x.shape)}")
+    if gradient.requires_grad and torch.is_grad_enabled():  # its own gradient is summed over the ranks
+        return ShardedTensor.from_local(gradient, x.mesh, P()).redistribute(x._layout.grad.spec)
     gradient = gradient if x.mesh.coordinate is not None else gradient.new_empty(0)
     whole = ShardedTensor._make(gradient, x._layout.replicated.replace(dtype=gradient.dtype))
     return whole.redistribute(x._layout.grad.spec)

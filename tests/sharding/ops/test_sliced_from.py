@@ -186,12 +186,22 @@ def _to_a_view(x):
     row += 1
 
 
+@every_rank(3)
+def test_a_slice_of_a_slice(mesh):
+    """Where both had to move, and the outer one is still there."""
+    x, plain = _sharded(mesh), X.clone()
+    for one in (x, plain):
+        _in_a_slice_of_a_slice(one)
+        rows = one[1:4]
+        rows[0].fill_(5)
+    assert torch.equal(x.full_tensor(), plain)
+
+
 @pytest.mark.parametrize(
     ("write", "grad", "words"),
     [
         (_with_a_leaf, True, "leaf"),
         (_without_a_base, False, "base would not change"),
-        (_in_a_slice_of_a_slice, False, "base would not change"),
         (_by_a_method, False, "base would not change"),
         (_by_a_method_later, False, "base would not change"),
         (_to_a_view, False, "base would not change"),
@@ -257,3 +267,36 @@ def test_ranks_outside_the_mesh_run_backward():
     torch.testing.assert_close(first, plain.grad)
     torch.testing.assert_close(second, plain.grad)
     assert outside is None
+
+
+VIEWS = {
+    "row": lambda x: x[0],
+    "element": lambda x: x[3, 1],
+    "column": lambda x: x[:, 2],
+    "flat": lambda x: x.view(-1),
+}
+WRITES = {
+    "copy_": lambda view: view.copy_(view * 2 + 1),
+    "copy_ of a number": lambda view: view.copy_(torch.tensor(7.0, dtype=X.dtype)),
+    "fill_": lambda view: view.fill_(3),
+    "zero_": lambda view: view.zero_(),
+    "assignment": lambda view: view.__setitem__(..., view * 5),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P()], ids=str)
+def test_writes_to_views(spec, view, write):
+    """x and the view change as in one process, the second time, too."""
+
+    def program(mesh):
+        x, plain = sm.distribute_tensor(X.clone(), mesh, spec, src_data_rank=None), X.clone()
+        views = VIEWS[view](x), VIEWS[view](plain)
+        for _ in range(2):
+            for one in views:
+                WRITES[write](one)
+            assert torch.equal(x.full_tensor(), plain)
+            assert torch.equal(views[0].full_tensor(), views[1])
+
+    on_mesh((3,), program)

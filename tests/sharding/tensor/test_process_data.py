@@ -70,7 +70,7 @@ def test_a_callback_may_return_arrays_or_numbers(mesh):
 
 @every_rank(2)
 def test_result_of_a_callback_is_copied(mesh):
-    whole = numbers(4).requires_grad_()
+    whole = numbers(4)
     x = from_callback((4,), mesh, P("a"), lambda index: whole[index])
     assert not x.requires_grad
     x.zero_()
@@ -366,3 +366,21 @@ def test_in_processes(world4):
     sums, squares = [0.0] * 3 + [2.0] * 4, [i * i for i in range(7)]
     for rank, found in enumerate(world4(_loader)):
         assert found == (P("dp", None, sizes={"dp": (3, 4)}), sums, squares, rank // 2)
+
+
+@every_rank(2)
+def test_data_that_are_differentiated_are_refused(mesh):
+    data = torch.ones(4, 3, requires_grad=True)
+    for make in (
+        lambda t: sm.make_array_from_callback((4, 3), mesh, P("a"), lambda index: t[index]),
+        lambda t: sm.make_array_from_process_local_data(mesh, P("a"), t[:2], (4, 3)),
+    ):
+        with pytest.raises(RuntimeError, match=r"its gradient would be lost.*from_local"):
+            make(data * 2)
+        with pytest.raises(RuntimeError, match="its gradient would be lost"):
+            make(data)
+        with pytest.raises(RuntimeError, match="its gradient would be lost"):
+            sm.grad(lambda t, make=make: make(t).sum())(data)
+        with torch.no_grad():
+            assert not make(data).requires_grad
+        assert torch.equal(make(data.detach()).full_tensor(), torch.ones(4, 3))

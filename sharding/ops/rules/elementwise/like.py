@@ -12,8 +12,8 @@ from ....layout.layout import Layout, distinct_mesh_names
 from ....tensor import methods
 from ....tensor.autograd import backward
 from ....tensor.sharded_tensor import ShardedTensor
-from ...dispatch import check_base
 from ...lineage import drawn, with_drawn
+from ...sliced_from import check_base, write_through
 from ..decomposition_utils import without_pending
 from ..registry import handler
 
@@ -54,7 +54,10 @@ def register_like(name: str, make: Callable[..., Callable[[Layout, torch.device]
         input: Any, *args: Any, dtype: Any = None, layout: Any = None, device: Any = None, requires_grad: bool = False,
         memory_format: Any = None, pin_memory: bool = False, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        return _like(input, dtype, device, requires_grad, make(input, *args, **kwargs))
+        make_part = make(input, *args, **kwargs)
+        if memory_format in (torch.contiguous_format, torch.legacy_contiguous_format):
+            return _like(input, dtype, device, requires_grad, lambda *where: make_part(*where).contiguous())
+        return _like(input, dtype, device, requires_grad, make_part)
 
 
 def _filled(x: ShardedTensor, fill_value: float) -> Callable[[Layout, torch.device], Tensor]:
@@ -118,6 +121,8 @@ def _copy_(x: Any, src: Any, non_blocking: bool = False) -> Any:
     if not isinstance(x, ShardedTensor):
         x.copy_(src.full_tensor())
         return x
+    if (written := write_through(torch.Tensor.copy_, x, src)) is not NotImplemented:
+        return written
     if not isinstance(src, ShardedTensor):
         src = ShardedTensor._make(src.to(x.device), Layout.of(x.mesh, None, src.shape, src.dtype))
     if src.mesh != x.mesh:
@@ -129,6 +134,16 @@ def _copy_(x: Any, src: Any, non_blocking: bool = False) -> Any:
     x._local.copy_(moved._local)
     x._sync_requires_grad()
     return x
+
+
+@handler("zero_")
+def _zero_(x: Any) -> Any:
+    return write_through(torch.Tensor.zero_, x)
+
+
+@handler("fill_")
+def _fill_(x: Any, value: Any) -> Any:
+    return write_through(torch.Tensor.fill_, x, value)
 
 
 @handler("detach")

@@ -69,6 +69,19 @@ def _nonlinear(*args: Any, **kwargs: Any) -> Rule:
     return broadcast(*tensors_of(*args, **kwargs))
 
 
+# The gradients of such functions as aten computes them, for torch.func.grad.
+_GRADIENTS = """
+    elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward
+    log_sigmoid_backward logit_backward mish_backward sigmoid_backward silu_backward softplus_backward
+    softshrink_backward tanh_backward threshold_backward
+"""
+
+
+@rule(also=tuple(getattr(torch.ops.aten, name).default for name in _GRADIENTS.split()))
+def _gradient(*args: Any, **kwargs: Any) -> Rule:
+    return broadcast(*tensors_of(*args, **kwargs), linear=((0,),))
+
+
 @rule("add", "sub", "subtract", "__add__", "__radd__", "__sub__")
 def _add(input: Any, other: Any, **kwargs: Any) -> Rule:
     operands = tensors_of(input, other)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ....tensor.sharded_tensor import ShardedTensor
-from ...dispatch import check_base
+from ...sliced_from import check_base, write_through
 from ..decomposition_utils import is_split, layout_of, part_sizes, splitting_axes
 from ..elementwise.pointwise import is_operand
 from ..notation import Rule, dim_names, einrule
@@ -39,9 +39,11 @@ def _put(accumulate: bool, local: Tensor, entries: tuple[Any, ...], value: Any) 
 
 @handler("__setitem__")
 def _skip_written(input: Any, index: Any, value: Any) -> Any:
-    """Skip the last step of `x[i] += y` where the second one has already written to x."""
+    """Skip the last step of `x[i] += y` where the second one has already written to x; write also to what a copy is a slice of."""
     source = value._sliced_from if type(value) is ShardedTensor else None
-    return None if source is not None and source.has_written(input, index, value) else NotImplemented
+    if source is not None and source.has_written(input, index, value):
+        return None
+    return write_through(torch.Tensor.__setitem__, input, index, value)
 
 
 # -- by integers and slices --------------------------------------------------------------------------------------------

@@ -59,8 +59,13 @@ def _plus(bias: Tensor | None, out: Tensor, n: int) -> Tensor:
 
 
 def _sized(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return the tensor cut, or padded with zeros, to these sizes."""
-    return F.pad(x, [m for n, size in zip(reversed(x.shape), reversed(sizes), strict=True) for m in (0, size - n)])
+    """Return the tensor cut, or padded with zeros, to these sizes.
+
+    What is only cut is a view: if autograd saves it, it has the memory of a unit's gathered parameters, as on other ranks.
+    """
+    cut = x[tuple(map(slice, sizes))]
+    missing = [size - n for n, size in zip(cut.shape, sizes, strict=True)]
+    return F.pad(cut, [m for size in reversed(missing) for m in (0, size)]) if any(missing) else cut
 
 
 def _with_graph_of(made: Tensor, result: Layout) -> Tensor:

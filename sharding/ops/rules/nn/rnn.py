@@ -14,7 +14,7 @@ from ....tensor.sharded_tensor import ShardedTensor
 from ..decomposition_utils import is_split
 from ..notation import Rule, dim_names, einrule
 from ..registry import decomposition, functions, handler
-from .window import unless_empty
+from .window import with_a_row
 
 SEQUENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
@@ -32,7 +32,7 @@ def _sequence_rule(func: Any, a: Any) -> Rule:
     left = ["b [t] [i]" if a.batch_first else "[t] b [i]", *[f"[l{n}] b [h{n}]" for n in range(len(states))]]
     left += [dim_names(w.ndim, range(w.ndim), f"w{n}_") for n, w in enumerate(a.params)]
     right = ["b 1 1" if a.batch_first else "1 b 1", *["1 b 1"] * len(states)]
-    return einrule(f"{', '.join(left)} -> {', '.join(right)}", a.input, *states, *a.params, bind=unless_empty(func))
+    return einrule(f"{', '.join(left)} -> {', '.join(right)}", a.input, *states, *a.params, bind=with_a_row(func))
 
 
 def _register_sequence(func: Any) -> None:
@@ -93,7 +93,7 @@ def _cell_rule(func: Any, a: Any) -> Rule:
     left = ["... [i]", *[f"... [h{n}]" for n in range(len(states))], "[g0] [i]", "[g1] [h0]", "[g0]", "[g1]"]
     right = ", ".join(["... 1"] * len(states))
     operands = (a.input, *states, a.w_ih, a.w_hh, a.b_ih, a.b_hh)
-    return einrule(f"{', '.join(left)} -> {right}", *operands, bind=unless_empty(func))
+    return einrule(f"{', '.join(left)} -> {right}", *operands, bind=with_a_row(func))
 
 
 def _has_split_features(a: Any) -> bool:

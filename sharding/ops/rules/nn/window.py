@@ -13,13 +13,14 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ....redistribute.interval_exchange import Interval, IntervalExchange, Wanted
 from ....tensor.autograd.engine_hooks import transforming
 from ...plain_operands import tensors_in
-from ..decomposition_utils import all_from_parts, layout_of, part_sizes, with_part_sizes
+from ..decomposition_utils import all_from_parts, layout_of, part_sizes, with_elements, with_part_sizes
 from ..notation import Rule
 from ..propagation import assign
 
@@ -158,6 +159,28 @@ def unless_empty(func: Parts, linear: bool = False) -> Callable[[Sequence[Layout
     return bind
 
 
+def with_a_row(func: Parts) -> Callable[[Sequence[Layout], Sequence[Layout]], Parts]:
+    """Return a `bind` of a rule: torch's own function; for an empty part, on parts with a zero in every empty dim, and none of its results.
+
+    Unlike `unless_empty`, this saves for backward what other ranks save: for an operator made of several, which saves some of its operands.
+    """
+
+    def bind(targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
+        if not is_empty(*results):
+            return func
+
+        def local(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = pytree.tree_map_only(Tensor, with_elements, (args, kwargs))
+            out = func(*args, **kwargs)
+            parts = [out] if isinstance(out, Tensor) else out
+            cut = [x[tuple(map(slice, layout.local_shape))] for x, layout in zip(parts, results, strict=True)]
+            return cut[0] if isinstance(out, Tensor) else tuple(cut)
+
+        return local
+
+    return bind
+
+
 def _empty_results(layouts: Sequence[Layout], linear: bool, values: Sequence[Any]) -> Any:
     tensors = list(tensors_in(values))
     empty = [tensors[0].new_zeros(x.local_shape, dtype=x.dtype) for x in layouts]
@@ -168,13 +191,23 @@ def _empty_results(layouts: Sequence[Layout], linear: bool, values: Sequence[Any
 def joined(out: Tensor, *tensors: Tensor, linear: bool = False) -> Tensor:
     """Return `out` with these tensors added to its autograd graph, as on other ranks: all ranks must take part in the same backward.
 
-    Unless the operator is linear, they must be in the graph of the gradient too: so the square of an empty sum is added.
+    Unless the operator is linear, they must be in the graph of the gradient too, and saved for backward, frozen ones as well: what
+    autograd unpacks makes a unit gather its parameters. So products of empty parts of them are added.
     """
-    given = [x for x in tensors if x.requires_grad or (transforming() and x.is_floating_point())]
+    values = [x for x in tensors if x.is_floating_point() or x.is_complex()]
+    given = [x for x in values if x.requires_grad or (transforming() and x.is_floating_point())]
     if not given or not (out.dtype.is_floating_point or out.dtype.is_complex):
         return out
-    nothing = sum((x.narrow(0, 0, 0) if x.ndim else x.reshape(1)[:0]).sum().to(out.dtype) for x in given)
-    return out + (nothing if linear else nothing * nothing)
+    nothing: Any = sum(_nothing_of(x) for x in given)
+    if linear:
+        return out + nothing.sum().to(out.dtype)
+    products: Any = sum((nothing * _nothing_of(x)).sum() for x in values)
+    return out + products.to(out.dtype)
+
+
+def _nothing_of(x: Tensor) -> Tensor:
+    """Return no elements of a tensor, of shape [0]: a view, which has the tensor's memory when autograd saves it."""
+    return (x.narrow(0, 0, 0) if x.ndim else x.reshape(1)[:0]).reshape(0)
 
 
 def is_empty(*layouts: Layout) -> bool:

@@ -18,9 +18,10 @@ from ....layout.layout import Layout
 from ....layout.mesh_layouts import cached_on_mesh
 from ....layout.spec import P
 from ....tensor.sharded_tensor import ShardedTensor
-from ...dispatch import check_bases, known_local
+from ...dispatch import known_local
 from ...lineage import mixed, seed_of
 from ...plain_operands import plain_targets, refuse_without_value, write_plain
+from ...sliced_from import check_bases
 from ..decomposition_utils import reduce_pending
 from ..reductions.reduction import accumulator_dtype, safe_root
 from ..registry import HANDLERS, handler

@@ -18,7 +18,7 @@ from ....layout.layout import Layout
 from ....layout.spec import P
 from ....tensor import random
 from ....tensor.sharded_tensor import ShardedTensor
-from ...dispatch import check_base
+from ...sliced_from import check_base
 from ..decomposition_utils import from_parts, layout_of, reduce_pending
 from ..registry import decomposition
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import init
 
-from ...dispatch import check_base
+from ...sliced_from import check_base
 from ..registry import handler
 
 

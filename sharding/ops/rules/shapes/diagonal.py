@@ -13,7 +13,7 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ....layout.spec import P
 from ....redistribute.autograd import redistribute_local
-from ...dispatch import marked_as_copy
+from ...sliced_from import marked_as_copy
 from ..decomposition_utils import evenly_split, from_parts, interval_of, is_split, layout_of, unshard
 from ..notation import Rule, dim_names, einrule
 from ..registry import decomposition, decomposition_maker, rule

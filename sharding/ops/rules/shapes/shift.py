@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ....redistribute.interval_exchange import Interval, IntervalExchange
-from ...dispatch import marked_as_copy
+from ...sliced_from import marked_as_copy
 from ..decomposition_utils import evenly_split, from_parts, is_split, layout_of, sequential
 from ..notation import Rule, dim_names, einrule
 from ..registry import decomposition, decomposition_maker

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress
+from itertools import compress, pairwise
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ....layout.spec import P
 from ....redistribute.autograd import redistribute_local, redistribute_locals
-from ...dispatch import marked_as_copy
-from ...sliced_from import SlicedFrom
+from ....tensor.sharded_tensor import ShardedTensor
+from ...sliced_from import SlicedFrom, marked_as_copy
 from ..decomposition_utils import (
     all_from_parts,
     evenly_split,
@@ -39,7 +39,7 @@ from ..decomposition_utils import (
 )
 from ..indexing.masked import index_by_mask
 from ..notation import Rule
-from ..registry import decomposition_maker, functions, rule
+from ..registry import decomposition_maker, functions, handler, rule
 from .view import with_whole_dims
 
 
@@ -211,6 +211,20 @@ _DIM_OF |= {"hsplit": lambda x, *_, **__: min(x.ndim - 1, 1), "vsplit": lambda *
 for name, dim_of in _DIM_OF.items():
     for func in functions(name):
         _register_split(func, dim_of)
+
+
+@handler("tensor_split")
+def _tensor_split_at(input: Any, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any) -> Any:
+    """Cut at a tuple of indices into pieces with the device of their parts in C++, where `torch.vmap(chunk_size=)` wraps them."""
+    if type(indices_or_sections) is not tuple or not isinstance(input, ShardedTensor) or not input.ndim:
+        return NotImplemented
+    sizes = [stop - start for start, stop in pairwise((0, *indices_or_sections, input.shape[dim]))]
+    if min(sizes) < 0:
+        return NotImplemented
+    pieces = torch.split_with_sizes(input, sizes, dim)
+    for piece in pieces:
+        piece._expose_device()
+    return pieces
 
 
 @decomposition_maker("unbind", check=torch.unbind, rule=lambda a: with_whole_dims(a.input, [a.dim], drop=True), view=True)
