@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .process import process_world
+from ..processes.process import process_world
 from .world import World, active_world
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from .. import errors
-from ..monitor.recording.trace_buffer import TraceBuffer
 from .group_backend import DEFAULT, GroupBackend
+from .recording.trace_buffer import TraceBuffer
 
 if TYPE_CHECKING:
     from ..monitor.monitor import Monitor
@@ -21,7 +21,7 @@ class CommContext(threading.local):
     """What the collectives that this thread calls are part of, set by their callers.
 
     Attributes:
-        lineage: how the value was computed, see `sharding/ops/lineage.py`; 0 if unknown.
+        lineage: how the value was computed, see `sharding/lineage.py`; 0 if unknown.
         origin: (file:line of the program that the monitor records, None for the line on the stack; the
             bits of the step that this thread has marked, see `step_bits`, 0 for none); None for neither.
         roots: number of values that have entered the program in this thread, by kind.

@@ -35,8 +35,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..monitor.recording.cleanup import remove_jobs_of
-from ..monitor.startup.job_store import loopback_listener
 from .child_process import RESULT, RankFailure, callable_name, child_main
+from .job_store import loopback_listener
 
 T = TypeVar("T")
 

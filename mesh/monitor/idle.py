@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 from ..comm.call_site import user_line
 from ..comm.current_world import current_world
+from ..comm.recording.trace_buffer import IDLE
 from .monitor import monitor_of
-from .recording.trace_buffer import IDLE
 
 
 @contextmanager

@@ -24,10 +24,10 @@ from ..abstract_mesh import MOST_RANKS
 from ..comm.call_site import _INNER
 from ..comm.current_world import current_world
 from ..comm.group import Group, Observer
+from ..comm.recording.trace_buffer import Header
 from ..comm.work import DONE, Work
 from ..comm.world import World, activate, active_world
-from ..monitor.recording.trace_buffer import Header
-from ..monitor.settings import settings
+from ..settings import settings
 from . import rendezvous
 from .output import RankOutput, callers_stdout, check_prints, outputs
 from .rendezvous import Arrival, Move, like

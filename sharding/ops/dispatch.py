@@ -19,22 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout.bounded_cache import keep
-from ..layout.layout import Layout
-from ..redistribute.autograd import redistribute_local
-from ..tensor.autograd.engine_hooks import (
+from ..autograd.engine_hooks import (
     any_requires_grad,
     in_foreign_forward_mode,
     innermost,
     is_transformed,
     transforming,
 )
+from ..autograd.transforms import is_foreign, refuse_foreign
+from ..layout.bounded_cache import keep
+from ..layout.layout import Layout
+from ..lineage import comm_context, drawn, mixed, piece_of, seed_of, seed_with_ints, with_drawn
+from ..redistribute.autograd import redistribute_local
+from ..tensor.handles import TensorHandle, settled
 from ..tensor.sharded_tensor import ShardedTensor
-from ..tensor.transforms import is_foreign, refuse_foreign
 from . import nonmember, plain_operands, torch_transforms
 from .custom_function import take_over
-from .handles import TensorHandle, settled
-from .lineage import comm_context, drawn, mixed, piece_of, seed_of, seed_with_ints, with_drawn
 from .rules.aten import public_call
 from .rules.free_ints import shared_arguments
 from .rules.number_arguments import has_tensor_as_number, with_numbers

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensor.autograd.engine_hooks import transforming
+from ..autograd.engine_hooks import transforming
 from ..tensor.sharded_tensor import ShardedTensor
 
 _OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift"

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 
-from ..tensor.autograd.engine_hooks import in_foreign_forward_mode, is_transformed
+from ..autograd.engine_hooks import in_foreign_forward_mode, is_transformed
 from ..tensor.sharded_tensor import ShardedTensor
 from .plain_operands import compared_arguments
 

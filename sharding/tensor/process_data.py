@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ...kernels.box import box_shape, slices
 from ...mesh.device_mesh import DeviceMesh
+from ..autograd.engine_hooks import is_transformed, transforming
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import P, SpecLike, as_spec
-from .autograd.engine_hooks import is_transformed, transforming
 from .convert import from_local
 from .mesh_arguments import is_placement, mesh_and_spec
 from .sharded_tensor import ShardedTensor

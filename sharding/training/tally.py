@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ...mesh.abstract_mesh import joined
 from ...mesh.comm.group import Group
+from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.device_mesh import DeviceMesh
-from ...mesh.monitor.recording.recorder import CommTag
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
-from ..ops.lineage import comm_context, mixed, seed_of
+from ..lineage import comm_context, mixed, seed_of
 from ..tensor.sharded_tensor import ShardedTensor
 
 _TALLY = seed_of("tally")

@@ -16,9 +16,9 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
+from ...comm.recording.trace_buffer import Header, RankState, TraceBuffer
 from .files import claim, is_being_deleted, job_folders, parent_folders, remove_folder, trace_files
 from .job_directory import is_dead, is_local, is_near, open_header
-from .trace_buffer import Header, RankState, TraceBuffer
 
 _KEPT = 1  # folders of dead jobs that are kept, to find out what happened
 _NEW_S = 60.0  # how long a rank of a job may take to make its files, after another one has

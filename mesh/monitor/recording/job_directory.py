@@ -22,6 +22,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...comm.recording.trace_buffer import (
+    BUFFER_BYTES,
+    HEADER_BYTES,
+    MAGIC,
+    SIZE_BITS,
+    Header,
+    RankState,
+    TraceBuffer,
+    stable_hash,
+)
 from ...text import whole_number
 from ..verdict import Verdict
 from .files import (
@@ -34,16 +44,6 @@ from .files import (
     read_file,
     remove_folder,
     trace_files,
-)
-from .trace_buffer import (
-    BUFFER_BYTES,
-    HEADER_BYTES,
-    MAGIC,
-    SIZE_BITS,
-    Header,
-    RankState,
-    TraceBuffer,
-    stable_hash,
 )
 
 ALARM_BYTES = 1 << 18

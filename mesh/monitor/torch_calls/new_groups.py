@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..recording.trace_buffer import stable_hash
-from ..settings import settings
+from ...comm.recording.trace_buffer import stable_hash
+from ...settings import settings
 from .recorder import TorchRecorder
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 import shardmesh as sm
 from shardmesh.mesh import DeviceMesh, MeshError, current_world, simulate
-from shardmesh.mesh.comm.process import process_world
 from shardmesh.mesh.errors import PeerError, WatchError
 from shardmesh.mesh.launch import local_processes
 from shardmesh.mesh.launch.child_process import FAILURE, RankFailure
 from shardmesh.mesh.launch.session import session
-from shardmesh.mesh.monitor.settings import settings
+from shardmesh.mesh.processes.process import process_world
+from shardmesh.mesh.settings import settings
 from tests.mesh.monitor.starter import by_hand
 from tests.pool import Pool
 

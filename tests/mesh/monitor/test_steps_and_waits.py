@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import shardmesh as sm
+from shardmesh.mesh.comm.recording.recorder import step_bits
+from shardmesh.mesh.comm.recording.trace_buffer import Header
 from shardmesh.mesh.errors import CollectiveMismatchError
 from shardmesh.mesh.monitor.diagnosis.members import agree, members
-from shardmesh.mesh.monitor.recording.recorder import step_bits
-from shardmesh.mesh.monitor.recording.trace_buffer import Header
 from tests.mesh.monitor import step_ranks as programs
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 from tests.mesh.monitor.forked import Ended, Forked

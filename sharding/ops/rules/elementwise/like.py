@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ....layout.layout import Layout, distinct_mesh_names
-from ....tensor import methods
+from ....lineage import drawn, with_drawn
 from ....tensor.autograd import backward
 from ....tensor.sharded_tensor import ShardedTensor
-from ...lineage import drawn, with_drawn
+from ... import methods
 from ...sliced_from import check_base, write_through
 from ..decomposition_utils import without_pending
 from ..registry import handler

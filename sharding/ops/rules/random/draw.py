@@ -17,10 +17,10 @@ from torch import Tensor
 from .....kernels.random import distributions, limits
 from ....layout.layout import Layout
 from ....layout.spec import P
+from ....lineage import drawn, with_drawn
 from ....tensor import random
 from ....tensor.factories import arange
 from ....tensor.sharded_tensor import ShardedTensor
-from ...lineage import drawn, with_drawn
 from ...sliced_from import check_base
 from ..decomposition_utils import from_parts, reduce_pending, unshard, with_dim, without_pending
 from ..elementwise.like import register_like

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .....mesh.monitor.recording.recorder import CommTag
+from .....mesh.comm.recording.recorder import CommTag
 from ....layout.layout import Layout
 from ....layout.mesh_layouts import cached_on_mesh
-from ....ops.lineage import comm_context, mixed, seed_of
+from ....lineage import comm_context, mixed, seed_of
 from ....tensor.autograd import leaf_grads
 from ....tensor.sharded_tensor import ShardedTensor
 from .grad_places import ContiguousGrads

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 
 from shardmesh.__main__ import main
+from shardmesh.mesh.comm.recording.trace_buffer import BUFFER_BYTES, MAGIC, Header, RankState
 from shardmesh.mesh.monitor.recording import job_directory
 from shardmesh.mesh.monitor.recording.cleanup import is_left, is_over, remove_jobs_of, remove_left, sweep
 from shardmesh.mesh.monitor.recording.files import folder_prefix
 from shardmesh.mesh.monitor.recording.job_directory import JobDirectory, is_dead, open_header
-from shardmesh.mesh.monitor.recording.trace_buffer import BUFFER_BYTES, MAGIC, Header, RankState
 from shardmesh.mesh.monitor.verdict import Verdict
 
 STRANGER = 65534
@@ -184,7 +184,7 @@ def test_the_doctor_deletes_and_says_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dead_pid: int
 ) -> None:
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(tmp_path))
-    monkeypatch.setattr("shardmesh.mesh.monitor.doctor.command._examine_host", lambda here, mesh: pytest.skip.Exception)
+    monkeypatch.setattr("shardmesh.mesh.doctor.command._examine_host", lambda here, mesh: pytest.skip.Exception)
     dead = [make_folder(tmp_path, name, ["is dead"] * SIZE, "ours", 0.0, dead_pid) for name in ("one", "two")]
     living = make_folder(tmp_path, "three", ["lives"] * SIZE, "ours", 0.0, dead_pid)
     with pytest.raises(AttributeError):  # there is no report

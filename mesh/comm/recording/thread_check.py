@@ -1,0 +1,40 @@
+"""Detect two threads in collectives of one group at the same time: other ranks' threads may run them in another order."""
+
+from __future__ import annotations
+
+import threading
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+from ...errors import CollectiveError
+from ..call_site import frame_of_thread, is_inner, user_line
+
+if TYPE_CHECKING:
+    from ..group import Group
+
+
+def check_left(group: Group, other: int, op: str, calls: frozenset[CodeType]) -> None:
+    """Check that another thread is no longer inside a collective of this group.
+
+    Args:
+        other: the thread that called the last one and, as far as is known, has not returned from it.
+        op: what this thread is about to call.
+        calls: the code of the methods that call collectives.
+
+    Raises: CollectiveError naming both threads, what they call and where.
+    """
+    inside: FrameType | None = frame_of_thread(other)
+    while inside is not None and inside.f_code not in calls:
+        inside = inside.f_back
+    if inside is None:  # its call raised, or the thread has ended
+        return
+    frame: Any = inside
+    while frame.f_back is not None and is_inner(frame.f_code):
+        frame = frame.f_back
+    file, line = user_line()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    raise CollectiveError(
+        f"two threads are in collectives of the group of ranks {group.ranks} at the same time: {names.get(other, other)!r} in "
+        f"{inside.f_code.co_name} at {frame.f_code.co_filename}:{frame.f_lineno}, and {threading.current_thread().name!r} in {op} at "
+        f"{file}:{line}. Ranks may pair them in another order. Let one thread wait for the other."
+    )

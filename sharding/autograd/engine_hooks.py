@@ -1,0 +1,163 @@
+"""All uses of private APIs of torch's autograd. torch's own DDP and FSDP use the first two.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch.autograd import Variable, forward_ad
+
+from ...mesh.comm.transforms import is_transformed, transforms_active
+
+
+def current_backward() -> int:
+    """Return the id of the running backward pass; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Register a callback for when the running backward pass has computed every gradient."""
+    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def accumulates(node: Any) -> bool:
+    """Return whether the running backward pass adds to `.grad` of the leaf whose node this is; one of `torch.autograd.grad` does not."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # raised in `torch.autograd.grad`
+        return False
+
+
+def run_as_soon_as_ready(node: Any) -> None:
+    """Give this node of an `autograd.Function` the priority of leaves: backward runs it before others once its gradient is complete.
+
+    By default the node that was created last runs first. A torch without this API keeps that order, with the same result.
+    """
+    if hasattr(node, "_set_sequence_nr"):
+        node._set_sequence_nr(_LEAF)
+
+
+_LEAF = (1 << 64) - 1  # the sequence number of leaves
+
+
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the active `saved_tensors_hooks`, if there are any.
+
+    Raises:
+        NotImplementedError: this torch has no API for it.
+    """
+    find = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # type: ignore[attr-defined]
+    if find is None:
+        raise NotImplementedError(f"torch {torch.__version__} has no API for the active saved_tensors_hooks; use 2.11 or later")
+    return find(True)
+
+
+def _assume_true(x: torch.Tensor) -> bool:
+    return True
+
+
+# Whether the tensor itself requires grad, without `__torch_function__`; assumed True if torch has no such function.
+any_requires_grad: Callable[[torch.Tensor], bool] = getattr(torch._C, "_any_requires_grad", _assume_true)
+
+
+def untransformed(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a tensor of a torch.func transform wraps."""
+    return torch._C._functorch.get_unwrapped(x)  # type: ignore[attr-defined]
+
+
+def innermost(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor inside all transforms of torch.func: the one that has memory."""
+    while is_transformed(x):
+        x = untransformed(x)
+    return x
+
+
+def is_batched(x: Any) -> bool:
+    """Return True if `vmap` has batched this tensor, at any level of the active transforms."""
+    while isinstance(x, torch.Tensor) and is_transformed(x):
+        if torch._C._functorch.is_batchedtensor(x):  # type: ignore[attr-defined]
+            return True
+        x = untransformed(x)
+    return False
+
+
+def transform_depth() -> int:
+    """Return the number of nested transforms of torch.func active in this thread."""
+    return torch._C._functorch.maybe_current_level() or 0  # type: ignore[attr-defined]
+
+
+class _ForwardMode(threading.local):
+    depth = 0  # number of `forward_mode` blocks around this thread's code
+
+
+_forward_mode = _ForwardMode()
+_forward_lock = threading.Lock()
+_forward_threads: list[int] = []  # threads in `forward_mode`, once for each block
+
+
+def in_forward_mode() -> bool:
+    """Return True if tangents are computed in this thread (`sm.jvp`, `torch.func.jvp`, `torch.autograd.forward_ad`)."""
+    return forward_ad._current_level >= 0 and (_forward_mode.depth > 0 or not _forward_threads)
+
+
+def in_foreign_forward_mode() -> bool:
+    """Return True if torch's own forward mode is active, of which there is one per process, not per thread."""
+    return forward_ad._current_level >= 0 and not _forward_threads
+
+
+def with_tangents() -> AbstractContextManager[None]:
+    """Compute tangents of outer forward modes inside the `jvp` of an `autograd.Function`, where torch switches them off."""
+    return forward_ad._set_fwd_grad_enabled(True)  # type: ignore[return-value]
+
+
+def transforming() -> bool:
+    """Return True if a transform of torch.func or forward mode is active in this thread."""
+    return transforms_active() or (forward_ad._current_level >= 0 and in_forward_mode())
+
+
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """Make `torch.func.jvp` usable in several threads at once, such as the ranks of a simulated world.
+
+    torch has one level of forward mode per process, and closing it drops all tangents. So the first thread opens it here and the last
+    one closes it, and `torch.func.jvp` sees a nested level.
+    """
+    if in_foreign_forward_mode():
+        yield
+        return
+    with _forward_lock:
+        if not _forward_threads:
+            forward_ad.enter_dual_level()
+            eager_transforms.JVP_NESTING += 1
+        _forward_threads.append(threading.get_ident())
+    _forward_mode.depth += 1
+    try:
+        yield
+    finally:
+        _forward_mode.depth -= 1
+        with _forward_lock:
+            _forward_threads.pop()
+            if not _forward_threads:
+                eager_transforms.JVP_NESTING -= 1
+                forward_ad.exit_dual_level()
+
+
+def sequence_number() -> int:
+    """Return the sequence number of the next node created in this thread; -1 if this torch has no API for it."""
+    find = getattr(torch._C._autograd, "_get_sequence_nr", None)  # type: ignore[attr-defined]
+    return -1 if find is None else find()
+
+
+def made_before(node: Any, number: int) -> bool:
+    """Return True if a node of this thread is older than this sequence number; False if this torch has no API for it."""
+    return hasattr(node, "_sequence_nr") and node._sequence_nr() < number
+
+
+def with_memory(grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradient, with memory allocated for a zero tensor without memory (such as the second derivative of `abs`)."""
+    return grad.clone() if grad._is_zerotensor() else grad

@@ -1,0 +1,193 @@
+"""Lineage: a hash of how a sharded tensor was computed, by which ranks detect that they communicate different values of one shape.
+
+    x = sm.from_local(...)      where the program made it, and how many it made before
+    y = x @ w                   the operator, the lineages of x and w
+    z = dropout(y)              also the seed and the number of the random tensor that was drawn
+    y.full_tensor()             each rank publishes the lineage of y with its collective
+
+A lineage is four hashes in one integer, which differ in how they identify a tensor that enters the program:
+
+    line      by the line that created it, and how many tensors that line created before
+    order     by how many tensors of its layout entered before
+    since     by how many tensors of its layout entered since this rank's last collective
+    layout    by its layout alone
+
+Ranks of a correct program may differ in one or two of the first three: the tensor is made on different lines, or one rank makes an
+additional tensor. Only if all three differ, the values do. A rank may do both, and then all three differ for a value computed from both
+tensors; if it seems that a rank did both (see `recorder.differ`), the operators or layouts must differ as well. Operators mix all four in
+one multiplication.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from ..mesh.comm.call_site import user_frame
+from ..mesh.comm.recording.trace_buffer import Header
+from ..mesh.settings import settings
+from .layout.layout import Layout
+
+_FACTOR = 0x01000193  # of the FNV hash; odd, so that nothing is lost, and small enough not to reach the next hash
+_CALLERS = 3
+_HASHES, _ONE = 4, (1 << 32) - 1
+_KEPT = (1 << 16) - 1  # of each hash, the bits recorded with a collective
+_settings = settings()
+
+
+def _joined(*hashes: int) -> int:
+    found = 0
+    for one in hashes:
+        found = found << 64 | one
+    return found
+
+
+_PIECE = _joined(*[0x9E3779B1] * _HASHES)  # odd, and large enough to change the upper bits
+_ALL = _joined(*[_ONE] * _HASHES)
+
+
+def seed_of(name: str) -> int:
+    """Return the hash that an operator of this name adds to lineages."""
+    return _joined(*[zlib.crc32(name.encode())] * _HASHES)
+
+
+def seed_with_ints(seed: int, numbers: Iterable[int]) -> int:
+    """Return the seed of an operator mixed with ints among its arguments."""
+    for number in numbers:
+        seed = (seed * _FACTOR + number * _PIECE) & _ALL
+    return seed
+
+
+def mixed(seed: int, operands: Iterable[Any]) -> int:
+    """Return the lineage of an operator's result, from the seed of the operator and the lineages of its operands."""
+    for x in operands:
+        seed = (seed + x._lineage) * _FACTOR & _ALL  # multiplying the operand as well makes the order of operators count
+    return seed
+
+
+def piece_of(lineage: int, i: int) -> int:
+    """Return the lineage of the i-th result of an operator that has several."""
+    return (lineage + i * _PIECE) & _ALL
+
+
+def step_lineages(seed: int, params: Sequence[Any], grads: Sequence[Any]) -> list[int]:
+    """Return `mixed(seed, (param, grad))` for many, 0 for plain tensors."""
+    return [
+        (((seed + x._lineage) * _FACTOR & _ALL) + grad._lineage) * _FACTOR & _ALL if hasattr(x, "_lineage") else 0
+        for x, grad in zip(params, grads, strict=True)
+    ]
+
+
+def set_pieces(tensors: Iterable[Any], lineages: Iterable[int], i: int) -> None:
+    """Give sharded tensors among these `piece_of` their lineages."""
+    offset = i * _PIECE
+    for x, lineage in zip(tensors, lineages, strict=True):
+        if hasattr(x, "_lineage"):
+            x._lineage = (lineage + offset) & _ALL
+
+
+class _Drawn(threading.local):
+    """Seed and number of the last random tensor that this thread has drawn; a new tuple after each."""
+
+    last: tuple[int, int] | None = None
+
+
+drawn = _Drawn()
+
+
+def with_drawn(lineage: int, before: tuple[int, int] | None) -> int:
+    """Return the lineage of a result, mixed with the random numbers drawn since `drawn.last` was `before`, if any."""
+    last = drawn.last
+    return lineage if last is None or last is before else (lineage * _FACTOR + _seed_of_numbers(last)) & _ALL
+
+
+@functools.lru_cache(64)
+def _seed_of_numbers(numbers: tuple[int, int]) -> int:
+    return seed_of("random {} {}".format(*numbers))
+
+
+def root(layout: Layout) -> int:
+    """Return the lineage of a tensor that enters the program here."""
+    world: Any = getattr(layout.mesh, "world", None)
+    if world is None or _settings.mode == "off":
+        return 0
+    line = " ".join(_lines())
+    stamp, collectives = layout.fingerprint, world.trace_buffer.words[Header.RECORDS]
+    roots = world.comm_context.roots
+    by_line, by_order = _count(roots, (line, stamp)), _count(roots, stamp)
+    if by_line == 1:
+        world.trace_buffer.note_line(zlib.crc32(repr((line, stamp)).encode()))
+    return _joined(*(zlib.crc32(repr(known).encode()) for known in (
+        (line, stamp, by_line), (stamp, by_order), (stamp, collectives, _count_since(roots, ("since", stamp), collectives)), stamp
+    )))  # fmt: skip
+
+
+def _lines() -> Iterator[str]:
+    """Yield the line of the program and the lines that called it, since many programs make all tensors in one function."""
+    frame: Any = user_frame()[0]
+    for _ in range(_CALLERS):
+        if frame is not None:
+            yield _line(frame.f_code.co_filename, frame.f_lineno)
+            frame = frame.f_back
+
+
+@functools.lru_cache(4096)
+def _line(file: str, line: int) -> str:
+    """Return the line with the bare file name, since hosts may have the program in different folders."""
+    return f"{file.rpartition('/')[2]}:{line}"
+
+
+def _count(counts: dict[Any, Any], key: Any) -> int:
+    found = counts[key] = counts.get(key, 0) + 1
+    return found
+
+
+def _count_since(counts: dict[Any, Any], key: Any, when: int) -> int:
+    """Return how often this was called for `key` at time `when`."""
+    before, count = counts.get(key, (when, 0))
+    count = count + 1 if before == when else 1
+    counts[key] = when, count
+    return count
+
+
+def packed(lineage: int) -> int:
+    """Return the lineage that is published with a collective: the upper 16 bits of each hash."""
+    return lineage >> 208 << 48 | (lineage >> 144 & _KEPT) << 32 | (lineage >> 80 & _KEPT) << 16 | (lineage >> 16 & _KEPT)
+
+
+def unpacked(lineage: int) -> int:
+    """Return a packed lineage as one that can be mixed with others."""
+    return _joined(*((lineage >> at & _KEPT) << 16 for at in (48, 32, 16, 0)))
+
+
+class comm_context:
+    """with comm_context(x.mesh.world, x._lineage): collectives inside communicate a value of this lineage."""
+
+    __slots__ = ("_before", "_context", "_lineage")
+
+    def __init__(self, world: Any, lineage: int) -> None:
+        self._context = world.comm_context
+        self._lineage = packed(lineage)
+
+    def __enter__(self) -> None:
+        context = self._context
+        self._before, context.lineage = context.lineage, self._lineage
+
+    def __exit__(self, *_: object) -> None:
+        self._context.lineage = self._before
+
+
+class backward_comm_context(comm_context):
+    """with backward_comm_context(world, context.lineage of forward): collectives inside communicate the gradient of that value.
+
+    The gradient is that of the loss whose lineage is the current one.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, world: Any, lineage: int) -> None:
+        self._context, loss = world.comm_context, world.comm_context.lineage
+        self._lineage = packed((unpacked(lineage) * _FACTOR + unpacked(loss)) & _ALL) if loss else lineage

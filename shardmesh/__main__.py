@@ -1,0 +1,49 @@
+"""`python -m shardmesh <command>`: what needs no program of your own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .mesh.doctor import command as doctor_command
+from .mesh.monitor.ledger import command as ledger_command
+from .mesh.text import shortened
+from .sharding.debug import command as plan_command
+
+_LONGEST = 1000  # characters of an error
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors as one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {shortened(message, _LONGEST)}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that the arguments (by default those of the process) name; without one, prints help.
+
+    Returns: the exit status.
+    Raises: SystemExit with status 2, after a line on stderr, for arguments that make no sense.
+    """
+    parser = _Parser(
+        prog="python -m shardmesh",
+        description="Sharded tensors on N-D device meshes.",
+        epilog=f"examples:\n{plan_command.EXAMPLE}{doctor_command.EXAMPLE}{ledger_command.EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands")
+    plan_command.add_to(commands)
+    doctor_command.add_to(commands, plan_command.parse_mesh)
+    ledger_command.add_to(commands)
+    parsed = parser.parse_args(arguments)
+    if "run" not in parsed:
+        parser.print_help()
+        return 0
+    return parsed.run(parsed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
