@@ -20,7 +20,7 @@ class CommContext(threading.local):
     """What the collectives that this thread calls are part of, set by their callers.
 
     Attributes:
-        lineage: how the value was computed, see `sharding/ops/lineage.py`; 0 if unknown.
+        lineage: how the value was computed, see `sharding/lineage.py`; 0 if unknown.
         place: file:line of the program that the monitor records; None for the line on the stack.
         roots: number of values that have entered the program in this thread, by kind.
     """

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardmesh.mesh.comm.null import null_world
 from shardmesh.mesh.comm.report import CommReport, comm_budget, comm_report
-from shardmesh.sharding.debug.eval_shape import Evaluated, eval_shape
+from shardmesh.sharding.abstract.eval_shape import Evaluated, eval_shape
 from shardmesh.sharding.debug.explain import explain
 from shardmesh.sharding.debug.inspection import inspect
 from shardmesh.sharding.debug.nan_check import debug_nans
-from shardmesh.sharding.debug.replicas.check import ReplicaCheck, assert_replicated, check_replicas
 from shardmesh.sharding.debug.visualize import visualize
 from shardmesh.sharding.redistribute.plan import plan
+from shardmesh.sharding.replicas.check import ReplicaCheck, assert_replicated, check_replicas
 
 if TYPE_CHECKING:
     from shardmesh.sharding.debug.timeline.timeline import Timeline, TimelineEvent, timeline

@@ -15,13 +15,13 @@ from shardmesh.mesh.errors import (
     WatchError,
 )
 from shardmesh.mesh.launch.local_processes import LaunchError, LaunchTimeoutError
+from shardmesh.sharding.autograd.named_axes import UnboundAxisError
 from shardmesh.sharding.checkpoint.agreement import CheckpointError
 from shardmesh.sharding.debug.nan_check import BadValueError
-from shardmesh.sharding.debug.replicas.compare import ReplicaError
-from shardmesh.sharding.functional.named_axes import UnboundAxisError
 from shardmesh.sharding.functional.types.type_checker import CapturedTensorError
 from shardmesh.sharding.functional.types.types import ShardingTypeError
 from shardmesh.sharding.jit.errors import JitError
+from shardmesh.sharding.replicas.compare import ReplicaError
 
 __all__ = [
     "BadValueError",

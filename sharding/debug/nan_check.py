@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 from ...mesh.comm.call_site import _OURS, _TORCH
 from ...mesh.comm.current_world import current_world
 from ...mesh.monitor.monitor import monitor_of
+from ..autograd.engine_hooks import innermost
 from ..layout.layout import Layout, dtype_name
 from ..ops.plain_operands import tensors_in
 from ..ops.strategy import name_of
-from ..tensor.autograd.engine_hooks import innermost
 from ..tensor.sharded_tensor import ShardedTensor
 
 # Operators whose results are uninitialised.

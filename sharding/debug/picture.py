@@ -19,7 +19,7 @@ from ...kernels.box import Box, box_size
 from ...mesh.abstract_mesh import AbstractMesh, axes_text
 from ..layout.layout import Layout, dtype_name
 from ..layout.shard_holders import page_title, pages, shown_dims, title
-from .rank_table import colour
+from ..parallel.rank_table import colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ..layout.layout import Layout
-from .module_repr import module_rich, module_table, module_tree
+from ..parallel.module_repr import module_rich, module_table, module_tree
+from ..parallel.rank_table import RankTable
 from .picture import layout_picture
-from .rank_table import RankTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

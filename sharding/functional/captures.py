@@ -21,14 +21,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...mesh.device_mesh import DeviceMesh
+from ..autograd import engine_hooks
+from ..autograd.named_axes import AxisEnv
 from ..layout.layout import dtype_name
 from ..ops.plain_operands import tensors_in
 from ..ops.rules.registry import writes_first_operand
 from ..ops.strategy import name_of
-from ..tensor.autograd import engine_hooks
 from ..tensor.sharded_tensor import ShardedTensor
 from .inputs import InputSpec, alias, make_input_spec, prepare_inputs
-from .named_axes import AxisEnv
 from .types.type_checker import TypeChecker, untracked
 from .types.types import ShardingTypeError, TypeOrigin, user_location
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..tensor.autograd.engine_hooks import innermost, is_batched
+from ..autograd.engine_hooks import innermost, is_batched
 from ..tensor.sharded_tensor import ShardedTensor
 from .transforms import gradients
 

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from ...mesh.comm.call_site import DESCRIBERS, OperatorCall
 from ...mesh.device_mesh import DeviceMesh
+from ..autograd.engine_hooks import innermost, is_transformed, untransformed
+from ..autograd.named_axes import current_axis_env
+from ..autograd.transforms import refuse_foreign
 from ..layout.layout import Layout
 from ..layout.spec import P, as_spec
 from ..ops import dispatch
 from ..redistribute.autograd import redistribute_local, redistribute_locals
-from ..tensor.autograd.engine_hooks import innermost, is_transformed, untransformed
 from ..tensor.convert import from_local
 from ..tensor.sharded_tensor import ShardedTensor
-from ..tensor.transforms import refuse_foreign
 from .keys import Key
-from .named_axes import current_axis_env
 from .signature import STATIC
 from .types.types import REPLICATED, ShardingTypeError, Type
 

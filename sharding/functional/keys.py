@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..autograd.named_axes import current_axis_env
 from ..tensor.random import fork_rng, manual_seed
-from .named_axes import current_axis_env
 from .types.type_checker import untracked
 from .types.types import Type
 

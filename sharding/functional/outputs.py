@@ -16,7 +16,7 @@ from ...mesh.comm.null import NullGroup
 from ...mesh.device_mesh import DeviceMesh
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import P
-from ..ops.lineage import piece_of
+from ..lineage import piece_of
 from ..tensor.global_shape import shape_of_parts
 from ..tensor.sharded_tensor import ShardedTensor
 from .inputs import check_manual, fitting_spec

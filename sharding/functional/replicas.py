@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from ...mesh.device_mesh import DeviceMesh
-from ..debug.replicas.bit_hash import bit_hash
-from ..debug.replicas.compare import compare
-from ..debug.replicas.leaves import ReplicaLeaf, replica_ranks
+from ..autograd.engine_hooks import innermost
 from ..layout.layout import Layout
-from ..tensor.autograd.engine_hooks import innermost
+from ..replicas.bit_hash import bit_hash
+from ..replicas.compare import compare
+from ..replicas.leaves import ReplicaLeaf, replica_ranks
 from ..tensor.sharded_tensor import ShardedTensor
 
 

@@ -27,15 +27,15 @@ from torch.utils import _pytree as pytree
 
 from ...mesh import context
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh
+from ..autograd.engine_hooks import transforms_active
+from ..autograd.named_axes import AxisEnv, current_axis_env, swap
 from ..layout.bounded_cache import keep
 from ..layout.spec import P
+from ..lineage import comm_context, mixed, seed_of
 from ..ops import dispatch
-from ..ops.lineage import comm_context, mixed, seed_of
-from ..tensor.autograd.engine_hooks import transforms_active
 from ..tensor.sharded_tensor import ShardedTensor
 from .captures import Captures, replace_captures
 from .inputs import InputMutationCheck, InputSpec, alias, check_transform, local_parts, make_input_spec, prepare_inputs
-from .named_axes import AxisEnv, current_axis_env, swap
 from .outputs import OutputSpec, check_type, infer_outputs, resolve_output_spec, share_error, with_lineage, wrap_outputs
 from .replicas import check_replicas
 from .signature import key_of, leaves_of, paths_of, position, specs_for, unflatten_tree

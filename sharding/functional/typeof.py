@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd import engine_hooks
+from ..autograd.named_axes import AxisEnv, current_axis_env, current_captures
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import P
-from ..tensor.autograd import engine_hooks
 from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
 from ..tensor.sharded_tensor import typeof as layout_of
-from .named_axes import AxisEnv, current_axis_env, current_captures
 from .types.types import Type
 
 

@@ -17,11 +17,11 @@ from ...mesh.comm.current_world import current_world
 from ...mesh.comm.tracing import tracing
 from ...mesh.comm.transforms import transforms_active
 from ...mesh.comm.world import World
-from ..functional.named_axes import current_axis_env
+from ..autograd import engine_hooks
+from ..autograd.named_axes import current_axis_env
 from ..functional.signature import flatten_tree, unflatten_tree
 from ..functional.transforms.gradients import is_differentiating
 from ..functional.trees import pytree
-from ..tensor.autograd import engine_hooks
 from ..tensor.autograd.leaf_grads import is_accumulating
 from ..tensor.device_put import device_put
 from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor

@@ -26,9 +26,9 @@ from ...mesh.comm.group import Group
 from ...mesh.comm.tracing import tracing
 from ...mesh.comm.work import DONE, Work
 from ...mesh.comm.world import World
-from ..debug.peak_memory import _ON_STAND_INS, _frames
+from ..abstract.peak_memory import _ON_STAND_INS, _frames
+from ..ops import methods
 from ..ops.dispatch import name_of
-from ..tensor import methods
 from ..tensor.sharded_tensor import ShardedTensor
 from .collectives import OPERATORS, WAIT, Site, group_name, site_number
 from .draws import Draw, Draws

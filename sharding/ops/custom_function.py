@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from ..autograd.engine_hooks import with_memory
 from ..layout.layout import Layout
 from ..layout.spec import P
 from ..redistribute.linear import redistribute_grad
-from ..tensor.autograd.engine_hooks import with_memory
 from ..tensor.sharded_tensor import ShardedTensor
 from .plain_operands import implicit_replication, replicated_gradients, thread_state
 

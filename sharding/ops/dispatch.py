@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd.engine_hooks import any_requires_grad, is_transformed, transforming
+from ..autograd.transforms import refuse_foreign
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
+from ..lineage import comm_context, drawn, mixed, piece_of, seed_of, with_drawn
 from ..redistribute.autograd import redistribute_local
-from ..tensor.autograd.engine_hooks import any_requires_grad, is_transformed, transforming
 from ..tensor.sharded_tensor import ShardedTensor
-from ..tensor.transforms import refuse_foreign
 from . import nonmember, plain_operands
 from .custom_function import take_over
 from .handles import TensorHandle, settled
-from .lineage import comm_context, drawn, mixed, piece_of, seed_of, with_drawn
 from .rules.aten import public_call
 from .rules.number_arguments import has_tensor_as_number, with_numbers
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES, writes_first_operand

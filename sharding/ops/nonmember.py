@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd.engine_hooks import transforming
+from ..autograd.transforms import Linear, under_transforms
 from ..layout.layout import Layout
 from ..layout.spec import P
-from ..tensor.autograd.engine_hooks import transforming
 from ..tensor.sharded_tensor import ShardedTensor
-from ..tensor.transforms import Linear, under_transforms
 from .rules.registry import RESULT_IS_VIEW, functions
 from .strategy import FOUND, OpStrategy, name_of, with_values
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...mesh.comm.call_site import DESCRIBERS, OperatorCall
-from ..tensor import methods
 from ..tensor.autograd import backward
 from ..tensor.sharded_tensor import ShardedTensor
-from . import dispatch
+from . import dispatch, methods
 from .rules.registry import HANDLERS
 from .strategy import OpStrategy, name_of
 

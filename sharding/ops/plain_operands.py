@@ -30,13 +30,13 @@ from torch import Tensor
 from ...mesh.comm.call_site import user_line
 from ...mesh.comm.world import World
 from ...mesh.device_mesh import DeviceMesh
-from ..debug.replicas.compare import ReplicaError, compare
-from ..debug.replicas.leaves import ReplicaLeaf
-from ..functional.named_axes import current_axis_env
+from ..autograd import engine_hooks
+from ..autograd.named_axes import current_axis_env
 from ..layout.bounded_cache import keep
 from ..layout.layout import dtype_name
 from ..layout.spec import P
-from ..tensor.autograd import engine_hooks
+from ..replicas.compare import ReplicaError, compare
+from ..replicas.leaves import ReplicaLeaf
 from ..tensor.from_dtensor import is_dtensor
 from ..tensor.sharded_tensor import ShardedTensor
 from .implicit_comm import implicit_comm

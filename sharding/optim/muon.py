@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.lineage import comm_context, mixed, seed_of
+from ..lineage import comm_context, mixed, seed_of
 from ..tensor.sharded_tensor import ShardedTensor
 from .matrix_optimizer import MatrixOptimizer, as_number, check_not_negative, with_grads
 from .owners import owners_of, whole_matrix_units

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.box import Box, box_shape, slices
 from ...mesh.device_mesh import DeviceMesh
 from ..layout.layout import Layout
-from ..ops.lineage import comm_context, mixed, seed_of
+from ..lineage import comm_context, mixed, seed_of
 from ..tensor.convert import distribute_tensor
 from ..tensor.sharded_tensor import ShardedTensor
 from .matrix_optimizer import MatrixOptimizer, as_number, check_not_negative, with_grads

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd.engine_hooks import transforming
 from ..layout.layout import Layout
-from ..tensor.autograd.engine_hooks import transforming
 from .executor import Pair, executor
 from .linear import apply_node, cast, is_linear, redistribute_linear, start_linear
 from .pending_kinds import redistribute_nonlinear

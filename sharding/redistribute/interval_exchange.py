@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ...kernels.box import Box, box_shape, box_size, slices
 from ...kernels.copy import compile_pack, compile_unpack
+from ..autograd.engine_hooks import transforming, with_memory
+from ..autograd.transforms import Linear, batched_layout, under_transforms
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
-from ..tensor.autograd.engine_hooks import transforming, with_memory
-from ..tensor.transforms import Linear, batched_layout, under_transforms
 
 Interval = tuple[int, int]
 Wanted = Callable[[int, int], Iterable[Interval]]

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ...mesh.comm.call_site import call_path
-from ..debug.replicas.gradients import USED_DIFFERENTLY, check_replicas_agree
+from ..autograd.engine_hooks import transforming, with_memory
+from ..autograd.grad_origin import Origin, note_origin, origin_of
+from ..autograd.transforms import under_transforms
 from ..layout.layout import Layout
-from ..ops.lineage import backward_comm_context
-from ..tensor.autograd.engine_hooks import transforming, with_memory
-from ..tensor.autograd.grad_origin import Origin, note_origin, origin_of
-from ..tensor.transforms import under_transforms
+from ..lineage import backward_comm_context
+from ..replicas.gradients import USED_DIFFERENTLY, check_replicas_agree
 from .executor import Pair, executor, executor_of_many
 from .redistribution_map import LinearRedistribution
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd.engine_hooks import transforming, with_memory, with_tangents
+from ..autograd.transforms import batched_layout
 from ..layout.layout import Layout
 from ..layout.spec import Cut, P
-from ..tensor.autograd.engine_hooks import transforming, with_memory, with_tangents
-from ..tensor.transforms import batched_layout
 from .executor import executor
 from .linear import cast, redistribute_grad, redistribute_linear, start_linear
 from .plan import check_transport

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..autograd.transforms import Linear, batched_layout
 from ..layout.layout import Layout
-from ..tensor.transforms import Linear, batched_layout
 from .executor import executor
 
 

@@ -11,21 +11,21 @@ from torch import Tensor
 from ...kernels.box import box_shape, box_size, slices
 from ...mesh.comm.call_site import call_path
 from ...mesh.device_mesh import DeviceMesh
-from ..debug.replicas.gradients import CHECKS, check_replicas_agree
-from ..functional.named_axes import current_captures
+from ..autograd.engine_hooks import is_transformed, transforming
+from ..autograd.named_axes import current_captures
+from ..autograd.transforms import refuse_foreign, under_transforms
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import EACH, SpecLike
 from ..ops import dispatch
 from ..redistribute.autograd import redistribute_local
 from ..redistribute.linear import redistribute_grad
 from ..redistribute.redistribution_map import LinearRedistribution
+from ..replicas.gradients import CHECKS, check_replicas_agree
 from . import from_dtensor
-from .autograd.engine_hooks import is_transformed, transforming
 from .global_shape import describes, global_shape
 from .mesh_arguments import mesh_and_spec
 from .redistribute import redistribute
 from .sharded_tensor import ShardedTensor
-from .transforms import refuse_foreign, under_transforms
 
 # -- local tensors in -------------------------------------------------------------------------------------------------
 

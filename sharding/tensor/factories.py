@@ -12,7 +12,7 @@ from torch import Tensor
 from ...mesh.device_mesh import DeviceMesh, is_mesh
 from ..layout.layout import Layout
 from ..layout.spec import SpecLike
-from ..ops.lineage import drawn, with_drawn
+from ..lineage import drawn, with_drawn
 from . import random
 from .mesh_arguments import is_placement, mesh_and_spec
 from .sharded_tensor import ShardedTensor

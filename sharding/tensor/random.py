@@ -22,10 +22,10 @@ from ...mesh.comm.current_world import current_world
 from ...mesh.comm.tracing import tracing
 from ...mesh.comm.world import World
 from ...mesh.monitor.recording.trace_buffer import Header
+from ..autograd.engine_hooks import current_backward
+from ..autograd.transforms import check_same_randomness
 from ..layout.layout import Layout
-from ..ops.lineage import drawn
-from .autograd.engine_hooks import current_backward
-from .transforms import check_same_randomness
+from ..lineage import drawn
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # separates consecutive streams; the increment of SplitMix64 (Steele et al. 2014)

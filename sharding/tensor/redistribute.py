@@ -11,17 +11,17 @@ from torch import Tensor
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
-from ..functional.named_axes import current_captures
+from ..autograd.engine_hooks import any_requires_grad, transforming, transforms_active
+from ..autograd.named_axes import current_captures
 from ..layout.layout import Layout, distinct_mesh_names
 from ..layout.spec import P, Sharding, SpecLike
+from ..lineage import comm_context, mixed
 from ..ops import dispatch
 from ..ops.handles import TensorHandle
-from ..ops.lineage import comm_context, mixed
 from ..redistribute.autograd import redistribute_local, start_redistribute
 from ..redistribute.cross_mesh import redistribute_cross_mesh
 from ..redistribute.executor import executor
 from . import from_dtensor
-from .autograd.engine_hooks import any_requires_grad, transforming, transforms_active
 from .mesh_arguments import mesh_and_spec
 from .sharded_tensor import DonatedTensor, ShardedTensor
 

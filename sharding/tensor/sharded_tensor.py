@@ -28,7 +28,7 @@ from ...mesh.device_mesh import DeviceMesh, unpickle_mesh
 from ..layout.layout import Layout, make_layout
 from ..layout.named_sharding import NamedSharding
 from ..layout.spec import P, Placement, SpecLike, make_spec
-from ..ops.lineage import root
+from ..lineage import root
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,7 +24,7 @@ from ...mesh.device_mesh import DeviceMesh
 from ...mesh.monitor.recording.recorder import CommTag
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
-from ..ops.lineage import comm_context, mixed, seed_of
+from ..lineage import comm_context, mixed, seed_of
 from ..tensor.sharded_tensor import ShardedTensor
 
 _TALLY = seed_of("tally")

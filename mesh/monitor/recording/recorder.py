@@ -288,7 +288,7 @@ def route_of(dst: int | None, src: int | None) -> int:
 def unlike(one: int, other: int) -> bool:
     """Return whether two recorded lineages seem to belong to different values; 0 is unknown.
 
-        16 bits line | 16 order | 16 since | 16 layout      see `sharding/ops/lineage.py`
+        16 bits line | 16 order | 16 since | 16 layout      see `sharding/lineage.py`
     """
     different = one ^ other
     return bool(one and other and different >> 48 and different >> 32 & _HASH and different >> 16 & _HASH)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...autograd import engine_hooks
+from ...autograd.named_axes import Axes, AxisName, Groups, bound_axes, bound_groups, current_axis_env, current_captures
 from ...layout.bounded_cache import keep
 from ...layout.spec import P
-from ...tensor.autograd import engine_hooks
 from ...tensor.sharded_tensor import ShardedTensor
-from ..named_axes import Axes, AxisName, Groups, bound_axes, bound_groups, current_axis_env, current_captures
 from ..signature import flatten_tree, unflatten_tree
 from ..types.type_checker import untracked
 from ..types.types import ShardingTypeError, Tag, Type, TypeOrigin, user_location

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..named_axes import Axes
+from ...autograd.named_axes import Axes
 
 _WORDS = {"varying": "sharded", "invariant": "replicated", "invarying": "replicated", "pending": "unreduced"}  # synonyms
 

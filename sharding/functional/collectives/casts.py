@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..named_axes import AxisName, bound_axes, current_axis_env
+from ...autograd.named_axes import AxisName, bound_axes, current_axis_env
 from ..types.type_checker import untracked
 from ..types.types import Type, TypeOrigin, user_location
 from .apply import CollectiveCall, Prepared, TypingRule, map_collective

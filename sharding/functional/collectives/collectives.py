@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..named_axes import Axes, AxisName, Groups, bound_axes
+from ...autograd.named_axes import Axes, AxisName, Groups, bound_axes
 from .apply import CollectiveCall, Prepared, TypingRule, map_bucketed, map_collective, resolve_axes
 from .arguments import canonical_word, check_no_sizes, check_one_each, checked_dim, checked_pairs, lengths_along
 from .extreme import Extreme, pick

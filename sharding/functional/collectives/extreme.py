@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...tensor.autograd.engine_hooks import transforming, with_memory, with_tangents
-from ..named_axes import Axes
+from ...autograd.engine_hooks import transforming, with_memory, with_tangents
+from ...autograd.named_axes import Axes
 from .linear_maps import Finish, ReduceMap, apply, check_forward_mode
 
 

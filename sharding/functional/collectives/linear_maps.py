@@ -27,13 +27,13 @@ from torch import Tensor
 from ....mesh.comm.transforms import outside_of_transforms
 from ....mesh.comm.work import Work
 from ....mesh.simulated.simulate import SimulatedWorld
+from ...autograd import engine_hooks
+from ...autograd.named_axes import Axes
+from ...autograd.transforms import Linear, under_transforms
 from ...layout.bounded_cache import keep
 from ...layout.layout import Layout, chunk
 from ...layout.spec import P
 from ...redistribute.executor import Executor, executor
-from ...tensor.autograd import engine_hooks
-from ...tensor.transforms import Linear, under_transforms
-from ..named_axes import Axes
 
 Finish = Callable[[], Tensor]
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...tensor.autograd.engine_hooks import transforming
-from ..named_axes import Axes, AxisName, Groups, current_captures
+from ...autograd.engine_hooks import transforming
+from ...autograd.named_axes import Axes, AxisName, Groups, current_captures
 from ..types.type_checker import untracked
 from .apply import AsyncResult, TypingRule, current_checker, is_starting, resolve_axes, with_tag
 from .linear_maps import Finish, LinearMap, apply

@@ -23,17 +23,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...autograd import engine_hooks
+from ...autograd.named_axes import AxisEnv, current_axis_env
 from ...layout.layout import Layout
 from ...layout.spec import P
 from ...ops import dispatch
 from ...redistribute.autograd import redistribute_local
-from ...tensor.autograd import engine_hooks
 from ...tensor.convert import from_local
 from ...tensor.random import replay_random
 from ...tensor.sharded_tensor import ShardedTensor
 from ..collectives.apply import current_checker
 from ..collectives.linear_maps import KeepFirstMap, apply
-from ..named_axes import AxisEnv, current_axis_env
 from ..signature import paths_of
 
 

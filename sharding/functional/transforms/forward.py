@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...autograd.engine_hooks import forward_mode, innermost, transforms_active
+from ...autograd.named_axes import current_axis_env
+from ...autograd.transforms import on_own_level
 from ...tensor.autograd import backward
-from ...tensor.autograd.engine_hooks import forward_mode, innermost, transforms_active
 from ...tensor.redistribute import redistribute
 from ...tensor.sharded_tensor import ShardedTensor
-from ...tensor.transforms import on_own_level
-from ..named_axes import current_axis_env
 from ..trees import flatten_without_none
 from . import gradients
 from .gradients import check_floating

@@ -22,14 +22,14 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
 from ....mesh.comm.call_site import DESCRIBERS
+from ...autograd.engine_hooks import transforms_active
+from ...autograd.named_axes import AxisEnv, current_axis_env, current_captures
 from ...tensor.autograd import backward
-from ...tensor.autograd.engine_hooks import transforms_active
 from ...tensor.random import replay_random
 from ...tensor.sharded_tensor import ShardedTensor
 from ..captures import Captures, ReplayCaptures
 from ..collectives.collectives import psum
 from ..collectives.linear_maps import KeepFirstMap
-from ..named_axes import AxisEnv, current_axis_env, current_captures
 from ..trees import flatten_without_none
 from ..types.type_checker import untracked
 from ..types.types import ShardingTypeError, Tag, Type

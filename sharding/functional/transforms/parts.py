@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...autograd.named_axes import current_axis_env
 from ...layout.layout import Layout
 from ...tensor.sharded_tensor import ShardedTensor
-from ..named_axes import current_axis_env
 from ..types.type_checker import untracked
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...autograd.named_axes import current_axis_env
+from ...autograd.transforms import on_own_level
 from ...tensor.autograd import backward
-from ...tensor.transforms import on_own_level
-from ..named_axes import current_axis_env
 from ..types.type_checker import untracked
 from .parts import Results, with_part
 

@@ -19,16 +19,16 @@ from torch.utils import _pytree as pytree
 from ....mesh import context
 from ....mesh.comm.call_site import DESCRIBERS, OperatorCall
 from ....mesh.device_mesh import DeviceMesh
+from ...autograd.engine_hooks import is_transformed
+from ...autograd.transforms import own_level
 from ...layout.layout import Layout
 from ...layout.spec import Cut, P
+from ...lineage import mixed, seed_of
 from ...ops import dispatch
-from ...ops.lineage import mixed, seed_of
 from ...ops.plain_operands import tensors_in
 from ...redistribute.autograd import redistribute_local, redistribute_locals
-from ...tensor.autograd.engine_hooks import is_transformed
 from ...tensor.convert import from_local
 from ...tensor.sharded_tensor import ShardedTensor
-from ...tensor.transforms import own_level
 from ..inputs import inner_layout, restrict_to_axes
 from ..outputs import with_lineage
 from ..signature import paths_of

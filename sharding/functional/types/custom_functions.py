@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from ..named_axes import AxisEnv
+from ...autograd.named_axes import AxisEnv
 from .types import ShardingTypeError, Tag, Type
 
 if TYPE_CHECKING:

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...autograd import engine_hooks
+from ...autograd.named_axes import AxisEnv, current_captures
 from ...ops.plain_operands import tensors_in
 from ...ops.strategy import name_of
-from ...tensor.autograd import engine_hooks
 from ...tensor.sharded_tensor import ShardedTensor
-from ..named_axes import AxisEnv, current_captures
 from .custom_functions import CustomFunctionCall, CustomFunctionCalls, is_custom
 from .pending import share_of_gradient, stays_pending
 from .special_operators import SPECIAL, special_of

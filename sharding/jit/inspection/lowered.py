@@ -19,7 +19,7 @@ from ....mesh.abstract_mesh import AbstractMesh
 from ....mesh.comm.null import null_world
 from ....mesh.comm.world import World
 from ....mesh.device_mesh import DeviceMesh
-from ...debug.eval_shape import _Inside, _root_mesh
+from ...abstract.eval_shape import _Inside, _root_mesh
 from ..errors import JitError
 from ..hyperparameters import Hyperparameters
 from ..passes.options import PassOptions

@@ -27,9 +27,9 @@ from ....mesh.device_mesh import DeviceMesh
 from ...layout.bounded_cache import keep
 from ...layout.layout import Layout
 from ...layout.spec import P
+from ...lineage import comm_context, mixed, seed_of
 from ...ops.dispatch import known_local
 from ...ops.implicit_comm import implicit_comm
-from ...ops.lineage import comm_context, mixed, seed_of
 from ...ops.recomputation import register_state
 from ...ops.rules.decomposition_utils import from_parts, splitting_axes
 from ...ops.rules.registry import handler

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...ops.lineage import backward_comm_context
-from ...tensor.autograd.engine_hooks import with_memory
+from ...autograd.engine_hooks import with_memory
+from ...lineage import backward_comm_context
 from .blockwise import AttentionGrads, OnlineSoftmaxState, attend, attend_grads
 from .load_balance import Block
 

@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ....mesh.device_mesh import DeviceMesh
+from ...autograd import engine_hooks
 from ...layout.layout import distinct_mesh_names
-from ...tensor.autograd import engine_hooks, leaf_grads
+from ...tensor.autograd import leaf_grads
 from ...tensor.sharded_tensor import ShardedTensor
 from .grads.grad_bucketing import GradBucketer
 from .grads.offloaded_grads import OffloadedGrads

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from ....mesh.comm.dispatch_modes import not_recomputed
 from ....mesh.comm.tracing import tracing
 from ....mesh.device_mesh import DeviceMesh
-from ...debug.replicas.bit_hash import bit_hash
-from ...debug.replicas.compare import compare
-from ...debug.replicas.leaves import replica_leaves
+from ...autograd import engine_hooks
 from ...layout.layout import Layout
-from ...ops.lineage import comm_context, mixed, seed_of
+from ...lineage import comm_context, mixed, seed_of
 from ...ops.torch_compile import refuse_jit_trace
-from ...tensor.autograd import engine_hooks, leaf_grads
+from ...replicas.bit_hash import bit_hash
+from ...replicas.compare import compare
+from ...replicas.leaves import replica_leaves
+from ...tensor.autograd import leaf_grads
 from ...tensor.sharded_tensor import ShardedTensor
 from .buffers import BuffersInUse, any_sharded
 from .controls import UnitControls

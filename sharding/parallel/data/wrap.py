@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ....mesh.device_mesh import DeviceMesh
-from ...debug.module_repr import show_layouts_in_repr
 from ...layout.layout import Layout, distinct_mesh_names
 from ...layout.spec import P
 from ...ops.prepared_modules import prepare
 from ...redistribute.autograd import redistribute_local
 from ...tensor.convert import distribute_tensor
 from ...tensor.sharded_tensor import ShardedTensor
+from ..module_repr import show_layouts_in_repr
 from .schedule import set_unit, unit_of, units_in, units_of
 from .slot import Place, Slot, UnitOptions, slot_of_replaced
 from .unit import Unit, UnitModules

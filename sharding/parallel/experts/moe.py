@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout, distinct_mesh_names
 from ...layout.spec import Cut, P
+from ...lineage import comm_context, mixed, seed_of
 from ...ops import nonmember
 from ...ops.dispatch import known_local, wrap
-from ...ops.lineage import comm_context, mixed, seed_of
 from ...ops.rules.decomposition_utils import part_sizes
 from ...tensor.convert import from_local
 from ...tensor.sharded_tensor import ShardedTensor

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ....kernels.transfer.host_copies import start_to_host, to_device
 from ....mesh.comm.tracing import tracing
+from ...autograd.engine_hooks import with_memory
 from ...layout.layout import Layout
-from ...ops.lineage import backward_comm_context
+from ...lineage import backward_comm_context
 from ...ops.rules.decomposition_utils import splitting_axes
-from ...tensor.autograd.engine_hooks import with_memory
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from torch.nn.parameter import is_lazy
 
 from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh
-from ...debug.module_repr import show_layouts_in_repr
 from ...layout.layout import Layout
 from ...layout.spec import P, Placement
 from ...ops.prepared_modules import prepare
 from ...tensor.convert import distribute_tensor
 from ...tensor.sharded_tensor import ShardedTensor
+from ..module_repr import show_layouts_in_repr
 from ..replaced import mark_replaced
 from .activations import HookSite, InputHook, OutputHook, along
 from .hf_plan import with_styles

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...autograd import engine_hooks
+from ...autograd.grad_origin import Origin, note_origin
+from ...lineage import comm_context, mixed
 from ...ops import dispatch
-from ...ops.lineage import comm_context, mixed
 from ...redistribute.linear import redistribute_grad, redistribute_grads
 from ..sharded_tensor import ShardedTensor
-from . import engine_hooks
-from .grad_origin import Origin, note_origin
 from .leaf_grads import GRADIENT, add
 
 

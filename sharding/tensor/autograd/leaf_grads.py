@@ -25,14 +25,14 @@ from torch import Tensor
 from ....mesh.comm.current_world import current_world
 from ....mesh.comm.world import World
 from ....mesh.monitor.recording.recorder import CommTag
+from ...autograd import engine_hooks
+from ...autograd.grad_origin import Origin, note_origin, origin_of
 from ...layout.layout import Layout, distinct_mesh_names
-from ...ops.lineage import comm_context, mixed, seed_of, unpacked
+from ...lineage import comm_context, mixed, seed_of, unpacked
 from ...redistribute.autograd import redistribute_local
 from ...redistribute.executor import executor_of_many
 from ...redistribute.linear import redistribute_grad
 from ..sharded_tensor import ShardedTensor
-from . import engine_hooks
-from .grad_origin import Origin, note_origin, origin_of
 
 _reducers: weakref.WeakKeyDictionary[World, _GradReducer] = weakref.WeakKeyDictionary()
 

@@ -12,7 +12,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P, Replicate, Shard
 from shardmesh.mesh.errors import MeshError
-from shardmesh.sharding.debug.eval_shape import eval_shape
+from shardmesh.sharding.abstract.eval_shape import eval_shape
 from tests.device import DEVICE
 from tests.sharding.ranks import on_mesh
 

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.debug.eval_shape import eval_shape
-from shardmesh.sharding.debug.peak_memory import PeakMemory
+from shardmesh.sharding.abstract.eval_shape import eval_shape
+from shardmesh.sharding.abstract.peak_memory import PeakMemory
 from tests.device import DEVICE
 
 BIG = sm.AbstractMesh((128, 8), ("fsdp", "tp"))

@@ -12,7 +12,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import Layout, P
 from shardmesh.debug import visualize
-from shardmesh.sharding.debug.rank_table import RankTable
+from shardmesh.sharding.parallel.rank_table import RankTable
 from tests.device import DEVICE
 from tests.sharding.layout.test_layout import layouts
 from tests.sharding.ranks import collectives, every_rank, on_mesh, place

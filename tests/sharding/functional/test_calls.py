@@ -7,7 +7,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.functional.named_axes import current_axis_env
+from shardmesh.sharding.autograd.named_axes import current_axis_env
 from tests.device import DEVICE
 from tests.sharding.functional.helpers import leaf, put, same, same_gradients, values
 from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, same_error

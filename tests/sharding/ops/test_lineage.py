@@ -15,7 +15,7 @@ from shardmesh import P
 from shardmesh.mesh import current_world, simulate
 from shardmesh.mesh.monitor.recording.recorder import unlike
 from shardmesh.mesh.monitor.settings import collective_check, settings
-from shardmesh.sharding.ops.lineage import mixed, packed, seed_of
+from shardmesh.sharding.lineage import mixed, packed, seed_of
 
 RANKS = 4
 

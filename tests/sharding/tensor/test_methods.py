@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.tensor import methods, redistribute
+from shardmesh.sharding.ops import methods
+from shardmesh.sharding.tensor import redistribute
 from shardmesh.sharding.tensor.sharded_tensor import ShardedTensor
 from tests.sharding.ranks import every_rank
 

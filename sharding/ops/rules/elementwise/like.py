@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ....layout.layout import Layout, distinct_mesh_names
-from ....tensor import methods
+from ....lineage import drawn, with_drawn
 from ....tensor.autograd import backward
 from ....tensor.sharded_tensor import ShardedTensor
+from ... import methods
 from ...dispatch import check_base
-from ...lineage import drawn, with_drawn
 from ..decomposition_utils import without_pending
 from ..registry import handler
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....tensor.autograd.engine_hooks import transforming
+from ....autograd.engine_hooks import transforming
 from ..decomposition_utils import from_parts, is_split, reduce_pending, reduced
 from ..reductions.reduction import Dims, accumulator_dtype, along, normal_dims, whole_reduction
 from ..registry import decomposition

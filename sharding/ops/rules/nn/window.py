@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ....autograd.engine_hooks import transforming
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ....redistribute.interval_exchange import Interval, IntervalExchange, Wanted
-from ....tensor.autograd.engine_hooks import transforming
 from ...plain_operands import tensors_in
 from ..decomposition_utils import all_from_parts, layout_of, part_sizes, with_part_sizes
 from ..notation import Rule

@@ -19,8 +19,8 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 from torch.utils import _foreach_utils as foreach_utils
 
+from ....lineage import mixed, piece_of, seed_of, set_pieces, step_lineages
 from ....tensor.sharded_tensor import ShardedTensor
-from ...lineage import mixed, piece_of, seed_of, set_pieces, step_lineages
 from .foreach import aligned, check_writable
 
 _LOOPS = (torch.optim.Adafactor,)  # by default on every device: foreach takes more memory

@@ -17,11 +17,11 @@ from torch import Tensor
 from .....kernels.random import distributions, limits
 from ....layout.layout import Layout
 from ....layout.spec import P
+from ....lineage import drawn, with_drawn
 from ....tensor import random
 from ....tensor.factories import arange
 from ....tensor.sharded_tensor import ShardedTensor
 from ...dispatch import check_base
-from ...lineage import drawn, with_drawn
 from ..decomposition_utils import from_parts, reduce_pending, unshard, with_dim, without_pending
 from ..elementwise.like import register_like
 from ..registry import RANDOM, decomposition, functions, handler

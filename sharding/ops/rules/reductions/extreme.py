@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, return_types
 
+from ....autograd.engine_hooks import transforming
 from ....redistribute.autograd import redistribute_local
-from ....tensor.autograd.engine_hooks import transforming
 from ..decomposition_utils import from_parts, is_split, reduce_pending, reduced
 from ..registry import decomposition
 from .reduction import Dims, reduction, split_dims, whole_reduction

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, return_types
 
+from ....autograd.engine_hooks import transforming
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ....redistribute.autograd import with_gradient_of_redistribute
-from ....tensor.autograd.engine_hooks import transforming
 from ....tensor.sharded_tensor import ShardedTensor
 from ...dispatch import wrap
 from ..decomposition_utils import (

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .....mesh.monitor.recording.recorder import CommTag
 from ....layout.layout import Layout
-from ....ops.lineage import comm_context, mixed, seed_of
+from ....lineage import comm_context, mixed, seed_of
 from ....tensor.autograd import leaf_grads
 from ....tensor.sharded_tensor import ShardedTensor
 from .grad_places import ContiguousGrads

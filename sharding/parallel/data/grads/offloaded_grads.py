@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .....kernels.transfer.host_copies import CopyStream
-from ....tensor.autograd import engine_hooks, leaf_grads
+from ....autograd import engine_hooks
+from ....tensor.autograd import leaf_grads
 from ....tensor.sharded_tensor import ShardedTensor
 
 Grads = list[Tensor | None]

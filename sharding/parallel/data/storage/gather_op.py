@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....tensor.autograd import engine_hooks
+from ....autograd import engine_hooks
 from ..grads.averaging import scaled
 from ..grads.grad_places import GradWriter
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .....mesh.comm.world import World
 from ....layout.layout import Layout
-from ....ops.lineage import comm_context, mixed, seed_of
+from ....lineage import comm_context, mixed, seed_of
 from ....redistribute.autograd import redistribute_locals
 from ....tensor.sharded_tensor import ShardedTensor
 from ..grads.grad_reduction import differentiable

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....tensor.autograd import engine_hooks
+from ....autograd import engine_hooks
 from ....tensor.sharded_tensor import ShardedTensor
 from .param_storage import Version
 

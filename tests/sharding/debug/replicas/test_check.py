@@ -12,9 +12,9 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P, Partial, Replicate, Shard
-from shardmesh.sharding.debug.replicas.bit_hash import _mixed, bit_hash, flat_of
-from shardmesh.sharding.debug.replicas.check import assert_replicated, check_replicas
-from shardmesh.sharding.debug.replicas.compare import ReplicaError
+from shardmesh.sharding.replicas.bit_hash import _mixed, bit_hash, flat_of
+from shardmesh.sharding.replicas.check import assert_replicated, check_replicas
+from shardmesh.sharding.replicas.compare import ReplicaError
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, place, run_programs, same_error
 
@@ -311,7 +311,7 @@ def test_hash_does_not_depend_on_strides():
 def test_hash_of_parts_combines(monkeypatch, chunk):
     x = torch.randn(1001)
     whole = int(bit_hash(x))
-    monkeypatch.setattr("shardmesh.sharding.debug.replicas.bit_hash._AT_A_TIME", chunk)
+    monkeypatch.setattr("shardmesh.sharding.replicas.bit_hash._AT_A_TIME", chunk)
     assert int(bit_hash(x)) == whole
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import shardmesh as sm
-from shardmesh.sharding.debug.replicas import gradients
+from shardmesh.sharding.replicas import gradients
 from tests.device import DEVICE
 from tests.sharding.ranks import every_rank, on_mesh, place, same_error
 

@@ -175,7 +175,7 @@ def test_cached_calls_are_not_tracked(mesh: sm.DeviceMesh) -> None:
     seen: list[bool] = []
 
     def f(x: Any) -> Any:
-        from shardmesh.sharding.functional.named_axes import current_axis_env
+        from shardmesh.sharding.autograd.named_axes import current_axis_env
 
         seen.append(current_axis_env().checker is not None)  # type: ignore[union-attr]
         return SumAsPsum.apply(x.square().sum())

@@ -7,7 +7,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh.parallel import fully_shard
-from shardmesh.sharding.tensor.autograd import engine_hooks
+from shardmesh.sharding.autograd import engine_hooks
 from tests.sharding.parallel.data.training import (
     FORMS,
     TARGETS,

@@ -10,7 +10,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import MixedPrecisionPolicy, data_parallel, fully_shard
-from shardmesh.sharding.debug.replicas.compare import ReplicaError
+from shardmesh.sharding.replicas.compare import ReplicaError
 from tests.sharding.parallel.data.training import gradients, on_ranks, same, values, whole
 
 RANKS = 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardmesh as sm
 from shardmesh.__main__ import main
-from shardmesh.sharding.redistribute.plan.command import parse_dtype, parse_mesh, parse_shape, parse_spec
+from shardmesh.sharding.debug.plan_command import parse_dtype, parse_mesh, parse_shape, parse_spec
 from tests.sharding.strategies import AXES, mesh_shapes, ragged_specs, shapes
 
 MESH = ("--mesh", "dp=2,tp=4", "--shape", "4096,4096")
@@ -42,7 +42,7 @@ def test_without_arguments_it_prints_help(capsys):
 def test_the_example_of_the_help_runs(capsys):
     import shlex
 
-    from shardmesh.sharding.redistribute.plan.command import EXAMPLE
+    from shardmesh.sharding.debug.plan_command import EXAMPLE
 
     assert main(shlex.split(EXAMPLE)[3:]) == 0
     assert "all_to_all_v" in capsys.readouterr().out

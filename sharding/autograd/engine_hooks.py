@@ -12,7 +12,7 @@ import torch
 from torch._functorch import eager_transforms
 from torch.autograd import Variable, forward_ad
 
-from ....mesh.comm.transforms import is_transformed, transforms_active
+from ...mesh.comm.transforms import is_transformed, transforms_active
 
 
 def current_backward() -> int:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ....mesh.comm.current_world import current_world
-from ....mesh.context import get_mesh
-from ....mesh.device_mesh import DeviceMesh
+from ...mesh.comm.current_world import current_world
+from ...mesh.context import get_mesh
+from ...mesh.device_mesh import DeviceMesh
 from .compare import ReplicaError, compare
 from .leaves import leaves_of, mesh_over, replica_leaves
 

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ..autograd.engine_hooks import any_requires_grad
 from ..debug import visualize
 from ..layout.spec import P, Placement
-from ..ops import dispatch
-from ..ops.lineage import comm_context
+from ..lineage import comm_context
 from ..redistribute.autograd import redistribute_local
-from . import convert, process_data, torch_checkpoint
-from .autograd import backward as backward_passes
-from .autograd import leaf_grads
-from .autograd.engine_hooks import any_requires_grad
-from .redistribute import redistribute
-from .sharded_tensor import ShardedTensor
+from ..tensor import convert, process_data, torch_checkpoint
+from ..tensor.autograd import backward as backward_passes
+from ..tensor.autograd import leaf_grads
+from ..tensor.redistribute import redistribute
+from ..tensor.sharded_tensor import ShardedTensor
+from . import dispatch
 
 # -- parts and whole tensors -------------------------------------------------------------------------------------------
 

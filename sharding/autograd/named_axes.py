@@ -22,11 +22,11 @@ from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import Group
 from ...mesh.comm.transforms import outside_of_transforms
 from ...mesh.device_mesh import DeviceMesh
-from ..tensor.autograd import engine_hooks
+from . import engine_hooks
 
 if TYPE_CHECKING:
-    from .captures import Captures
-    from .types.type_checker import TypeChecker
+    from ..functional.captures import Captures
+    from ..functional.types.type_checker import TypeChecker
 
 AxisName = str | Sequence[str]
 Groups = Sequence[Sequence[int]] | None

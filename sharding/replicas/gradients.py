@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ....mesh.comm.dispatch_modes import outside_of_program_modes
-from ....mesh.comm.group import Group
-from ...layout.bounded_cache import keep
-from ...layout.layout import Layout
-from ...tensor.autograd import engine_hooks
+from ...mesh.comm.dispatch_modes import outside_of_program_modes
+from ...mesh.comm.group import Group
+from ..autograd import engine_hooks
+from ..layout.bounded_cache import keep
+from ..layout.layout import Layout
 from .bit_hash import GOLDEN, bit_hash, flat_of, permute_
 
 CHECKS = (True, False, "always")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..layout.layout import Layout
 from ..layout.spec import P
-from .autograd.engine_hooks import (
+from .engine_hooks import (
     in_foreign_forward_mode,
     transform_depth,
     transforms_active,

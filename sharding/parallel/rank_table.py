@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...mesh.text import table_lines
+from ..debug.text import elided, rank_ranges
 from ..layout.layout import Layout
 from ..layout.shard_holders import Interval, holders, page_title, pages, parts, pending_mark, shown_dims, title
-from .text import elided, rank_ranges
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...layout.layout import Layout
-from ...layout.spec import P
-from ...tensor.sharded_tensor import ShardedTensor
+from ..layout.layout import Layout
+from ..layout.spec import P
+from ..tensor.sharded_tensor import ShardedTensor
 
 # Types whose repr determines the value; that of other objects may contain an address.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)

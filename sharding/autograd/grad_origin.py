@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...layout.layout import Layout
+from ..layout.layout import Layout
 
 
 class Origin(NamedTuple):

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....mesh.comm.dispatch_modes import outside_of_program_modes
-from ....mesh.comm.group import Group
-from ....mesh.comm.null import NullGroup
-from ....mesh.text import ranks_text
-from ...layout.layout import dtype_name
+from ...mesh.comm.dispatch_modes import outside_of_program_modes
+from ...mesh.comm.group import Group
+from ...mesh.comm.null import NullGroup
+from ...mesh.text import ranks_text
+from ..layout.layout import dtype_name
 from .bit_hash import bit_hash, flat_of
 from .leaves import ReplicaLeaf
 

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from ....kernels.quantize import FORMATS
-from ....mesh.abstract_mesh import AbstractMesh
-from ....mesh.text import shortened, whole_number
-from ....mesh.topology import Topology
-from ...debug.explain import explain
-from ...layout.layout import Layout, dtype_name
-from ...layout.spec import P, Partial, Placement, Replicate, Shard, SpecLike
+from ...kernels.quantize import FORMATS
+from ...mesh.abstract_mesh import AbstractMesh
+from ...mesh.text import shortened, whole_number
+from ...mesh.topology import Topology
+from ..layout.layout import Layout, dtype_name
+from ..layout.spec import P, Partial, Placement, Replicate, Shard, SpecLike
+from .explain import explain
 
 EXAMPLE = """\
   python -m shardmesh plan --mesh dp=2,tp=4 --shape 4096,4096 --dtype bf16 "P('dp','tp')" "P('tp','dp')"

@@ -1,0 +1,1 @@
+"""Steps on shapes alone: no values, no ranks."""
