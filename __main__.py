@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .mesh.monitor.doctor import command as doctor_command
+from .mesh.doctor import command as doctor_command
 from .mesh.monitor.ledger import command as ledger_command
 from .mesh.text import shortened
 from .sharding.debug import plan_command

@@ -49,8 +49,8 @@ from torch import Tensor
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.mesh.monitor.settings import collective_check
 from shardmesh.mesh.monitor.torch_calls import hooks
+from shardmesh.mesh.settings import collective_check
 
 OFF, ON, STRICT, TORCH, DETAIL = "off", "on", "strict", "torch", "DETAIL"
 SECTIONS = ("collectives", "redistribute", "step", "host")

@@ -19,12 +19,12 @@ from .abstract_mesh import AbstractMesh, Axes, axes_text, checked_names, checked
 from .comm.current_world import current_world
 from .comm.group import Group
 from .comm.group_backend import DEFAULT, FAKE, GroupBackend, as_group_backend, backends_of_axes
-from .comm.process import ProcessGroup, ProcessWorld
 from .comm.world import World, active_world
 from .launch.environment import unconnected
 from .launch.process_groups import local_device, start_processes
 from .monitor.startup import same_mesh
 from .monitor.torch_calls import hooks
+from .processes.process import ProcessGroup, ProcessWorld
 from .topology import Topology, torchrun_node_size
 
 

@@ -12,11 +12,11 @@ import torch
 from . import errors
 from .abstract_mesh import checked_names, checked_shape
 from .comm.current_world import current_world
-from .comm.process import ProcessWorld
 from .comm.world import active_world
 from .device_mesh import DeviceMesh, init_device_mesh
 from .launch.environment import launch_environment
 from .launch.process_groups import start_processes
+from .processes.process import ProcessWorld
 
 
 def make_mesh(

@@ -27,8 +27,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..mesh.comm.call_site import user_frame
-from ..mesh.monitor.recording.trace_buffer import Header
-from ..mesh.monitor.settings import settings
+from ..mesh.comm.recording.trace_buffer import Header
+from ..mesh.settings import settings
 from .layout.layout import Layout
 
 _FACTOR = 0x01000193  # of the FNV hash; odd, so that nothing is lost, and small enough not to reach the next hash

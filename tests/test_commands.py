@@ -16,8 +16,8 @@ import pytest
 import shardmesh as sm
 from shardmesh.__main__ import main
 from shardmesh.mesh.abstract_mesh import MOST_RANKS
+from shardmesh.mesh.doctor import command as doctor
 from shardmesh.mesh.errors import MeshError
-from shardmesh.mesh.monitor.doctor import command as doctor
 from shardmesh.mesh.monitor.recording.job_directory import JobDirectory
 
 PLAN = {"--mesh": "a=2,b=2", "--shape": "8,8", "FROM": "P('a')", "TO": "P()"}

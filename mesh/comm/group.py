@@ -19,10 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import errors
-from ..monitor.recording.buffer_check import Guarded
-from ..monitor.recording.recorder import CommTag, Recorder, route_of
-from ..monitor.recording.thread_check import check_left
-from ..monitor.settings import settings
+from ..settings import settings
 from . import dtype_encoding
 from .checks import (
     are_indices,
@@ -35,6 +32,9 @@ from .checks import (
     wrong_sizes,
 )
 from .dispatch_modes import outside_of_program_modes
+from .recording.buffer_check import Guarded
+from .recording.recorder import CommTag, Recorder, route_of
+from .recording.thread_check import check_left
 from .tracing import tracing
 from .transforms import outside_of_transforms
 from .work import DONE, Work, and_then

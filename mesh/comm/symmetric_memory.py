@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...kernels.symmetric import MAX_PROGRAMS, MAX_RANKS, PAD_BYTES, Peers
 from .. import errors
-from ..monitor.recording.recorder import CommTag
 from .group import Group
+from .recording.recorder import CommTag
 from .work import DONE, Work
 
 BUFFER_BYTES = 64 << 20  # on each rank, for each group that uses it

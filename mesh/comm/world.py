@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import errors
-from ..monitor.recording.trace_buffer import TraceBuffer
 from .group_backend import DEFAULT, GroupBackend
+from .recording.trace_buffer import TraceBuffer
 
 if TYPE_CHECKING:
     from ..monitor.monitor import Monitor

@@ -34,8 +34,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..monitor.startup.job_store import loopback_listener
 from .child_process import RESULT, SIGTERM_EXIT, RankFailure, callable_name, child_main
+from .job_store import loopback_listener
 
 T = TypeVar("T")
 

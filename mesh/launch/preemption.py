@@ -31,10 +31,10 @@ from typing import Any
 from torch.distributed import PrefixStore, distributed_c10d
 
 from ..comm.current_world import current_world
-from ..comm.process import ProcessWorld
 from ..comm.world import World
 from ..monitor.monitor import Monitor, monitor_of
 from ..monitor.store_values import parsed, signed_number
+from ..processes.process import ProcessWorld
 from ..simulated.simulate import SimulatedWorld
 from ..text import ranks_text
 

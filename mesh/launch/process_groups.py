@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from .. import errors
-from ..comm.process import ProcessWorld, process_world
 from ..monitor import timeouts
-from ..monitor.settings import check_environment
-from ..monitor.startup import rendezvous
 from ..monitor.startup.rank_info import what_must_agree
+from ..processes.process import ProcessWorld, process_world
+from ..settings import check_environment
+from . import rendezvous
 from .environment import device_index, launch_environment, visible
 
 _HOST_ONLY = ("cpu", "meta")

@@ -26,10 +26,10 @@ from .. import errors
 from ..comm.call_site import user_call, user_line
 from ..comm.current_world import current_world
 from ..comm.group import CollectiveRecord, Group
-from ..comm.process import ProcessWorld
 from ..comm.world import World
 from ..monitor.monitor import monitor_of
 from ..monitor.verdict import Observation, Verdict
+from ..processes.process import ProcessWorld
 from ..simulated.simulate import SimulatedWorld
 from ..text import ranks_text, whole_number
 from .environment import completed, launch_environment

@@ -25,11 +25,11 @@ from ..comm.call_site import user_line
 from ..comm.current_world import current_world
 from ..comm.group import Group
 from ..comm.group_backend import DEFAULT, GroupBackend
-from ..comm.process import ProcessGroup
 from ..comm.world import World
 from ..monitor.monitor import monitor_of
-from ..monitor.settings import settings, watchdog
 from ..monitor.termination import keep_groups, torch_groups
+from ..processes.process import ProcessGroup
+from ..settings import settings, watchdog
 from .preemption import ending_in_order, forget
 
 if TYPE_CHECKING:

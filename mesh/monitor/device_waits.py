@@ -21,8 +21,8 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
 from ..comm.call_site import frame_of_thread, is_inner
-from .recording.trace_buffer import MAY_GO_ON, ON_DEVICE, Header
-from .settings import monotonic_ns
+from ..comm.recording.trace_buffer import MAY_GO_ON, ON_DEVICE, Header
+from ..settings import monotonic_ns
 
 if TYPE_CHECKING:
     from .monitor import Monitor

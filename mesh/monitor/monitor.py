@@ -22,7 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from ..comm.recording.recorder import Recorder
+from ..comm.recording.stream_events import StreamEvents
+from ..comm.recording.trace_buffer import Header, RankState, TraceBuffer
 from ..errors import WatchError
+from ..settings import monotonic_ns, settings
 from . import termination, timeouts
 from .agreement import Agreement, warn
 from .communicators import Communicators
@@ -31,10 +35,6 @@ from .diagnosis import diagnose, verdict_text
 from .diagnosis.members import Member, agree, ended_ranks, have_all_come, lost_ranks, member, members
 from .hosts.relay import is_needed
 from .recording.job_directory import Alarm, JobDirectory, is_near
-from .recording.recorder import Recorder
-from .recording.stream_events import StreamEvents
-from .recording.trace_buffer import Header, RankState, TraceBuffer
-from .settings import monotonic_ns, settings
 from .torch_calls import hooks
 from .torch_calls.recorder import out_of_time
 from .verdict import Verdict

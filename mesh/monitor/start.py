@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..comm.recording.trace_buffer import BUFFER_BYTES
 from . import termination
 from .agreement import Agreement, warn
 from .monitor import Monitor
 from .recording.cleanup import sweep
 from .recording.job_directory import ALARM_BYTES, JobDirectory, ranks_here
-from .recording.trace_buffer import BUFFER_BYTES
 
 if TYPE_CHECKING:
     from ..comm.group import World

@@ -30,11 +30,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..comm.call_site import frame_of_thread
+from ..comm.recording.trace_buffer import Header, RankState, TraceBuffer
 from ..errors import WatchError
+from ..settings import monotonic_ns, settings
 from . import thread_errors
 from .recording.job_directory import Alarm, is_dead, is_local, process_state
-from .recording.trace_buffer import Header, RankState, TraceBuffer
-from .settings import monotonic_ns, settings
 
 if TYPE_CHECKING:
     from .monitor import Monitor

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .recording.trace_buffer import Header, TraceBuffer
+from ..comm.recording.trace_buffer import Header, TraceBuffer
 
 
 def install(buffers: Callable[[], Iterable[TraceBuffer]]) -> None:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-from . import settings as settings_module
-from .settings import settings
+from .. import settings as settings_module
+from ..settings import settings
 
 ON_HOST = timedelta(days=7)
 _GRACE_S = 60.0

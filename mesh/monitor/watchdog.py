@@ -9,17 +9,17 @@ import traceback
 from typing import TYPE_CHECKING
 
 from ..comm.call_site import frame_of_thread, is_inner
+from ..comm.recording.trace_buffer import Header
+from ..settings import monotonic_ns, settings
 from . import termination
 from .device_waits import DeviceWaits
 from .diagnosis import diagnose, verdict_text
 from .diagnosis.members import lost_ranks, members
 from .recording.job_directory import Alarm
-from .recording.trace_buffer import Header
-from .settings import monotonic_ns, settings
 
 if TYPE_CHECKING:
+    from ..comm.recording.recorder import Recorder
     from .monitor import Monitor
-    from .recording.recorder import Recorder
 
 TICK_S = 0.05
 _ALIVE_S = 1.0  # how often to look which ranks are alive

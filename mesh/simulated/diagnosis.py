@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..comm.recording.recorder import unlike
+from ..comm.recording.trace_buffer import Header
 from ..errors import CollectiveMismatchError, DeadlockError, at, short
 from ..monitor.diagnosis.history import left_the_order
 from ..monitor.diagnosis.verdict_text import OTHER_VALUES, RULE, numbers_drawn
 from ..monitor.diagnosis.votes import connected, minority, worst_correspondent
-from ..monitor.recording.recorder import unlike
-from ..monitor.recording.trace_buffer import Header
 from ..monitor.verdict import Observation, Verdict, composed
 from ..text import ranks_text
 

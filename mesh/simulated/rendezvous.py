@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.recording.recorder import differ, unlike
+from ..comm.recording.trace_buffer import TraceBuffer
 from ..monitor.diagnosis.votes import connected, is_divided
-from ..monitor.recording.recorder import differ, unlike
-from ..monitor.recording.trace_buffer import TraceBuffer
 from . import diagnosis as verdict
 
 _FOLD = {"sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}

@@ -26,7 +26,7 @@ from ..comm.current_world import current_world
 from ..comm.group import Group, Observer
 from ..comm.work import DONE, Work
 from ..comm.world import World, activate, active_world
-from ..monitor.settings import settings
+from ..settings import settings
 from . import rendezvous
 from .output import RankOutput, callers_stdout, check_prints, outputs
 from .rendezvous import Arrival, Move, like

@@ -1,9 +1,9 @@
 """The monitor of collectives: how strictly ranks are compared, how long they may wait, and what took the time."""
 
-from shardmesh.mesh.monitor.breakpoint import breakpoint
+from shardmesh.mesh.launch.breakpoint import breakpoint
 from shardmesh.mesh.monitor.ledger.ledger import Ledger, ledger, mark_step
 from shardmesh.mesh.monitor.ledger.stragglers import StragglerReport, straggler_report
-from shardmesh.mesh.monitor.settings import collective_check, watchdog
+from shardmesh.mesh.settings import collective_check, watchdog
 
 __all__ = [
     "Ledger",

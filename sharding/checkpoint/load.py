@@ -13,8 +13,8 @@ import torch
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import Group
-from ...mesh.comm.process import ProcessGroup, ProcessWorld
 from ...mesh.comm.world import World
+from ...mesh.processes.process import ProcessGroup, ProcessWorld
 from ...mesh.topology import torchrun_node_size
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor

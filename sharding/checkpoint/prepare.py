@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import Group
-from ...mesh.comm.process import ProcessWorld
 from ...mesh.comm.world import World
 from ...mesh.monitor.diagnosis.members import lost_ranks
+from ...mesh.processes.process import ProcessWorld
 from ..tensor.redistribute import redistribute
 from ..tensor.sharded_tensor import ShardedTensor
 from .agreement import agree, all_ranks, attempt, is_out_of_memory, run_on_all_ranks

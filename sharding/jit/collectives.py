@@ -22,8 +22,8 @@ from torch import Tensor, fx
 from ...mesh.comm.call_site import DESCRIBERS
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import Group
+from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.work import Work
-from ...mesh.monitor.recording.recorder import CommTag
 
 
 class Site(NamedTuple):

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ...kernels.box import Box, box_origin, box_shape, box_size, intersect, slices
 from ...mesh.comm.group import Group
+from ...mesh.comm.recording.recorder import CommTag
+from ...mesh.comm.recording.trace_buffer import stable_hash
 from ...mesh.device_mesh import DeviceMesh
-from ...mesh.monitor.recording.recorder import CommTag
-from ...mesh.monitor.recording.trace_buffer import stable_hash
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
 from ..layout.spec import P

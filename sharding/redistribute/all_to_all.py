@@ -14,8 +14,8 @@ from ...kernels.box import Box, box_origin, box_shape, box_size, shift, slices
 from ...kernels.copy import Pack, Unpack, compile_pack, compile_unpack, unpack_many
 from ...kernels.reduce import combine_many, compile_combine
 from ...mesh.comm.group import Group
+from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.work import DONE
-from ...mesh.monitor.recording.recorder import CommTag
 from .packed_collectives import AsyncResults, Collective, PackT, concatenated, packed, results
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ...mesh.comm.dispatch_modes import count_modes, outside_of_recomputation
+from ...mesh.comm.recording.recorder import CommTag
+from ...mesh.comm.recording.trace_buffer import stable_hash
 from ...mesh.monitor.ledger.profiler import named
-from ...mesh.monitor.recording.recorder import CommTag
-from ...mesh.monitor.recording.trace_buffer import stable_hash
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
 from .packed_collectives import AsyncResults, Collective

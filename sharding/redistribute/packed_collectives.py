@@ -26,8 +26,8 @@ from torch import Tensor
 from ...kernels.box import Box, box_size
 from ...kernels.copy import Pack, Unpack, compile_pack, compile_unpack, pack_many, unpack_many
 from ...mesh.comm.group import Group
+from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.work import DONE, Work
-from ...mesh.monitor.recording.recorder import CommTag
 
 PackT = TypeVar("PackT", Pack, Unpack)
 

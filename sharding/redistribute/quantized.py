@@ -29,8 +29,8 @@ from ...kernels.quantize import (
     record_bytes,
 )
 from ...mesh.comm.group import Group
+from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.work import Work
-from ...mesh.monitor.recording.recorder import CommTag
 from .all_to_all import TensorShare
 from .packed_collectives import AsyncResults, Collective, TensorParts, results
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...kernels.box import Box, box_origin, box_shape, box_size, intersect, shift, slices
 from ...mesh.comm.group import Group
+from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.symmetric_memory import STAGING_BYTES
 from ...mesh.device_mesh import DeviceMesh
-from ...mesh.monitor.recording.recorder import CommTag
 from ...mesh.topology import Link
 from ..layout.layout import Layout, chunk
 from .all_to_all import (

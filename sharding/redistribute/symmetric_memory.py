@@ -19,9 +19,9 @@ from ...kernels.box import Box, box_origin, box_shape, box_size, shift
 from ...kernels.copy import Pack, compile_pack
 from ...kernels.symmetric import Place, Pull, compile_pull, exchange, one_shot_all_reduce, two_shot_all_reduce
 from ...mesh.comm.group import Group
+from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.symmetric_memory import run_shared
 from ...mesh.comm.work import DONE, Work
-from ...mesh.monitor.recording.recorder import CommTag
 from ...mesh.topology import Link
 from .packed_collectives import AsyncResults, Collective, concatenated, results, split_flat
 from .plan.cost import takes_two_shots

@@ -16,8 +16,8 @@ from torch import Tensor
 from ...kernels.box import box_shape
 from ...mesh.comm.call_site import call_path
 from ...mesh.comm.group import Group
+from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.device_mesh import DeviceMesh
-from ...mesh.monitor.recording.recorder import CommTag
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import P, SpecLike, as_spec

@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import Group
-from ...mesh.comm.process import ProcessGroup, ProcessWorld
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.launch.environment import launch_environment
 from ...mesh.launch.preemption import reached_preemption
+from ...mesh.processes.process import ProcessGroup, ProcessWorld
 from ..layout.layout import dtype_name
 from .constraint import matched
 from .convert import as_tensor, from_local

@@ -19,9 +19,9 @@ from torch import Tensor
 from ...kernels import random as philox
 from ...kernels.random import distributions
 from ...mesh.comm.current_world import current_world
+from ...mesh.comm.recording.trace_buffer import Header
 from ...mesh.comm.tracing import tracing
 from ...mesh.comm.world import World
-from ...mesh.monitor.recording.trace_buffer import Header
 from ..autograd.engine_hooks import current_backward
 from ..autograd.transforms import check_same_randomness
 from ..layout.layout import Layout

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ...mesh.abstract_mesh import joined
 from ...mesh.comm.group import Group
+from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.device_mesh import DeviceMesh
-from ...mesh.monitor.recording.recorder import CommTag
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
 from ..lineage import comm_context, mixed, seed_of

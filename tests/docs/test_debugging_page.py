@@ -24,16 +24,16 @@ import torch.distributed as dist
 
 import shardmesh as sm
 from shardmesh.__main__ import main
+from shardmesh.mesh.comm.recording.trace_buffer import BUFFER_BYTES, GROUPS, RECORDS, Header
+from shardmesh.mesh.doctor.checks import CHECKS
 from shardmesh.mesh.errors import LaunchEnvironmentError
+from shardmesh.mesh.launch import job_store
 from shardmesh.mesh.launch.environment import launch_environment
+from shardmesh.mesh.launch.progress import Progress
+from shardmesh.mesh.launch.rendezvous import StoreRendezvous
 from shardmesh.mesh.monitor.diagnosis import verdict_text
-from shardmesh.mesh.monitor.doctor.checks import CHECKS
 from shardmesh.mesh.monitor.recording.cleanup import _KEPT
 from shardmesh.mesh.monitor.recording.job_directory import born, open_buffer
-from shardmesh.mesh.monitor.recording.trace_buffer import BUFFER_BYTES, GROUPS, RECORDS, Header
-from shardmesh.mesh.monitor.settings import Settings
-from shardmesh.mesh.monitor.startup import job_store
-from shardmesh.mesh.monitor.startup.progress import Progress
 from shardmesh.mesh.monitor.startup.rank_info import (
     RankInfo,
     disagreement,
@@ -41,9 +41,9 @@ from shardmesh.mesh.monitor.startup.rank_info import (
     own_rank_info,
     shared_device,
 )
-from shardmesh.mesh.monitor.startup.rendezvous import StoreRendezvous
 from shardmesh.mesh.monitor.termination import _SHARE
 from shardmesh.mesh.monitor.watchdog import _DEAF_S, _POLITE_S
+from shardmesh.mesh.settings import Settings
 from tests.docs.pages import DOCS, blocks, check_python_examples
 from tests.faults.fault import Fault
 from tests.faults.runner import Outcome, Runner

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shardmesh.mesh import current_world, simulate
+from shardmesh.mesh.comm.recording.trace_buffer import Header
 from shardmesh.mesh.errors import WatchError
-from shardmesh.mesh.monitor.recording.trace_buffer import Header
 from tests.faults.random_programs import RandomProgram, mesh_of, run
 
 RIGHT = ("named", "tie", "nothing", "local", "unseen")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardmesh.mesh.monitor.recording.trace_buffer import Header
+from shardmesh.mesh.comm.recording.trace_buffer import Header
 from tests.faults.fault import Fault, FaultsByName
 from tests.faults.random_programs import MESHES, RandomProgram, faulty_program, healthy_program, mesh_of, run
 from tests.faults.rank_context import RankContext

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardmesh as sm
-from shardmesh.mesh.monitor.settings import watchdog
+from shardmesh.mesh.settings import watchdog
 from tests.faults.fault import STALL_S
 
 TORCH_TIMEOUT_S = 5.0  # of torch's groups; the default is 30 minutes

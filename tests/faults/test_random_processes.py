@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from shardmesh.mesh import current_world
-from shardmesh.mesh.monitor.recording.trace_buffer import Header
+from shardmesh.mesh.comm.recording.trace_buffer import Header
 from tests.faults.random_jobs import run_faulty
 from tests.faults.random_outcome import RIGHT
 from tests.faults.random_programs import MESHES, PROCESS_KINDS, healthy_program, mesh_of, run

@@ -9,8 +9,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from shardmesh.mesh.monitor.doctor.checks import findings
-from shardmesh.mesh.monitor.doctor.facts import Facts
+from shardmesh.mesh.doctor.checks import findings
+from shardmesh.mesh.doctor.facts import Facts
 from tests.gpu.steps import Outcome, Step
 
 _ROOT = Path(__file__).parents[2]

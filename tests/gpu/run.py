@@ -21,7 +21,7 @@ from datetime import date
 from glob import glob
 from pathlib import Path
 
-from shardmesh.mesh.monitor.doctor.facts import facts
+from shardmesh.mesh.doctor.facts import facts
 from tests.gpu.page import document
 from tests.gpu.probes import PROBES
 from tests.gpu.steps import Outcome, Step, run, run_probes

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ...comm.recording.trace_buffer import ON_DEVICE, Header, RankState
+from ...settings import monotonic_ns, settings
 from ..recording.job_directory import is_dead
-from ..recording.trace_buffer import ON_DEVICE, Header, RankState
-from ..settings import monotonic_ns, settings
 from ..verdict import Verdict
 from . import verdict_text
 from .members import (
@@ -36,8 +36,8 @@ from .members import (
 from .votes import minority, worst_correspondent
 
 if TYPE_CHECKING:
+    from ...comm.recording.recorder import Recorder
     from ..monitor import Monitor
-    from ..recording.recorder import Recorder
 
 _LOW32 = (1 << 32) - 1
 _TO_COME_NS = 10_000_000_000  # how long to wait for ranks whose votes may still decide which of those that differ is the outlier

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..recording.trace_buffer import Header, Record, TraceBuffer
+from ...comm.recording.trace_buffer import Header, Record, TraceBuffer
 from .votes import minority, parties_by
 
 MESSAGES = ("send", "recv")

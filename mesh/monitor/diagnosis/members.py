@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...text import whole_number
-from ..recording.call_text import fields_of
-from ..recording.job_directory import JobDirectory, is_dead
-from ..recording.recorder import Recorder, differ, unlike
-from ..recording.trace_buffer import (
+from ...comm.recording.call_text import fields_of
+from ...comm.recording.recorder import Recorder, differ, unlike
+from ...comm.recording.trace_buffer import (
     MAY_GO_ON,
     ON_DEVICE,
     SLOT_WORDS,
@@ -20,7 +18,9 @@ from ..recording.trace_buffer import (
     row_of,
     slots_of,
 )
-from ..settings import monotonic_ns
+from ...settings import monotonic_ns
+from ...text import whole_number
+from ..recording.job_directory import JobDirectory, is_dead
 from .votes import connected, is_divided, minority
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ...comm.recording.call_text import call_text, fields_of
+from ...comm.recording.trace_buffer import Header, RankState, Record, TraceBuffer
+from ...settings import monotonic_ns
 from ...text import ranks_text
-from ..recording.call_text import call_text, fields_of
 from ..recording.job_directory import JobDirectory, is_local, is_stopped
-from ..recording.trace_buffer import Header, RankState, Record, TraceBuffer
-from ..settings import monotonic_ns
 from ..thread_errors import raised_in_thread
 from ..verdict import Observation, Verdict, composed
 from .history import MESSAGES, left_the_order
@@ -17,8 +17,8 @@ from .members import Member, awaited_ranks
 from .votes import minority, parties_by
 
 if TYPE_CHECKING:
+    from ...comm.recording.recorder import Recorder
     from ..monitor import Monitor
-    from ..recording.recorder import Recorder
 
 # The fields of a record's call, in order; a broadcast has its source in place of the reduction.
 _FIELDS = ("operation", "reduction", "dtype", "shape", "layout")

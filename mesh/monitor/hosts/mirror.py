@@ -13,9 +13,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ..recording.files import make_file, map_file
-from ..recording.job_directory import open_buffer
-from ..recording.trace_buffer import (
+from ...comm.recording.trace_buffer import (
     BUFFER_BYTES,
     GROUP_TABLE,
     GROUP_WORDS,
@@ -36,6 +34,8 @@ from ..recording.trace_buffer import (
     row_of,
     slots_of,
 )
+from ..recording.files import make_file, map_file
+from ..recording.job_directory import open_buffer
 
 _STACK = GROUP_TABLE * 8 - STACK_BYTES
 _TEXT = BUFFER_BYTES - TEXT_BYTES

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore, TCPStore
 
+from ...comm.recording.recorder import Recorder, unlike
+from ...comm.recording.trace_buffer import BUFFER_BYTES, MAY_GO_ON, SLOT_WORDS, Header, RankState, TraceBuffer, slots_of
+from ...settings import _seconds
 from ...text import ranks_text, shortened
 from ..diagnosis import diagnose
 from ..recording.files import folder_prefix
 from ..recording.job_directory import JobDirectory, boot_id
-from ..recording.recorder import Recorder, unlike
-from ..recording.trace_buffer import BUFFER_BYTES, MAY_GO_ON, SLOT_WORDS, Header, RankState, TraceBuffer, slots_of
-from ..settings import _seconds
 from ..store_values import (
     StoreValueError,
     bad_value,

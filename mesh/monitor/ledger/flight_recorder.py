@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...settings import settings
 from ...text import whole_number
-from ..settings import settings
 
 if TYPE_CHECKING:
     from .ledger import Ledger, LedgerEntry

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...comm.current_world import current_world
+from ...comm.recording.call_text import call_text, fields_of
+from ...comm.recording.trace_buffer import GROUPS, RECORDS, Header, RankState, Record, TraceBuffer
 from ...text import shortened, table_lines, whole_number
-from ..recording.call_text import call_text, fields_of
 from ..recording.files import trace_files
 from ..recording.job_directory import is_dead, is_local, is_near, is_stopped, open_buffer, read_verdict
-from ..recording.trace_buffer import GROUPS, RECORDS, Header, RankState, Record, TraceBuffer
 from ..verdict import Verdict
 from . import flight_recorder, trace_export
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.autograd import profiler
 
 if TYPE_CHECKING:
-    from ..recording.recorder import CommTag
+    from ...comm.recording.recorder import CommTag
 
 _NOTHING = nullcontext()  # may be entered many times
 

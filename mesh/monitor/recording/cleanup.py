@@ -6,9 +6,9 @@ import contextlib
 import time
 from pathlib import Path
 
+from ...comm.recording.trace_buffer import Header, RankState
 from .files import claim, is_being_deleted, job_folders, remove_folder, trace_files
 from .job_directory import is_dead, is_local, open_buffer
-from .trace_buffer import Header, RankState
 
 _KEPT = 10  # folders of dead jobs that are kept, to find out what happened
 _NEW_S = 60.0

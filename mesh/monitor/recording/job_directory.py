@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...comm.recording.trace_buffer import BUFFER_BYTES, MAGIC, Header, RankState, TraceBuffer, stable_hash
 from ...text import whole_number
 from ..verdict import Verdict
 from .files import (
@@ -35,7 +36,6 @@ from .files import (
     remove_folder,
     trace_files,
 )
-from .trace_buffer import BUFFER_BYTES, MAGIC, Header, RankState, TraceBuffer, stable_hash
 
 ALARM_BYTES = 1 << 18
 _LONGEST_TEXT = 16_000

@@ -20,10 +20,10 @@ from torch.distributed import FileStore, PrefixStore, distributed_c10d
 
 from ... import errors
 from ...comm.call_site import user_line
+from ...settings import settings
 from ...text import printable, ranks_text
 from ..diagnosis.votes import minority, parties_by
 from ..monitor import monitor_of
-from ..settings import settings
 from ..store_values import MOST_RANKS, bad_value, checked, has_fields, json_object, parsed, whole
 from ..verdict import Observation, Verdict, composed
 from .rank_info import file_store_fault

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ...comm.recording.recorder import _COUNT, _LAST_RECORD
+from ...comm.recording.trace_buffer import RECORD_WORDS, RECORDS, RING, Header
+from ...settings import monotonic_ns, settings
 from ..completion import is_done_now
-from ..recording.recorder import _COUNT, _LAST_RECORD
-from ..recording.trace_buffer import RECORD_WORDS, RECORDS, RING, Header
-from ..settings import monotonic_ns, settings
 from ..termination import is_broken_connection
 from . import cpp_calls
 from .entries import ENTER, Enter

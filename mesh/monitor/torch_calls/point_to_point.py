@@ -11,11 +11,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ...comm.recording.recorder import CommTag, Recorder, _CachedCall
+from ...comm.recording.trace_buffer import Header, stable_hash
 from ..diagnosis import verdict_text
 from ..diagnosis.members import member, members
 from ..recording.job_directory import is_near
-from ..recording.recorder import CommTag, Recorder, _CachedCall
-from ..recording.trace_buffer import Header, stable_hash
 from .recorder import _SOON, TorchRecorder
 
 if TYPE_CHECKING:

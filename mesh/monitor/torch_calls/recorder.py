@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ...comm.recording.recorder import Recorder
+from ...comm.recording.trace_buffer import SLOTS, stable_hash
+from ...settings import monotonic_ns
 from ..completion import is_done
 from ..diagnosis import verdict_text
 from ..diagnosis.history import TORCHS_DEFAULT
 from ..diagnosis.members import agree, have_all_come, members
-from ..recording.recorder import Recorder
-from ..recording.trace_buffer import SLOTS, stable_hash
-from ..settings import monotonic_ns
 
 if TYPE_CHECKING:
     from ..monitor import Monitor

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ....mesh.comm.recording.recorder import CommTag
 from ....mesh.comm.world import World
 from ....mesh.errors import WatchError
-from ....mesh.monitor.recording.recorder import CommTag
 from ..collectives import OPERATORS
 from ..errors import JitError
 

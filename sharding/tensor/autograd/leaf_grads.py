@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ....mesh.comm.current_world import current_world
+from ....mesh.comm.recording.recorder import CommTag
 from ....mesh.comm.world import World
-from ....mesh.monitor.recording.recorder import CommTag
 from ...autograd import engine_hooks
 from ...autograd.grad_origin import Origin, note_origin, origin_of
 from ...layout.layout import Layout, distinct_mesh_names

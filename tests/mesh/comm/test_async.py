@@ -21,7 +21,7 @@ from shardmesh.mesh import (
     null_world,
     simulate,
 )
-from shardmesh.mesh.comm import process
+from shardmesh.mesh.processes import process
 from tests.mesh.comm.collectives import DTYPES, as_bytes, rank_values
 from tests.pool import Pool
 from tests.tiers import examples

@@ -18,10 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardmesh as sm
 from shardmesh.mesh import errors
-from shardmesh.mesh.comm import process
-from shardmesh.mesh.comm.process import ProcessGroup, ProcessWorld, process_world
-from shardmesh.mesh.comm.torch_groups.works import TorchWork
 from shardmesh.mesh.monitor import timeouts
+from shardmesh.mesh.processes import process
+from shardmesh.mesh.processes.process import ProcessGroup, ProcessWorld, process_world
+from shardmesh.mesh.processes.torch_groups.works import TorchWork
 from tests.mesh.comm.nccl_like import CPU, GPU, NcclLikeGroup, NcclLikeWork
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 

@@ -25,7 +25,7 @@ from shardmesh.mesh import (
     init_device_mesh,
     simulate,
 )
-from shardmesh.mesh.comm import process
+from shardmesh.mesh.processes import process
 from tests.mesh.comm.collectives import DTYPES, as_bytes, rank_values
 from tests.pool import Pool
 

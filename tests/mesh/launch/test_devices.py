@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardmesh.mesh import LaunchEnvironmentError, MeshError, init_device_mesh
-from shardmesh.mesh.launch import process_groups, rank_zero
+from shardmesh.mesh.doctor.facts import Place
+from shardmesh.mesh.launch import job_store, process_groups, rank_zero, rendezvous
 from shardmesh.mesh.launch.environment import LAUNCHERS, REQUIRED, completed, launch_environment, unconnected
+from shardmesh.mesh.launch.progress import Progress
 from shardmesh.mesh.monitor import timeouts
-from shardmesh.mesh.monitor.doctor.facts import Place
-from shardmesh.mesh.monitor.startup import job_store, rendezvous
-from shardmesh.mesh.monitor.startup.progress import Progress
 from shardmesh.mesh.monitor.startup.rank_info import own_rank_info, shared_device
 
 IDS = tuple(f"GPU-{letter * 8}-0000" for letter in "abcd")

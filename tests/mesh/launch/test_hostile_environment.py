@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
+from shardmesh.mesh.doctor.facts import HIDDEN, Place, relevant
+from shardmesh.mesh.doctor.job_checks import launcher, settings
 from shardmesh.mesh.errors import LaunchEnvironmentError
+from shardmesh.mesh.launch import job_store
 from shardmesh.mesh.launch.environment import completed, device_index, launch_environment, launchers_of
-from shardmesh.mesh.monitor.doctor.facts import HIDDEN, Place, relevant
-from shardmesh.mesh.monitor.doctor.job_checks import launcher, settings
-from shardmesh.mesh.monitor.settings import check_environment, from_environment
-from shardmesh.mesh.monitor.startup import job_store
-from shardmesh.mesh.monitor.startup.progress import Progress
+from shardmesh.mesh.launch.progress import Progress
 from shardmesh.mesh.monitor.startup.rank_info import what_must_agree
+from shardmesh.mesh.settings import check_environment, from_environment
 from shardmesh.mesh.topology import torchrun_node_size
 from tests.mesh.monitor.healthy_host import facts
 from tests.mesh.monitor.starter import Rank, Starter, by_hand, free_port

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 import shardmesh as sm
 from shardmesh.mesh import DeviceMesh, MeshError, current_world, simulate
-from shardmesh.mesh.comm.process import process_world
 from shardmesh.mesh.errors import PeerError, WatchError
 from shardmesh.mesh.launch.session import session
-from shardmesh.mesh.monitor.settings import settings
+from shardmesh.mesh.processes.process import process_world
+from shardmesh.mesh.settings import settings
 from tests.pool import Pool
 
 LIMIT_S = 90.0

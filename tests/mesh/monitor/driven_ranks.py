@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from shardmesh.mesh.comm.null import NullWorld
+from shardmesh.mesh.comm.recording.recorder import CommTag, Recorder
+from shardmesh.mesh.comm.recording.trace_buffer import Header, RankState
 from shardmesh.mesh.monitor.diagnosis import diagnose
 from shardmesh.mesh.monitor.monitor import Monitor
 from shardmesh.mesh.monitor.recording.job_directory import JobDirectory
-from shardmesh.mesh.monitor.recording.recorder import CommTag, Recorder
-from shardmesh.mesh.monitor.recording.trace_buffer import Header, RankState
-from shardmesh.mesh.monitor.settings import monotonic_ns
 from shardmesh.mesh.monitor.verdict import Verdict
+from shardmesh.mesh.settings import monotonic_ns
 
 JOB = "driven"
 

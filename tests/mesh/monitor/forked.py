@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from shardmesh.mesh.monitor import settings
+from shardmesh.mesh import settings
 from tests.mesh.monitor.starter import ROOT, by_hand, is_readable
 
 START_S = 40.0

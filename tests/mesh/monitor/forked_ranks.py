@@ -21,8 +21,8 @@ from torch.distributed import distributed_c10d
 
 import shardmesh as sm
 from shardmesh.mesh.errors import WatchError
+from shardmesh.mesh.launch import progress, rendezvous
 from shardmesh.mesh.monitor import agreement
-from shardmesh.mesh.monitor.startup import progress, rendezvous
 
 _NEW_MOUNTS = 0x20000  # CLONE_NEWNS of linux/sched.h
 

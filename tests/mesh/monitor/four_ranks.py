@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from shardmesh.mesh import init_device_mesh, null_world
+from shardmesh.mesh.comm.recording.trace_buffer import RECORD_WORDS, RING, Header, TraceBuffer
 from shardmesh.mesh.monitor.ledger.ledger import Ledger
-from shardmesh.mesh.monitor.recording.trace_buffer import RECORD_WORDS, RING, Header, TraceBuffer
 
 SIZE = 4
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardmesh.mesh.monitor.doctor.devices import Device, Devices
-from shardmesh.mesh.monitor.doctor.facts import Facts, Software
-from shardmesh.mesh.monitor.doctor.network import Interface, Network, Port
-from shardmesh.mesh.monitor.doctor.system import Limits, Space, System
+from shardmesh.mesh.doctor.devices import Device, Devices
+from shardmesh.mesh.doctor.facts import Facts, Software
+from shardmesh.mesh.doctor.system import Limits, Space, System
+from shardmesh.mesh.network import Interface, Network, Port
 
 GIB = 1 << 30
 

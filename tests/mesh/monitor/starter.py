@@ -159,7 +159,8 @@ def _start(rank: Rank) -> None:
     import torch
     import torch.distributed as dist
 
-    from shardmesh.mesh.monitor.startup import progress, rendezvous, same_mesh
+    from shardmesh.mesh.launch import progress, rendezvous
+    from shardmesh.mesh.monitor.startup import same_mesh
 
     os.environ.update(rank.env)
     torch.__version__ = rank.torch or torch.__version__

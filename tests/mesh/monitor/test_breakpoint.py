@@ -17,8 +17,8 @@ import torch
 
 from shardmesh.mesh import MeshError, current_world, simulate
 from shardmesh.mesh.errors import PeerError
-from shardmesh.mesh.monitor.breakpoint import breakpoint
-from shardmesh.mesh.monitor.settings import settings, watchdog
+from shardmesh.mesh.launch.breakpoint import breakpoint
+from shardmesh.mesh.settings import settings, watchdog
 from tests.mesh.monitor.starter import is_readable
 from tests.pool import Pool
 
@@ -104,7 +104,7 @@ def test_nonexistent_rank_raises(rank) -> None:
 
 
 def test_stdin_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardmesh.mesh.monitor.breakpoint._TERMINAL", "/no/such/terminal")
+    monkeypatch.setattr("shardmesh.mesh.launch.breakpoint._TERMINAL", "/no/such/terminal")
     with open(os.devnull) as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
 
@@ -153,7 +153,7 @@ def test_launched_processes_read_from_the_terminal(tmp_path: Path) -> None:
     path.write_text(
         textwrap.dedent("""
             import shardmesh as sm
-            from shardmesh.mesh.monitor.breakpoint import breakpoint
+            from shardmesh.mesh.launch.breakpoint import breakpoint
 
             def work():
                 secret = 40 + sm.init_device_mesh("cpu", (2,)).get_rank()

@@ -18,12 +18,12 @@ import torch
 
 from shardmesh.mesh import errors
 from shardmesh.mesh.comm.call_site import frame_of_thread
+from shardmesh.mesh.comm.recording import stream_events
+from shardmesh.mesh.comm.recording.trace_buffer import Header
 from shardmesh.mesh.monitor import communicators, device_waits, termination
 from shardmesh.mesh.monitor.device_waits import place_of
-from shardmesh.mesh.monitor.recording import stream_events
-from shardmesh.mesh.monitor.recording.trace_buffer import Header
-from shardmesh.mesh.monitor.settings import settings
 from shardmesh.mesh.monitor.verdict import Verdict
+from shardmesh.mesh.settings import settings
 from tests.mesh.comm import nccl_like
 from tests.mesh.comm.nccl_like import GPU, NcclLikeGroup
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks

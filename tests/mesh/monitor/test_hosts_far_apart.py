@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from shardmesh.mesh import errors
+from shardmesh.mesh.comm.recording.trace_buffer import LONG_ROWS, SLOTS
 from shardmesh.mesh.monitor.diagnosis.members import members
 from shardmesh.mesh.monitor.hosts.mirror import BufferSource, make_copy
-from shardmesh.mesh.monitor.recording.trace_buffer import LONG_ROWS, SLOTS
-from shardmesh.mesh.monitor.settings import settings
+from shardmesh.mesh.settings import settings
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 
 AHEAD, WRONG = 300, 57

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from shardmesh.mesh import errors
+from shardmesh.mesh import settings as settings_module
 from shardmesh.mesh.comm.null import NullWorld
+from shardmesh.mesh.comm.recording.recorder import route_of
+from shardmesh.mesh.comm.recording.trace_buffer import GROUPS, Header, RankState
 from shardmesh.mesh.monitor import monitor as monitor_module
-from shardmesh.mesh.monitor import settings as settings_module
 from shardmesh.mesh.monitor import termination
-from shardmesh.mesh.monitor.recording.recorder import route_of
-from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, Header, RankState
-from shardmesh.mesh.monitor.settings import collective_check, from_environment, settings, watchdog
 from shardmesh.mesh.monitor.start import start_monitor
 from shardmesh.mesh.monitor.termination import notify_peers
 from shardmesh.mesh.monitor.verdict import ERRORS, Verdict
+from shardmesh.mesh.settings import collective_check, from_environment, settings, watchdog
 from shardmesh.mesh.text import ranks_text
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 

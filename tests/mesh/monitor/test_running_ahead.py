@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardmesh.mesh.comm.process import ProcessGroup
+from shardmesh.mesh.comm.recording.recorder import Recorder
 from shardmesh.mesh.monitor import watchdog
-from shardmesh.mesh.monitor.recording.recorder import Recorder
+from shardmesh.mesh.processes.process import ProcessGroup
 from tests.mesh.comm.nccl_like import GPU, NcclLikeGroup, NcclLikeWork
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 

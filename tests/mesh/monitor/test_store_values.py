@@ -17,16 +17,17 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
+from shardmesh.mesh.comm.recording.trace_buffer import BUFFER_BYTES, Header, TraceBuffer
 from shardmesh.mesh.errors import LaunchEnvironmentError
+from shardmesh.mesh.launch import job_store, rendezvous
 from shardmesh.mesh.launch.local_processes import _local_store
 from shardmesh.mesh.launch.preemption import _StoreAgreement
+from shardmesh.mesh.launch.progress import Progress
 from shardmesh.mesh.monitor.agreement import Agreement, _reason_text
 from shardmesh.mesh.monitor.hosts.mirror import is_part, parts
 from shardmesh.mesh.monitor.hosts.relay import Host, Relay, _checked_state, _name_of
-from shardmesh.mesh.monitor.recording.job_name import find_name
-from shardmesh.mesh.monitor.recording.trace_buffer import BUFFER_BYTES, Header, TraceBuffer
-from shardmesh.mesh.monitor.startup import job_store, rank_info, rendezvous, same_mesh
-from shardmesh.mesh.monitor.startup.progress import Progress
+from shardmesh.mesh.monitor.startup import rank_info, same_mesh
+from shardmesh.mesh.monitor.startup.job_name import find_name
 from shardmesh.mesh.monitor.startup.rank_info import RankInfo, own_rank_info
 from shardmesh.mesh.monitor.store_values import StoreValueError, json_object, parsed, rank_list
 from shardmesh.mesh.monitor.verdict import Verdict

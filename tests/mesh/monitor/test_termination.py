@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardmesh.mesh.comm.recording.trace_buffer import Header
 from shardmesh.mesh.errors import WatchError
 from shardmesh.mesh.monitor import termination
-from shardmesh.mesh.monitor.recording.trace_buffer import Header
-from shardmesh.mesh.monitor.settings import settings
 from shardmesh.mesh.monitor.verdict import Verdict
+from shardmesh.mesh.settings import settings
 from tests.mesh.monitor import forked_ranks as programs
 from tests.mesh.monitor.attempts import LAST
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks

@@ -17,7 +17,7 @@ from shardmesh.mesh.launch import process_groups
 from shardmesh.mesh.launch.environment import REQUIRED
 from shardmesh.mesh.launch.session import session
 from shardmesh.mesh.monitor import timeouts
-from shardmesh.mesh.monitor.settings import settings, watchdog
+from shardmesh.mesh.settings import settings, watchdog
 
 STALL_AND_A_MINUTE = timedelta(seconds=360)
 

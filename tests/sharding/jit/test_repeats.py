@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.mesh.monitor.recording.trace_buffer import Header
+from shardmesh.mesh.comm.recording.trace_buffer import Header
 from shardmesh.sharding.jit.backends import progress, repeats
 from shardmesh.sharding.jit.backends.segments import Segment
 from tests.device import DEVICE
@@ -165,7 +165,7 @@ def test_no_progress_line_for_what_is_quick(capsys: pytest.CaptureFixture[str]) 
 _PROGRAM = """
 import json, torch, shardmesh as sm
 from shardmesh import P
-from shardmesh.mesh.monitor.recording.trace_buffer import Header
+from shardmesh.mesh.comm.recording.trace_buffer import Header
 from torch._dynamo.utils import counters
 
 def main():

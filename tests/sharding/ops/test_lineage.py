@@ -13,8 +13,8 @@ import torch
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.mesh import current_world, simulate
-from shardmesh.mesh.monitor.recording.recorder import unlike
-from shardmesh.mesh.monitor.settings import collective_check, settings
+from shardmesh.mesh.comm.recording.recorder import unlike
+from shardmesh.mesh.settings import collective_check, settings
 from shardmesh.sharding.lineage import mixed, packed, seed_of
 
 RANKS = 4

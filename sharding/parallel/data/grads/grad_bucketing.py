@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .....mesh.monitor.recording.recorder import CommTag
+from .....mesh.comm.recording.recorder import CommTag
 from ....layout.layout import Layout
 from ....lineage import comm_context, mixed, seed_of
 from ....tensor.autograd import leaf_grads

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .....mesh.monitor.recording.recorder import CommTag
+from .....mesh.comm.recording.recorder import CommTag
 from ....layout.layout import Layout
 from ....redistribute.autograd import redistribute_locals
 from ....tensor.autograd import leaf_grads

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .....mesh.comm.recording.recorder import CommTag
 from .....mesh.device_mesh import DeviceMesh
-from .....mesh.monitor.recording.recorder import CommTag
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ....redistribute.executor import executor

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .....mesh.comm.recording.recorder import CommTag
 from .....mesh.comm.tracing import tracing
-from .....mesh.monitor.recording.recorder import CommTag
 from ....tensor.sharded_tensor import ShardedTensor
 from ..slot import UnitOptions
 from .flat import FlatBucket

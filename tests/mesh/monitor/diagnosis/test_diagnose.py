@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardmesh.mesh.comm.recording.recorder import differ, route_of, unlike
+from shardmesh.mesh.comm.recording.trace_buffer import LONG_SLOTS, Header, RankState, TraceBuffer
 from shardmesh.mesh.monitor.diagnosis import diagnose
 from shardmesh.mesh.monitor.diagnosis.members import Member, agree, have_all_come, members
 from shardmesh.mesh.monitor.diagnosis.votes import minority, parties_by, worst_correspondent
-from shardmesh.mesh.monitor.recording.recorder import differ, route_of, unlike
-from shardmesh.mesh.monitor.recording.trace_buffer import LONG_SLOTS, Header, RankState, TraceBuffer
-from shardmesh.mesh.monitor.settings import settings
+from shardmesh.mesh.settings import settings
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 
 LONG_S = 5.0  # longer than any timeout except that of stalls

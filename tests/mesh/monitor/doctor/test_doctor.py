@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-import shardmesh.mesh.monitor.doctor.command as command
+import shardmesh.mesh.doctor.command as command
 from shardmesh.__main__ import main
-from shardmesh.mesh.monitor.doctor.devices import Devices, probed
-from shardmesh.mesh.monitor.doctor.facts import Place
-from shardmesh.mesh.monitor.doctor.network import can_connect, interfaces, is_in_use, listener, listening, within
-from shardmesh.mesh.monitor.doctor.system import Leftover, Limits, leftovers, limits, meminfo
+from shardmesh.mesh.comm.recording.trace_buffer import BUFFER_BYTES, MAGIC, Header, TraceBuffer
+from shardmesh.mesh.doctor.devices import Devices, probed
+from shardmesh.mesh.doctor.facts import Place
+from shardmesh.mesh.doctor.system import Leftover, Limits, leftovers, limits, meminfo
 from shardmesh.mesh.monitor.recording.files import folder_prefix
 from shardmesh.mesh.monitor.recording.job_directory import born, pid_space
-from shardmesh.mesh.monitor.recording.trace_buffer import BUFFER_BYTES, MAGIC, Header, TraceBuffer
+from shardmesh.mesh.network import can_connect, interfaces, is_in_use, listener, listening, within
 from tests.mesh.monitor.healthy_host import BY_HAND, GIB, GPU, JOB, SLURM, facts
 
 LIMIT_S = 60.0
@@ -214,7 +214,7 @@ def test_ranks_that_never_connect_time_out():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = environment() | BY_HAND | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    before = "import shardmesh.mesh.monitor.doctor.command as command; command._LIMIT_S = 1.0; command._SECONDS = 0.1"
+    before = "import shardmesh.mesh.doctor.command as command; command._LIMIT_S = 1.0; command._SECONDS = 0.1"
     done = doctor(env=env, before=before)
     assert done.returncode == 1
     assert "FAULT    collectives" in done.stdout, done.stderr

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardmesh.mesh.monitor.doctor.bandwidth import Bandwidth
-from shardmesh.mesh.monitor.doctor.checks import (
+from shardmesh.mesh.doctor.bandwidth import Bandwidth
+from shardmesh.mesh.doctor.checks import (
     clocks,
     collectives,
     device_of_each_rank,
@@ -17,12 +17,12 @@ from shardmesh.mesh.monitor.doctor.checks import (
     merged,
     speed,
 )
-from shardmesh.mesh.monitor.doctor.command import _over
-from shardmesh.mesh.monitor.doctor.findings import fault, ok, size_text, warning
-from shardmesh.mesh.monitor.doctor.job_checks import matches
-from shardmesh.mesh.monitor.doctor.network import Port
-from shardmesh.mesh.monitor.doctor.report import Report
-from shardmesh.mesh.monitor.doctor.system import Leftover, Limits, Space
+from shardmesh.mesh.doctor.command import _over
+from shardmesh.mesh.doctor.findings import fault, ok, size_text, warning
+from shardmesh.mesh.doctor.job_checks import matches
+from shardmesh.mesh.doctor.report import Report
+from shardmesh.mesh.doctor.system import Leftover, Limits, Space
+from shardmesh.mesh.network import Port
 from tests.mesh.monitor.healthy_host import ADDRESS, ALONE, BY_HAND, GIB, GPU, JOB, SLURM, TWO_HOSTS, facts
 
 MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}

@@ -13,12 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from shardmesh.mesh.monitor.hosts import relay as relay_module
-from shardmesh.mesh.monitor.hosts.mirror import BufferCopy, BufferSource, make_copy
-from shardmesh.mesh.monitor.hosts.relay import Relay, is_needed, start_relay
-from shardmesh.mesh.monitor.monitor import Monitor
-from shardmesh.mesh.monitor.recording.job_directory import JobDirectory
-from shardmesh.mesh.monitor.recording.trace_buffer import (
+from shardmesh.mesh.comm.recording.trace_buffer import (
     BUFFER_BYTES,
     LONG_SLOTS,
     RECORDS,
@@ -29,6 +24,11 @@ from shardmesh.mesh.monitor.recording.trace_buffer import (
     called_at,
     row_of,
 )
+from shardmesh.mesh.monitor.hosts import relay as relay_module
+from shardmesh.mesh.monitor.hosts.mirror import BufferCopy, BufferSource, make_copy
+from shardmesh.mesh.monitor.hosts.relay import Relay, is_needed, start_relay
+from shardmesh.mesh.monitor.monitor import Monitor
+from shardmesh.mesh.monitor.recording.job_directory import JobDirectory
 from shardmesh.mesh.monitor.verdict import Verdict
 
 LIMIT_S = 60.0

@@ -16,9 +16,9 @@ import torch
 import shardmesh as sm
 from shardmesh.__main__ import main
 from shardmesh.mesh import current_world, init_device_mesh, null_world, simulate
+from shardmesh.mesh.comm.recording.trace_buffer import RECORD_WORDS, RECORDS, RING, Header, TraceBuffer
 from shardmesh.mesh.monitor.ledger.ledger import Ledger, LedgerEntry, ledger, mark_step, read_buffer
-from shardmesh.mesh.monitor.recording.trace_buffer import RECORD_WORDS, RECORDS, RING, Header, TraceBuffer
-from shardmesh.mesh.monitor.settings import collective_check, settings
+from shardmesh.mesh.settings import collective_check, settings
 from tests.mesh.monitor.four_ranks import SIZE, every_collective, ledger_of
 from tests.pool import Pool
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shardmesh.mesh import init_device_mesh
+from shardmesh.mesh.comm.recording.trace_buffer import TraceBuffer
 from shardmesh.mesh.monitor.ledger.ledger import Ledger, mark_step
 from shardmesh.mesh.monitor.ledger.stragglers import StragglerReport, Wait, straggler_report
-from shardmesh.mesh.monitor.recording.trace_buffer import TraceBuffer
 from tests.mesh.monitor.four_ranks import run, set_times
 from tests.pool import Pool
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from shardmesh.mesh import comm_report, init_device_mesh, null_world
+from shardmesh.mesh.comm.recording.trace_buffer import Header
 from shardmesh.mesh.monitor.ledger import flight_recorder, trace_export
 from shardmesh.mesh.monitor.ledger.ledger import Ledger, ledger, mark_step
-from shardmesh.mesh.monitor.recording.trace_buffer import Header
 from tests.mesh.monitor.four_ranks import every_collective, ledger_of, run, set_times
 
 fr_trace: Any = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")

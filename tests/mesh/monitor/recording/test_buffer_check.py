@@ -14,11 +14,11 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.mesh import null_world
 from shardmesh.mesh.comm.group import Group
+from shardmesh.mesh.comm.recording.trace_buffer import TraceBuffer
 from shardmesh.mesh.errors import CollectiveError
 from shardmesh.mesh.monitor import thread_errors
 from shardmesh.mesh.monitor.diagnosis import verdict_text
-from shardmesh.mesh.monitor.recording.trace_buffer import TraceBuffer
-from shardmesh.mesh.monitor.settings import collective_check, settings
+from shardmesh.mesh.settings import collective_check, settings
 from tests.sharding.ranks import every_rank, on_mesh
 
 Start = Callable[[Group, Tensor], Any]

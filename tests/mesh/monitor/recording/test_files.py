@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore
 
+from shardmesh.mesh.comm.recording.trace_buffer import BUFFER_BYTES, Header
 from shardmesh.mesh.errors import PeerError
 from shardmesh.mesh.monitor.agreement import Agreement
 from shardmesh.mesh.monitor.recording import files
@@ -27,7 +28,6 @@ from shardmesh.mesh.monitor.recording import job_directory as directory_module
 from shardmesh.mesh.monitor.recording.cleanup import sweep
 from shardmesh.mesh.monitor.recording.files import folder_prefix, make_file, parent_folder
 from shardmesh.mesh.monitor.recording.job_directory import Alarm
-from shardmesh.mesh.monitor.recording.trace_buffer import BUFFER_BYTES, Header
 from shardmesh.mesh.monitor.verdict import Verdict
 from tests.mesh.monitor import forked_ranks as programs
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from shardmesh.mesh.monitor.recording import job_name
+from shardmesh.mesh.monitor.startup import job_name
 from shardmesh.mesh.monitor.startup.rank_info import RankInfo, machine, own_rank_info
 
 NOBODY = 2**22 + 5  # no process has that number

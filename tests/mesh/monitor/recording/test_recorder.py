@@ -15,11 +15,11 @@ from shardmesh import P
 from shardmesh.mesh import CollectiveMismatchError, current_world, null_world, simulate
 from shardmesh.mesh.comm.call_site import user_frame
 from shardmesh.mesh.comm.group import Group
+from shardmesh.mesh.comm.recording.recorder import CommTag
+from shardmesh.mesh.comm.recording.trace_buffer import GROUPS, LONG_SLOTS, RECORDS, Header, Record
 from shardmesh.mesh.comm.world import World
 from shardmesh.mesh.monitor.diagnosis.members import agree, member, members
-from shardmesh.mesh.monitor.recording.recorder import CommTag
-from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, LONG_SLOTS, RECORDS, Header, Record
-from shardmesh.mesh.monitor.settings import collective_check, settings
+from shardmesh.mesh.settings import collective_check, settings
 from tests.faults.random_programs import MORE_MESHES, RandomProgram, healthy_program, mesh_of, run
 from tests.mesh.monitor.driven_ranks import driven_ranks
 

@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 
 from shardmesh.__main__ import main
-from shardmesh.mesh.monitor.doctor.system import leftovers
+from shardmesh.mesh.comm.recording.trace_buffer import BUFFER_BYTES, Header, TraceBuffer
+from shardmesh.mesh.doctor.system import leftovers
 from shardmesh.mesh.monitor.ledger.command import newest_job
 from shardmesh.mesh.monitor.recording import files
 from shardmesh.mesh.monitor.recording.cleanup import sweep
 from shardmesh.mesh.monitor.recording.files import folder_prefix, job_folders, make_file, remove_folder
 from shardmesh.mesh.monitor.recording.job_directory import JobDirectory, open_buffer, read_verdict
-from shardmesh.mesh.monitor.recording.trace_buffer import BUFFER_BYTES, Header, TraceBuffer
 from shardmesh.mesh.monitor.verdict import Verdict
 
 STRANGER = 65534

@@ -9,11 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmesh.mesh.monitor.recording import job_directory as directory_module
-from shardmesh.mesh.monitor.recording.cleanup import is_over, sweep
-from shardmesh.mesh.monitor.recording.files import folder_prefix
-from shardmesh.mesh.monitor.recording.job_directory import JobDirectory, is_dead, is_stopped, open_buffer
-from shardmesh.mesh.monitor.recording.trace_buffer import (
+from shardmesh.mesh.comm.recording.trace_buffer import (
     BUFFER_BYTES,
     GROUPS,
     MAGIC,
@@ -25,6 +21,10 @@ from shardmesh.mesh.monitor.recording.trace_buffer import (
     TraceBuffer,
     stable_hash,
 )
+from shardmesh.mesh.monitor.recording import job_directory as directory_module
+from shardmesh.mesh.monitor.recording.cleanup import is_over, sweep
+from shardmesh.mesh.monitor.recording.files import folder_prefix
+from shardmesh.mesh.monitor.recording.job_directory import JobDirectory, is_dead, is_stopped, open_buffer
 from shardmesh.mesh.monitor.verdict import Observation, Verdict
 
 

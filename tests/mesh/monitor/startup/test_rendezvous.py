@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from shardmesh.mesh.errors import LaunchEnvironmentError
-from shardmesh.mesh.monitor.startup import job_store
-from shardmesh.mesh.monitor.startup.progress import Progress
+from shardmesh.mesh.launch import job_store
+from shardmesh.mesh.launch.progress import Progress
 from shardmesh.mesh.monitor.startup.rank_info import (
     RankInfo,
     disagreement,

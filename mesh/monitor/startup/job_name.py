@@ -14,8 +14,8 @@ import secrets
 from collections import Counter
 from typing import Any
 
-from ..startup.rank_info import RankInfo, machine, own_rank_info
 from ..store_values import StoreValueError, bad_value, job_name, parsed, rank_list
+from .rank_info import RankInfo, machine, own_rank_info
 
 _joined: Counter[str] = Counter()
 

@@ -6,11 +6,11 @@ import threading
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-from ...comm.call_site import frame_of_thread, is_inner, user_line
 from ...errors import CollectiveError
+from ..call_site import frame_of_thread, is_inner, user_line
 
 if TYPE_CHECKING:
-    from ...comm.group import Group
+    from ..group import Group
 
 
 def check_left(group: Group, other: int, op: str, calls: frozenset[CodeType]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from math import inf
 
-from ...errors import LaunchEnvironmentError
-from ...launch.environment import completed, device_index, visible
-from ...text import whole_number
-from ..recording.trace_buffer import BUFFER_BYTES
+from ..comm.recording.trace_buffer import BUFFER_BYTES
+from ..errors import LaunchEnvironmentError
+from ..launch.environment import completed, device_index, visible
+from ..text import whole_number
 from .facts import Facts, number
 from .findings import Finding, fault, ok, size_text, warning
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ...errors import LaunchEnvironmentError
-from ...text import ranks_text
+from ..errors import LaunchEnvironmentError
+from ..text import ranks_text
 from . import host_checks, job_checks
 from .bandwidth import Bandwidth
 from .facts import Facts

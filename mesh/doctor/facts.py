@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...launch.environment import completed, launchers_of
-from ...text import is_secret, whole_number
-from ...version import __version__
+from ..launch.environment import completed, launchers_of
+from ..network import Network, network
+from ..text import is_secret, whole_number
+from ..version import __version__
 from .devices import Devices, devices
-from .network import Network, network
 from .system import System, system
 
 HIDDEN = "(hidden)"

@@ -16,22 +16,23 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 from .. import errors
+from ..comm import dtype_encoding
+from ..comm.current_world import register_process_world
+from ..comm.group import Group, Observer
+from ..comm.group_backend import DEFAULT, FAKE, GroupBackend
+from ..comm.work import DONE, Work, and_then
+from ..comm.world import World
 from ..monitor import timeouts
 from ..monitor.agreement import Agreement
 from ..monitor.hosts.relay import start_relay
 from ..monitor.monitor import Monitor
-from ..monitor.recording.job_name import find_name
-from ..monitor.settings import settings
 from ..monitor.start import start_monitor
+from ..monitor.startup.job_name import find_name
 from ..monitor.torch_calls import hooks
-from . import dtype_encoding
-from .group import Group, Observer
-from .group_backend import DEFAULT, FAKE, GroupBackend
+from ..settings import settings
 from .torch_groups import calls
 from .torch_groups.new_group import add_host, has_host, is_default_backend, new_group, without_host
 from .torch_groups.works import PolledWork, TorchWork, WatchedMessages, WatchedWork, mark_stream
-from .work import DONE, Work, and_then
-from .world import World
 
 if TYPE_CHECKING:
     from ..device_mesh import DeviceMesh
@@ -389,6 +390,9 @@ def process_world() -> ProcessWorld:
             _world.monitor.depart()
         _world = ProcessWorld(default, _observers)
     return _world
+
+
+register_process_world(process_world)
 
 
 def _default_store() -> Any:

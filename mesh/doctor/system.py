@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...text import whole_number
-from ..recording.cleanup import is_over
-from ..recording.files import is_own, job_folders, parent_folders, trace_files
-from ..recording.job_directory import is_local, open_buffer, process_state
-from .network import within
+from ..monitor.recording.cleanup import is_over
+from ..monitor.recording.files import is_own, job_folders, parent_folders, trace_files
+from ..monitor.recording.job_directory import is_local, open_buffer, process_state
+from ..network import within
+from ..text import whole_number
 
 _DISK_S = 3.0  # a folder on a dead file server blocks without end
 _SHARED = "/dev/shm"

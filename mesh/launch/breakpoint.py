@@ -20,10 +20,10 @@ from typing import Any, TextIO
 from .. import errors
 from ..comm.current_world import current_world
 from ..comm.world import World
+from ..monitor.monitor import monitor_of
+from ..monitor.verdict import Observation, Verdict
 from ..simulated.output import callers_stdout
 from ..simulated.simulate import SimulatedWorld
-from .monitor import monitor_of
-from .verdict import Observation, Verdict
 
 _TERMINAL = "/dev/tty"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...text import printable, table_lines
-from ...topology import seconds_text
+from ..text import printable, table_lines
+from ..topology import seconds_text
 from .bandwidth import Bandwidth
 from .findings import Finding
 

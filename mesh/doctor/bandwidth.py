@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...comm.group import Group
-from ...device_mesh import DeviceMesh, init_device_mesh
-from .. import timeouts
+from ..comm.group import Group
+from ..device_mesh import DeviceMesh, init_device_mesh
+from ..monitor import timeouts
 from .facts import Facts
 
 OPS = ("all_reduce", "all_to_all")

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ...abstract_mesh import AbstractMesh
-from ...launch.local_processes import LaunchError, launch
+from ..abstract_mesh import AbstractMesh
+from ..launch.local_processes import LaunchError, launch
 from .bandwidth import Measured, measure
 from .checks import clocks, collectives, device_of_each_rank, findings, hosts, merged, speed
 from .facts import Facts, Place, facts

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from ... import errors
-from ...text import whole_number
-from ..doctor.network import addresses, is_loopback, is_own, listener, within
+from .. import errors
+from ..network import addresses, is_loopback, is_own, listener, within
+from ..text import whole_number
 from .progress import Progress
 
 _ANSWER_S = 10.0  # for a store to answer; a server of another kind never does

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...comm.recording.recorder import Recorder
+from ...comm.work import Work
 from ...monitor.monitor import Monitor
-from ...monitor.recording.recorder import Recorder
-from ..work import Work
 
 _WITHOUT_STREAMS = ("cpu", "meta")
 

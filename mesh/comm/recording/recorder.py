@@ -16,8 +16,8 @@ from functools import lru_cache
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from ...comm.call_site import user_frame
-from ..settings import monotonic_ns
+from ...settings import monotonic_ns
+from ..call_site import user_frame
 from .call_text import call_text
 from .stream_events import Mark
 from .trace_buffer import (
@@ -36,9 +36,9 @@ from .trace_buffer import (
 )
 
 if TYPE_CHECKING:
-    from ...comm.group import Group
-    from ..monitor import Monitor
-    from .job_directory import JobDirectory
+    from ...monitor.monitor import Monitor
+    from ...monitor.recording.job_directory import JobDirectory
+    from ..group import Group
 
 NO_GROUP = 0xFFFF  # group number in the records of groups without a row
 _SMALL = 8  # up to so many ranks, each reads the rows of all others

@@ -26,15 +26,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from ... import errors
-from ...launch.environment import completed
-from ...text import printable, ranks_text, whole_number
-from ..store_values import StoreValueError, bad_value, message, parsed, rank_list
-from ..store_values import number as parse_number
+from .. import errors
+from ..monitor.startup.rank_info import RankInfo, disagreement, own_rank_info, shared_device
+from ..monitor.store_values import StoreValueError, bad_value, message, parsed, rank_list
+from ..monitor.store_values import number as parse_number
+from ..text import printable, ranks_text, whole_number
 from . import job_store
+from .environment import completed
 from .job_store import Address
 from .progress import Progress
-from .rank_info import RankInfo, disagreement, own_rank_info, shared_device
 
 TIMEOUT_S = 600.0  # for the last rank to arrive
 _TO_TELL_S = 2.0  # how long a rank that cannot start tries to tell the others

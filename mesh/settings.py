@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from .. import errors
-from ..text import shortened
+from . import errors
+from .text import shortened
 
 monotonic_ns = time.monotonic_ns
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...errors import LaunchEnvironmentError
-from ...launch.environment import REQUIRED, completed, launch_environment, launchers_of
-from ...text import shortened, whole_number
+from ..errors import LaunchEnvironmentError
+from ..launch.environment import REQUIRED, completed, launch_environment, launchers_of
+from ..network import Interface, is_loopback
 from ..settings import from_environment
+from ..text import shortened, whole_number
 from .facts import DEFAULT_PORT, Facts, number
 from .findings import Finding, fault, ok, warning
-from .network import Interface, is_loopback
 
 _AGAIN = "unset LOCAL_RANK LOCAL_WORLD_SIZE   # or start the program with torchrun"
 _SLOW = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "CUDA_LAUNCH_BLOCKING": "1"}

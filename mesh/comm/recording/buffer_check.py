@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...comm.work import Work
 from ...errors import CollectiveError
-from ..settings import settings
+from ...settings import settings
+from ..work import Work
 
 if TYPE_CHECKING:
     from .recorder import Recorder

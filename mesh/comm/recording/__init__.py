@@ -1,0 +1,1 @@
+"""Records of collectives in memory that the host shares: what every rank has called."""

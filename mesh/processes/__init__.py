@@ -1,0 +1,1 @@
+"""Worlds of processes: groups on torch.distributed, watched by the monitor."""
