@@ -392,9 +392,6 @@ def process_world() -> ProcessWorld:
     return _world
 
 
-register_process_world(process_world)
-
-
 def _default_store() -> Any:
     """Return the store of the default group; None if it has none, as under MPI."""
     try:
@@ -410,3 +407,6 @@ def _wait_for_gloo_threads() -> None:
     this delay, in none with it).
     """
     time.sleep(_EXIT_DELAY_S)
+
+
+register_process_world(process_world)
