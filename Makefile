@@ -6,7 +6,7 @@
 #   make test-all  all of them
 #   make gpu-test  on a machine with a CUDA device, in twenty minutes: probes, tests, kernels, training steps, on one page in
 #                  benchmarks/results; DRY=1 tries the command without a device; tests/gpu/run.py has its options
-#   make lint      ruff and pyright
+#   make lint      ruff, pyright and the layers of imports (import-linter)
 #   make clean     remove .venv and what builds and tests leave behind
 #
 # PYTHON=/path/to/python3.x chooses the interpreter, ARGS="..." adds arguments to the demo's, pytest's or gpu-test's command line.
@@ -52,6 +52,7 @@ gpu-test: $(if $(DRY),$(READY),$(GPU_READY))
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m pyright
+	PYTHONPATH=.venv/src .venv/bin/lint-imports pyproject.toml --no-cache
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -32,7 +32,7 @@ from ..autograd.named_axes import AxisEnv, current_axis_env, swap
 from ..layout.bounded_cache import keep
 from ..layout.spec import P
 from ..lineage import comm_context, mixed, seed_of
-from ..ops import dispatch
+from ..tensor.autograd.local_part import known_local
 from ..tensor.sharded_tensor import ShardedTensor
 from .captures import Captures, replace_captures
 from .inputs import InputMutationCheck, InputSpec, alias, check_transform, local_parts, make_input_spec, prepare_inputs
@@ -183,7 +183,7 @@ class Mapped:
             if type(x) is not ShardedTensor:
                 return self._call(args, kwargs)
             key.append(x._layout)
-            parts.append(x._local if x._local.requires_grad else dispatch.known_local(x))
+            parts.append(x._local if x._local.requires_grad else known_local(x))
         cached = None if kwargs else self._cache.get(tuple(key))
         if cached is None or not cached.fast or (outer is not None and outer.checker is not None):
             return self._call(args, kwargs)

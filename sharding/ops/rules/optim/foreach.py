@@ -18,8 +18,9 @@ from ....layout.bounded_cache import keep
 from ....layout.layout import Layout
 from ....layout.spec import P
 from ....lineage import mixed, seed_of
+from ....tensor.autograd.local_part import known_local
 from ....tensor.sharded_tensor import ShardedTensor
-from ...dispatch import check_bases, known_local
+from ...dispatch import check_bases
 from ...plain_operands import plain_targets, refuse_without_value, write_plain
 from ..decomposition_utils import reduce_pending
 from ..reductions.reduction import accumulator_dtype, safe_root
