@@ -52,7 +52,7 @@ gpu-test: $(if $(DRY),$(READY),$(GPU_READY))
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m pyright
-	PYTHONPATH=.venv/src .venv/bin/lint-imports pyproject.toml --no-cache
+	cd .venv/src && ../bin/lint-imports ../../pyproject.toml --no-cache
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
@@ -68,7 +68,7 @@ $(READY): pyproject.toml Makefile
 	$(PIP) "setuptools>=77" numpy einops
 	$(PIP) --no-build-isolation --editable ".[$(EXTRAS)]"
 	rm -rf .venv/src/shardmesh && mkdir -p .venv/src/shardmesh
-	cd .venv/src/shardmesh && ln -s ../../../__init__.py ../../../mesh ../../../sharding ../../../kernels ../../../namespaces/* .
+	cd .venv/src/shardmesh && ln -s ../../../shardmesh/* ../../../mesh ../../../sharding ../../../kernels .
 	touch $(READY)
 
 # On top of the machine's own torch where it is new enough, else with one from PyPI, which has CUDA; PYTHON=... says whose torch.
