@@ -6,7 +6,7 @@
 #   make test-all  all of them
 #   make gpu-test  on a machine with a CUDA device, in twenty minutes: probes, tests, kernels, training steps, on one page in
 #                  benchmarks/results; DRY=1 tries the command without a device; tests/gpu/run.py has its options
-#   make lint      ruff and pyright
+#   make lint      ruff, pyright and the layers of imports (import-linter)
 #   make clean     remove .venv and what builds and tests leave behind
 #
 # PYTHON=/path/to/python3.x chooses the interpreter, ARGS="..." adds arguments to the demo's, pytest's or gpu-test's command line.
@@ -52,6 +52,7 @@ gpu-test: $(if $(DRY),$(READY),$(GPU_READY))
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m pyright
+	cd .venv/src && ../bin/lint-imports ../../pyproject.toml --no-cache
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
@@ -67,7 +68,7 @@ $(READY): pyproject.toml Makefile
 	$(PIP) "setuptools>=77" numpy einops
 	$(PIP) --no-build-isolation --editable ".[$(EXTRAS)]"
 	rm -rf .venv/src/shardmesh && mkdir -p .venv/src/shardmesh
-	cd .venv/src/shardmesh && ln -s ../../../__init__.py ../../../mesh ../../../sharding ../../../kernels ../../../namespaces/* .
+	cd .venv/src/shardmesh && ln -s ../../../shardmesh/* ../../../mesh ../../../sharding ../../../kernels .
 	touch $(READY)
 
 # On top of the machine's own torch where it is new enough, else with one from PyPI, which has CUDA; PYTHON=... says whose torch.

@@ -22,16 +22,11 @@ Meshes, layouts, tensors, mapped functions and gradients are here. The rest is i
     sm.multihost    values of hosts, by JAX's names
     sm.compat       the names of torch.distributed.tensor
 
-The folders `mesh`, `sharding` and `kernels` hold how it is done.
+`shardmesh.mesh`, `shardmesh.sharding` and `shardmesh.kernels` hold how it is done.
 """
 
-import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-# Imports make next to no garbage, and to look for it in all that torch has made takes longer than the imports below.
-_collects = gc.isenabled()
-gc.disable()
 
 from .mesh import AbstractMesh, DeviceMesh, init_device_mesh, make_mesh, process_count, process_index, simulate
 from .mesh.context import get_mesh, set_mesh
@@ -69,9 +64,6 @@ from .sharding.tensor.process_data import (
 )
 from .sharding.tensor.redistribute import redistribute, redistribute_many, reshard
 from .sharding.tensor.sharded_tensor import ShardedTensor
-
-if _collects:
-    gc.enable()
 
 if TYPE_CHECKING:
     import shardmesh.checkpoint as checkpoint

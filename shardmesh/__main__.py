@@ -10,7 +10,7 @@ from typing import NoReturn
 from .mesh.doctor import command as doctor_command
 from .mesh.monitor.ledger import command as ledger_command
 from .mesh.text import shortened
-from .sharding.debug import command as plan_command
+from .sharding.debug import plan_command
 
 _LONGEST = 1000  # characters of an error
 

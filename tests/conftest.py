@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -58,14 +57,6 @@ def _pool(size: int) -> Iterator[Pool]:
     pool.close()
 
 
-class RootIsNotATestPackage:
-    """Keep pytest from importing the root's `__init__.py`, which is `shardmesh`'s, a second time under the directory's name."""
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-        return pytest.Dir.from_parent(parent, path=path) if path == Path(__file__).parents[1] else None
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device of the tests' meshes and tensors: cpu (the default) or cuda")
     parser.addoption("--world", choices=["nccl", "nccl-waits"], help="let simulated ranks behave like NCCL's: mesh/simulated/nccl_world.py")
@@ -73,7 +64,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     device.choose(config.getoption("--device"))
-    config.pluginmanager.register(RootIsNotATestPackage())  # a plugin, since hooks in a conftest do not apply to folders above it
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -25,14 +25,14 @@ def files() -> set[Path]:
 
 def sources() -> set[str]:
     """Return every Python file of the package as the wheel should name it."""
-    return {f"shardmesh/{f.as_posix().removeprefix('namespaces/')}" for f in files()}
+    return {f"shardmesh/{f.as_posix().removeprefix('shardmesh/')}" for f in files()}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """Built without the network from a copy: a build in place would leave its folders in the working tree."""
     source = tmp_path_factory.mktemp("source")
-    for name in files() | {Path(f) for f in ("pyproject.toml", "LICENSE", "README.md", "py.typed")}:
+    for name in files() | {Path(f) for f in ("pyproject.toml", "LICENSE", "README.md", "shardmesh/py.typed")}:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).exists():
             (source / name).write_bytes((ROOT / name).read_bytes())

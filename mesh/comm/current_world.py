@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from ..processes.process import process_world
+from collections.abc import Callable
+
 from .world import World, active_world
+
+_find_process_world: Callable[[], World] | None = None
+
+
+def register_process_world(find: Callable[[], World]) -> None:
+    """Set the function that returns the world of this process's ranks; `mesh.processes` does so, which this layer does not import."""
+    global _find_process_world
+    _find_process_world = find
 
 
 def current_world() -> World:
@@ -11,4 +20,9 @@ def current_world() -> World:
 
     Communication: none; it starts nothing (see `init_device_mesh`).
     """
-    return active_world() or process_world()
+    world = active_world()
+    if world is not None:
+        return world
+    if _find_process_world is None:
+        raise RuntimeError("no world is active and shardmesh.mesh.processes was not imported: import shardmesh")
+    return _find_process_world()

@@ -17,6 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from .. import errors
 from ..comm import dtype_encoding
+from ..comm.current_world import register_process_world
 from ..comm.group import Group, Observer
 from ..comm.group_backend import DEFAULT, FAKE, GroupBackend
 from ..comm.work import DONE, Work, and_then
@@ -412,3 +413,6 @@ def _wait_for_gloo_threads() -> None:
     this delay, in none with it).
     """
     time.sleep(_EXIT_DELAY_S)
+
+
+register_process_world(process_world)

@@ -11,11 +11,10 @@ import torch
 
 from ...kernels.box import Box, box_shape
 from ...mesh.abstract_mesh import axes_text
-from ...mesh.text import table_lines
+from ...mesh.text import elided, rank_ranges, table_lines
 from ..layout.layout import Layout
 from ..layout.shard_holders import elements, title
 from ..layout.spec import EACH
-from .text import elided, rank_ranges
 from .visualize import layout_of
 
 if TYPE_CHECKING:

@@ -23,16 +23,6 @@ Style: TypeAlias = Literal["text", "tree", "rich", "picture"]
 _STYLES = ("text", "tree", "rich", "picture")
 
 
-def tensor_repr(x: ShardedTensor) -> str:
-    """Return `ShardedTensor(f32[8, 8] @ P('x', None) on (x=4), local [2, 8] ...)`, with this rank's values. No communication."""
-    local = torch.Tensor.__repr__(x._local.detach())
-    kind = "Parameter(ShardedTensor" if getattr(x, "_is_param", False) else "ShardedTensor"
-    grad = ", requires_grad=True" if x._local.requires_grad and x._local.is_leaf else ""
-    if x._local.grad_fn is not None:
-        grad = f", grad_fn=<{type(x._local.grad_fn).__name__}>"
-    return f"{kind}({x._layout!r}{grad},\n{local}" + (")" * kind.count("(")) + ")"
-
-
 @overload
 def visualize(x: ShardedTensor | Layout | nn.Module, *, style: Literal["text", "tree"] = "text") -> str: ...
 @overload

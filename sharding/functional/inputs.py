@@ -16,8 +16,8 @@ from ..autograd.named_axes import current_axis_env
 from ..autograd.transforms import refuse_foreign
 from ..layout.layout import Layout
 from ..layout.spec import P, as_spec
-from ..ops import dispatch
 from ..redistribute.autograd import redistribute_local, redistribute_locals
+from ..tensor.autograd.local_part import known_local
 from ..tensor.convert import from_local
 from ..tensor.sharded_tensor import ShardedTensor
 from .keys import Key
@@ -152,7 +152,7 @@ def inner_layout(dst: Layout, manual: P, names: Sequence[str], auto_mesh: Device
 def local_parts(leaves: Sequence[Any], inputs: Sequence[InputSpec]) -> list[Any]:
     """Return the local tensors of leaves that are all passed unchanged."""
     return [
-        (leaf._local if leaf._local.requires_grad else dispatch.known_local(leaf)) if type(leaf) is ShardedTensor else _local(leaf, arg)
+        (leaf._local if leaf._local.requires_grad else known_local(leaf)) if type(leaf) is ShardedTensor else _local(leaf, arg)
         for leaf, arg in zip(leaves, inputs, strict=True)
     ]
 
@@ -189,8 +189,8 @@ def _local(leaf: Any, arg: InputSpec) -> Any:
     if arg.src is None:
         return leaf
     if isinstance(leaf, ShardedTensor):
-        return dispatch.known_local(leaf)
-    return dispatch.known_local(from_local(leaf, arg.src.mesh, P(), shape=leaf.shape))  # type: ignore[arg-type]
+        return known_local(leaf)
+    return known_local(from_local(leaf, arg.src.mesh, P(), shape=leaf.shape))  # type: ignore[arg-type]
 
 
 def _redistributed(name: str, parts: list[Tensor], inputs: list[InputSpec]) -> list[Tensor]:

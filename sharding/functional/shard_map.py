@@ -33,7 +33,7 @@ from ..layout.bounded_cache import HEAVY_LIMIT, keep
 from ..layout.mesh_layouts import MeshLayouts
 from ..layout.spec import P
 from ..lineage import comm_context, mixed, seed_of
-from ..ops import dispatch
+from ..tensor.autograd.local_part import known_local
 from ..tensor.sharded_tensor import ShardedTensor
 from .captures import Captures, replace_captures
 from .inputs import InputMutationCheck, InputSpec, alias, check_transform, local_parts, make_input_spec, prepare_inputs
@@ -184,7 +184,7 @@ class Mapped:
             if type(x) is not ShardedTensor:
                 return self._call(args, kwargs)
             key.append(x._layout)
-            parts.append(x._local if x._local.requires_grad else dispatch.known_local(x))
+            parts.append(x._local if x._local.requires_grad else known_local(x))
         cached = None if kwargs or not parts else self._calls_on(args[0]._layout.mesh).get(tuple(key))
         if cached is None or not cached.fast or (outer is not None and outer.checker is not None):
             return self._call(args, kwargs)

@@ -31,10 +31,10 @@ from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
 from ..lineage import comm_context, drawn, mixed, piece_of, seed_of, seed_with_ints, with_drawn
 from ..redistribute.autograd import redistribute_local
+from ..tensor.autograd.local_part import known_local
 from ..tensor.handles import TensorHandle, settled
 from ..tensor.sharded_tensor import ShardedTensor
 from . import nonmember, plain_operands, torch_transforms
-from .custom_function import take_over
 from .rules.aten import public_call
 from .rules.free_ints import shared_arguments
 from .rules.number_arguments import has_tensor_as_number, with_numbers
@@ -48,8 +48,6 @@ _ATTRIBUTE_ACCESS = frozenset({"__get__", "__set__", "__delete__"})  # attribute
 _VALUES = frozenset({int, bool, type(None), str, torch.dtype})  # what most static arguments are
 _NO_KWARGS: dict[str, Any] = {}
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
-_wrapper_grad_fn = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
-_number_of_result = Tensor.output_nr.__get__  # type: ignore[attr-defined]
 _is_grad_enabled = torch.is_grad_enabled
 _thread_state = plain_operands.thread_state
 
@@ -379,31 +377,6 @@ def _run_reshape(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, An
 
 def _is_outside(layout: Layout) -> bool:
     return layout.mesh.coordinate is None  # type: ignore[attr-defined]
-
-
-def check_gradient_known(x: Any) -> None:
-    """Transfer the gradient history of the wrapper, if it has one, to the local tensor: see `custom_function`.
-
-    Raises:
-        RuntimeError: a history that cannot be transferred; the gradient would be lost silently.
-    """
-    with _no_torch_function():
-        node = _wrapper_grad_fn(x)
-        number = _number_of_result(x)
-    if node is not None:
-        take_over(x, node, number)
-
-
-def part_of(x: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, with its gradient history; a plain tensor unchanged."""
-    return known_local(x) if isinstance(x, ShardedTensor) else x
-
-
-def known_local(x: Any) -> Tensor:
-    """Return the local tensor with the gradient history of the sharded one; see `check_gradient_known`."""
-    if not x._local.requires_grad:
-        check_gradient_known(x)
-    return x._local
 
 
 def wrap(local: Tensor, layout: Layout) -> Any:

@@ -12,16 +12,16 @@ import numpy as np
 from torch import Tensor
 
 from ..autograd.engine_hooks import any_requires_grad
-from ..debug import visualize
 from ..layout.spec import P, Placement
 from ..lineage import comm_context
 from ..redistribute.autograd import redistribute_local
 from ..tensor import convert, process_data, torch_checkpoint
 from ..tensor.autograd import backward as backward_passes
 from ..tensor.autograd import leaf_grads
+from ..tensor.autograd.local_part import check_gradient_known, known_local
 from ..tensor.redistribute import redistribute
 from ..tensor.sharded_tensor import ShardedTensor
-from . import dispatch, torch_transforms
+from . import custom_function, dispatch, torch_transforms
 
 # -- parts and whole tensors -------------------------------------------------------------------------------------------
 
@@ -122,7 +122,13 @@ def __reversed__(x: ShardedTensor) -> Tensor:
 
 
 def __repr__(x: ShardedTensor, **_: Any) -> str:
-    return visualize.tensor_repr(x)
+    """Return `ShardedTensor(f32[8, 8] @ P('x', None) on (x=4), local [2, 8] ...)`, with this rank's values. No communication."""
+    local = Tensor.__repr__(x._local.detach())
+    kind = "Parameter(ShardedTensor" if getattr(x, "_is_param", False) else "ShardedTensor"
+    grad = ", requires_grad=True" if x._local.requires_grad and x._local.is_leaf else ""
+    if x._local.grad_fn is not None:
+        grad = f", grad_fn=<{type(x._local.grad_fn).__name__}>"
+    return f"{kind}({x._layout!r}{grad},\n{local}" + (")" * kind.count("(")) + ")"
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -130,7 +136,7 @@ def __repr__(x: ShardedTensor, **_: Any) -> str:
 
 def _requires_grad(x: ShardedTensor) -> bool:
     """Whether autograd tracks this tensor. Assignment is `requires_grad_`."""
-    return x._local.requires_grad or (any_requires_grad(x) and dispatch.known_local(x).requires_grad)
+    return x._local.requires_grad or (any_requires_grad(x) and known_local(x).requires_grad)
 
 
 def requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
@@ -145,13 +151,13 @@ def requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> ShardedTenso
 
 def _grad_fn(x: ShardedTensor) -> Any:
     """The node of the local graph that made this tensor; None for a leaf."""
-    dispatch.check_gradient_known(x)
+    check_gradient_known(x)
     return x._local.grad_fn
 
 
 def _is_leaf(x: ShardedTensor) -> bool:
     """Whether no operation made this tensor, as far as autograd knows."""
-    return dispatch.known_local(x).is_leaf
+    return known_local(x).is_leaf
 
 
 def backward(
@@ -185,6 +191,7 @@ for _name, _attribute in {
     "__create_chunk_list__": torch_checkpoint.create_chunk_list,
     "__get_tensor_shard__": torch_checkpoint.get_tensor_shard,
     "__hash__": torch_checkpoint.tensor_hash,
+    "_take_over_history": custom_function.take_over,
     "from_local": staticmethod(convert.from_local),
     "addressable_shards": property(process_data.addressable_shards, doc=_OWN_SHARDS),
     "global_shards": property(process_data.global_shards, doc=_ALL_SHARDS),

@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...mesh.text import table_lines
-from ..debug.text import elided, rank_ranges
+from ...mesh.text import elided, rank_ranges, table_lines
 from ..layout.layout import Layout
 from ..layout.shard_holders import Interval, holders, page_title, pages, parts, pending_mark, shown_dims, title
 

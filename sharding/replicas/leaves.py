@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from ..layout.layout import Layout
 from ..layout.spec import P
-from ..tensor.sharded_tensor import ShardedTensor
 
 # Types whose repr determines the value; that of other objects may contain an address.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
@@ -56,10 +55,15 @@ def replica_leaves(leaves: Sequence[tuple[str, Any]], ranks: tuple[int, ...]) ->
 
 def mesh_over(leaves: Sequence[tuple[str, Any]]) -> Any:
     """Return the mesh of a leaf whose ranks include those of all other leaves; None if there is none."""
-    meshes = {leaf._layout.mesh for _, leaf in leaves if isinstance(leaf, ShardedTensor)}
+    meshes = {layout.mesh for _, leaf in leaves if (layout := _layout_of(leaf)) is not None}
     ranks = {mesh: frozenset(mesh.ranks.reshape(-1).tolist()) for mesh in meshes}
     everyone = frozenset().union(*ranks.values())
     return next((mesh for mesh, found in ranks.items() if found == everyone), None)
+
+
+def _layout_of(leaf: Any) -> Layout | None:
+    """Return the layout of a sharded tensor, whose class is of a higher layer; None for other leaves."""
+    return getattr(leaf, "_layout", None) if isinstance(leaf, Tensor) else None
 
 
 class _HoldersOf(dict[Layout, "tuple[int, ...]"]):
@@ -86,8 +90,8 @@ def replica_ranks(mesh: Any, spec: P) -> tuple[int, ...]:
 
 
 def _replica_leaf(path: str, leaf: Any, everyone: tuple[int, ...], holders_of: _HoldersOf) -> ReplicaLeaf:
-    if isinstance(leaf, ShardedTensor):
-        layout = leaf._layout
+    layout = _layout_of(leaf)
+    if layout is not None:
         return ReplicaLeaf(path, str(layout), leaf._local, holders_of[layout], tuple(start for start, _ in layout.box))
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufc":
         leaf = torch.from_numpy(np.array(leaf))

@@ -16,12 +16,12 @@ from ..autograd.named_axes import current_captures
 from ..autograd.transforms import refuse_foreign, under_transforms
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import EACH, SpecLike
-from ..ops import dispatch
 from ..redistribute.autograd import redistribute_local
 from ..redistribute.linear import redistribute_grad
 from ..redistribute.redistribution_map import LinearRedistribution
 from ..replicas.gradients import CHECKS, check_replicas_agree
 from . import from_dtensor
+from .autograd.local_part import known_local
 from .global_shape import describes, global_shape
 from .mesh_arguments import mesh_and_spec
 from .redistribute import redistribute
@@ -211,7 +211,7 @@ def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool 
         raise ValueError(f"to_local(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
     if (captures := current_captures()) is not None and captures.is_foreign(x):  # a mapped function closes over x
         return captures.local(x)
-    layout, local = x._layout, dispatch.known_local(x)
+    layout, local = x._layout, known_local(x)
     if not layout.shape and layout.mesh.coordinate is None:  # type: ignore[attr-defined]
         return local.sum() if local.requires_grad and torch.is_grad_enabled() else local.new_zeros(())
     if transforming():

@@ -16,11 +16,11 @@ from ..autograd.named_axes import current_captures
 from ..layout.layout import Layout, distinct_mesh_names
 from ..layout.spec import P, Sharding, SpecLike
 from ..lineage import comm_context, mixed
-from ..ops import dispatch
 from ..redistribute.autograd import redistribute_local, start_redistribute
 from ..redistribute.cross_mesh import redistribute_cross_mesh
 from ..redistribute.executor import executor
 from . import from_dtensor
+from .autograd.local_part import known_local
 from .handles import TensorHandle
 from .mesh_arguments import mesh_and_spec
 from .sharded_tensor import DonatedTensor, ShardedTensor
@@ -118,7 +118,7 @@ def redistribute(
         captures.check_inside(x, "redistribute")
     local, layout = x._local, x._layout
     if not local.requires_grad and any_requires_grad(x):
-        local = dispatch.known_local(x)
+        local = known_local(x)
     mesh, spec = layout.mesh, where[0] if len(where) == 1 else None
     if type(spec) not in _PLACEMENTS or device_mesh is not None:
         mesh, spec = _mesh_and_placements(x, where, device_mesh, placements)
@@ -163,7 +163,7 @@ def _start(
     """Launch the collectives of a redistribution with options; return what waits for them and gives the result."""
     _check_writable(x, target, donate, out)
     kept, lineage = None if donate else tensors[0], x._lineage
-    into = None if out is None else [dispatch.known_local(out)]
+    into = None if out is None else [known_local(out)]
     if donate:
         DonatedTensor.take(x)
     with comm_context(target.mesh.world, lineage):  # type: ignore[attr-defined]
@@ -225,7 +225,7 @@ def redistribute_many(
     for x, spec in zip(tensors, placements, strict=True):
         src = x._layout.replace(dtype=forward_dtype)
         target = Layout.of(*_mesh_and_placements(x, (spec,), None, None), src.shape, src.dtype)
-        locals_.append(dispatch.known_local(x))
+        locals_.append(known_local(x))
         pairs.append((src, target))
     for x, (_, target) in zip(tensors, pairs, strict=True):
         _check_writable(x, target, donate, None)

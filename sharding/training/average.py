@@ -42,6 +42,8 @@ class EMA:
         ...     evaluate(model)
     """
 
+    _numbers_are_inputs = True  # to `sm.jit`, as hyperparameters of optimizers are: `decay` may change from call to call
+
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA(decay={decay}): decay must be from 0 to 1, such as 0.999")

@@ -27,8 +27,8 @@ from ...autograd import engine_hooks
 from ...autograd.named_axes import AxisEnv, current_axis_env
 from ...layout.layout import Layout
 from ...layout.spec import P
-from ...ops import dispatch
 from ...redistribute.autograd import redistribute_local
+from ...tensor.autograd.local_part import known_local, part_of
 from ...tensor.convert import from_local
 from ...tensor.random import replay_random
 from ...tensor.sharded_tensor import ShardedTensor
@@ -169,7 +169,7 @@ class _CustomVJPCall:
         self.tags = {} if checker is None else {i: checker.tag_of(x) for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)}
         for i, j in enumerate(self.tensor_indices):  # not kept: the node would keep its own arguments
             self.leaves[j] = i
-        outs = _CustomVJP.apply(self, *map(dispatch.part_of, tensors))
+        outs = _CustomVJP.apply(self, *map(part_of, tensors))
         outs = (outs,) if isinstance(outs, Tensor) else outs
         found = list(self.outs)
         for i, layout, tag, x in zip(self.out_indices, self.out_layouts, self.out_tags, outs, strict=True):
@@ -267,7 +267,7 @@ class _CustomVJPCall:
             return g
         if not isinstance(g, ShardedTensor):
             g = from_local(g, layout.mesh, P(), shape=g.shape)  # type: ignore[arg-type]
-        return redistribute_local(dispatch.known_local(g), g._layout, layout.dual.replace(dtype=g.dtype))
+        return redistribute_local(known_local(g), g._layout, layout.dual.replace(dtype=g.dtype))
 
     def _no_gradient(self, i: int, g: Any, shape: torch.Size) -> Exception:
         """Return the error for an object that cannot be the gradient of a tensor of this shape."""
@@ -315,7 +315,7 @@ class _CustomVJP(torch.autograd.Function):
         ctx.kept, ctx.kept_layouts, saved, own = list(kept), {}, list(tensors), False
         for i, x in enumerate(kept):
             if isinstance(x, Tensor):
-                local, ctx.kept_layouts[i] = dispatch.part_of(x), _layout(x)
+                local, ctx.kept_layouts[i] = part_of(x), _layout(x)
                 ctx.kept[i] = next((k for k, y in enumerate(tensors) if y is local), len(saved))
                 own = own or ctx.kept[i] == len(saved)
                 saved += [local] if ctx.kept[i] == len(saved) else []
@@ -327,7 +327,7 @@ class _CustomVJP(torch.autograd.Function):
             checker.tag_of(outs[i]) if checker is not None and layout is not None else None
             for i, layout in zip(call.out_indices, call.out_layouts, strict=True)
         ]
-        results = [dispatch.part_of(outs[i]) for i in call.out_indices]
+        results = [part_of(outs[i]) for i in call.out_indices]
         call.outs = [None if i in call.out_indices else x for i, x in enumerate(outs)]
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*[x for x in results if not (x.is_floating_point() or x.is_complex())])

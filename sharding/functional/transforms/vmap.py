@@ -24,9 +24,9 @@ from ...autograd.transforms import own_level
 from ...layout.layout import Layout
 from ...layout.spec import Cut, P
 from ...lineage import mixed, seed_of
-from ...ops import dispatch
 from ...ops.plain_operands import tensors_in
 from ...redistribute.autograd import redistribute_local, redistribute_locals
+from ...tensor.autograd.local_part import known_local
 from ...tensor.convert import from_local
 from ...tensor.sharded_tensor import ShardedTensor
 from ..inputs import inner_layout, restrict_to_axes
@@ -221,7 +221,7 @@ class _Run:
                     moving.append(i)
                     pairs.append((x._layout, dst))
         if moving:
-            parts = _redistributed(self.owner.name, [dispatch.known_local(out[i]) for i in moving], pairs)
+            parts = _redistributed(self.owner.name, [known_local(out[i]) for i in moving], pairs)
             for i, part, (_, dst) in zip(moving, parts, pairs, strict=True):
                 out[i] = ShardedTensor._make(part, dst)
         return out
@@ -240,7 +240,7 @@ class _Run:
         """Return this rank's part, its mapped dim, and the layout of one example; None for a plain one."""
         if not isinstance(x, ShardedTensor):
             return x, axis, None
-        layout, part = x._layout, dispatch.known_local(x)
+        layout, part = x._layout, known_local(x)
         if self.batch is not None:
             if self.batch.inner is None:
                 return part, axis, None
@@ -305,7 +305,7 @@ class _Run:
             x = torch.as_tensor(x)
         if not isinstance(x, Tensor):
             raise TypeError(f"{path} is {x!r}, neither a tensor nor a number")
-        layout, part = (x._layout, dispatch.known_local(x)) if isinstance(x, ShardedTensor) else (None, x)
+        layout, part = (x._layout, known_local(x)) if isinstance(x, ShardedTensor) else (None, x)
         if axis is None:
             if torch._C._functorch.maybe_get_level(part) == torch._C._functorch.maybe_current_level():  # type: ignore[attr-defined]
                 raise ValueError(f"{path} depends on the example, and its out_axes are None, which is for results that do not; give a dim")

@@ -33,7 +33,6 @@ from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout
 from ...layout.spec import Placement
 from ...tensor.sharded_tensor import ShardedTensor
-from ...training.average import EMA
 from .iterators import iterator_state
 from .names import codes, names_of
 
@@ -179,7 +178,11 @@ class Snapshot:
             self.tensors.append((x, path))
 
     def _visit_instance(self, path: str, x: Any) -> None:
-        holders = x.param_groups if isinstance(x, torch.optim.Optimizer) else [vars(x)] if isinstance(x, EMA) else []
+        holders: list[dict[str, Any]] = []
+        if isinstance(x, torch.optim.Optimizer):
+            holders = x.param_groups
+        elif getattr(type(x), "_numbers_are_inputs", False):
+            holders = [vars(x)]
         self.numbers += [(values, key) for values in holders for key, value in values.items() if _is_number(value)]
         if isinstance(x, DeviceMesh):
             self.meshes.append(x)

@@ -28,11 +28,11 @@ from ...layout.bounded_cache import keep
 from ...layout.layout import Layout
 from ...layout.spec import P
 from ...lineage import comm_context, mixed, seed_of
-from ...ops.dispatch import known_local
 from ...ops.implicit_comm import implicit_comm
 from ...ops.recomputation import register_state
 from ...ops.rules.decomposition_utils import from_parts, splitting_axes
 from ...ops.rules.registry import handler
+from ...tensor.autograd.local_part import known_local
 from ...tensor.convert import from_local, to_local
 from ...tensor.sharded_tensor import ShardedTensor
 from ..redistribute_operands import redistribute_operands

@@ -18,9 +18,9 @@ from torch import Tensor
 from ...layout.layout import Layout
 from ...layout.spec import Cut
 from ...lineage import comm_context, mixed, seed_of
-from ...ops.dispatch import known_local
 from ...ops.rules.decomposition_utils import from_parts, with_dim
 from ...redistribute.interval_exchange import Interval, IntervalExchange
+from ...tensor.autograd.local_part import known_local
 from ...tensor.sharded_tensor import ShardedTensor
 
 Runs = tuple[Interval, ...]  # the positions that a rank holds, as intervals in memory order

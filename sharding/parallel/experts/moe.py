@@ -15,8 +15,9 @@ from ...layout.layout import Layout, distinct_mesh_names
 from ...layout.spec import Cut, P
 from ...lineage import comm_context, mixed, seed_of
 from ...ops import nonmember
-from ...ops.dispatch import known_local, wrap
+from ...ops.dispatch import wrap
 from ...ops.rules.decomposition_utils import part_sizes
+from ...tensor.autograd.local_part import known_local
 from ...tensor.convert import from_local
 from ...tensor.sharded_tensor import ShardedTensor
 from ..redistribute_operands import redistribute_operands

@@ -16,10 +16,10 @@ from ...autograd import engine_hooks
 from ...autograd.grad_origin import Origin, note_origin
 from ...layout.spec import P
 from ...lineage import comm_context, mixed
-from ...ops import dispatch
 from ...redistribute.linear import redistribute_grad, redistribute_grads
 from ..sharded_tensor import ShardedTensor
 from .leaf_grads import GRADIENT, add
+from .local_part import part_of
 
 
 def backward(
@@ -34,10 +34,10 @@ def backward(
     tensors = [summable(y) for y in _as_list(tensors)]
     given = [None] * len(tensors) if grad_tensors is None else _as_list(grad_tensors)
     seeds = [_seed(y, g) for y, g in zip(tensors, given, strict=True)]
-    leaves = None if inputs is None else [dispatch.part_of(x) for x in _as_list(inputs)]
+    leaves = None if inputs is None else [part_of(x) for x in _as_list(inputs)]
     sharded = [y for y in tensors if isinstance(y, ShardedTensor)]
     with comm_context(sharded[0].mesh.world, mixed(GRADIENT, sharded)) if sharded else nullcontext():
-        torch.autograd.backward([dispatch.part_of(y) for y in tensors], seeds, retain_graph, create_graph, inputs=leaves)
+        torch.autograd.backward([part_of(y) for y in tensors], seeds, retain_graph, create_graph, inputs=leaves)
 
 
 def summable(y: Any) -> Any:
@@ -124,8 +124,8 @@ def grad(
         )
     given = [None] * len(outputs) if grad_outputs is None else _as_list(grad_outputs)
     found = torch.autograd.grad(
-        [dispatch.part_of(y) for y in outputs],
-        [dispatch.part_of(x) for x in inputs],
+        [part_of(y) for y in outputs],
+        [part_of(x) for x in inputs],
         [_seed(y, g) for y, g in zip(outputs, given, strict=True)],
         retain_graph=retain_graph,
         create_graph=create_graph,

@@ -18,8 +18,8 @@ from ....layout.layout import Layout
 from ....layout.mesh_layouts import cached_on_mesh
 from ....layout.spec import P
 from ....lineage import mixed, seed_of
+from ....tensor.autograd.local_part import known_local
 from ....tensor.sharded_tensor import ShardedTensor
-from ...dispatch import known_local
 from ...plain_operands import plain_targets, refuse_without_value, write_plain
 from ...sliced_from import check_bases
 from ..decomposition_utils import reduce_pending
