@@ -28,13 +28,13 @@ Meshes, layouts, tensors, mapped functions and gradients are here. The rest is i
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .mesh import AbstractMesh, DeviceMesh, init_device_mesh, make_mesh, process_count, process_index, simulate
-from .mesh.context import get_mesh, set_mesh
-from .mesh.launch.session import session
-from .mesh.version import __version__ as __version__
-from .sharding.functional.collectives.apply import async_start
-from .sharding.functional.collectives.casts import axis_index, axis_size, pcast, pvary
-from .sharding.functional.collectives.collectives import (
+from shardmesh.mesh import AbstractMesh, DeviceMesh, init_device_mesh, make_mesh, process_count, process_index, simulate
+from shardmesh.mesh.context import get_mesh, set_mesh
+from shardmesh.mesh.launch.session import session
+from shardmesh.mesh.version import __version__ as __version__
+from shardmesh.sharding.functional.collectives.apply import async_start
+from shardmesh.sharding.functional.collectives.casts import axis_index, axis_size, pcast, pvary
+from shardmesh.sharding.functional.collectives.collectives import (
     all_gather,
     all_to_all,
     pbroadcast,
@@ -47,23 +47,23 @@ from .sharding.functional.collectives.collectives import (
     psum_scatter,
     pswapaxes,
 )
-from .sharding.functional.shard_map import shard_map
-from .sharding.functional.typeof import typeof
-from .sharding.layout.layout import Layout
-from .sharding.layout.named_sharding import NamedSharding
-from .sharding.layout.spec import P, Partial, PartitionSpec, Placement, Replicate, Shard
-from .sharding.tensor.autograd.leaf_grads import accumulate_grads
-from .sharding.tensor.constraint import with_sharding_constraint
-from .sharding.tensor.convert import distribute_tensor, from_local, to_local
-from .sharding.tensor.device_put import device_put
-from .sharding.tensor.factories import arange, empty, full, ones, rand, randint, randn, randperm, zeros
-from .sharding.tensor.process_data import (
+from shardmesh.sharding.functional.shard_map import shard_map
+from shardmesh.sharding.functional.typeof import typeof
+from shardmesh.sharding.layout.layout import Layout
+from shardmesh.sharding.layout.named_sharding import NamedSharding
+from shardmesh.sharding.layout.spec import P, Partial, PartitionSpec, Placement, Replicate, Shard
+from shardmesh.sharding.tensor.autograd.leaf_grads import accumulate_grads
+from shardmesh.sharding.tensor.constraint import with_sharding_constraint
+from shardmesh.sharding.tensor.convert import distribute_tensor, from_local, to_local
+from shardmesh.sharding.tensor.device_put import device_put
+from shardmesh.sharding.tensor.factories import arange, empty, full, ones, rand, randint, randn, randperm, zeros
+from shardmesh.sharding.tensor.process_data import (
     make_array_from_callback,
     make_array_from_process_local_data,
     make_array_from_single_device_arrays,
 )
-from .sharding.tensor.redistribute import redistribute, redistribute_many, reshard
-from .sharding.tensor.sharded_tensor import ShardedTensor
+from shardmesh.sharding.tensor.redistribute import redistribute, redistribute_many, reshard
+from shardmesh.sharding.tensor.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     import shardmesh.checkpoint as checkpoint
@@ -78,16 +78,15 @@ if TYPE_CHECKING:
     import shardmesh.random as random
     import shardmesh.topology as topology
     import shardmesh.training as training
-
-    from .mesh.launch.local_processes import launch
-    from .sharding.functional.collectives.ragged import ragged_all_to_all
-    from .sharding.functional.control import cond, fori_loop, scan, switch, while_loop
-    from .sharding.functional.transforms.custom_vjp import custom_vjp
-    from .sharding.functional.transforms.forward import jvp, linearize
-    from .sharding.functional.transforms.gradients import grad, remat, stop_gradient, value_and_grad, vjp
-    from .sharding.functional.transforms.jacobians import hessian, jacfwd, jacrev
-    from .sharding.functional.transforms.vmap import vmap
-    from .sharding.jit.jit import jit
+    from shardmesh.mesh.launch.local_processes import launch
+    from shardmesh.sharding.functional.collectives.ragged import ragged_all_to_all
+    from shardmesh.sharding.functional.control import cond, fori_loop, scan, switch, while_loop
+    from shardmesh.sharding.functional.transforms.custom_vjp import custom_vjp
+    from shardmesh.sharding.functional.transforms.forward import jvp, linearize
+    from shardmesh.sharding.functional.transforms.gradients import grad, remat, stop_gradient, value_and_grad, vjp
+    from shardmesh.sharding.functional.transforms.jacobians import hessian, jacfwd, jacrev
+    from shardmesh.sharding.functional.transforms.vmap import vmap
+    from shardmesh.sharding.jit.jit import jit
 
 _NAMESPACES = (
     "parallel",

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .mesh.doctor import command as doctor_command
-from .mesh.monitor.ledger import command as ledger_command
-from .mesh.text import shortened
-from .sharding.debug import plan_command
+from shardmesh.mesh.doctor import command as doctor_command
+from shardmesh.mesh.monitor.ledger import command as ledger_command
+from shardmesh.mesh.text import shortened
+from shardmesh.sharding.debug import plan_command
 
 _LONGEST = 1000  # characters of an error
 
