@@ -485,10 +485,13 @@ class Front:
 
     async def _tokens(self, request: Request) -> AsyncIterator[int]:
         """Yield the tokens of the answer as they are chosen; a client that goes away ends it."""
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Token]()
-        self._scheduler.inbox.put(
-            (request, lambda token: loop.call_soon_threadsafe(arrived.put_nowait, token))
-        )
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Queue[Token]()
+
+        def deliver(token: Token) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, token)
+
+        self._scheduler.inbox.put((request, deliver))
         try:
             while (token := await arrived.get()) is not None:
                 if isinstance(token, ServerEnds):
@@ -526,7 +529,8 @@ def tiny_model(dtype: torch.dtype = torch.float32) -> nn.Module:
             eos_token_id=2,
             initializer_range=0.2,
         )
-        return transformers.LlamaForCausalLM(config).to(dtype)
+        model: nn.Module = transformers.LlamaForCausalLM(config)
+        return model.to(dtype)
 
 
 def load_model(options: argparse.Namespace, mesh: sm.DeviceMesh) -> nn.Module:

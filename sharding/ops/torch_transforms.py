@@ -39,7 +39,7 @@ _RESHAPING: dict[Any, Callable[..., Any]] = {
 _VIEWS = frozenset((aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default))
 
 
-def torch_dispatch(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+def torch_dispatch(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """Run an operator that C++ code calls on the wrapper: its `__torch_dispatch__`.
 
     Raises:
@@ -54,7 +54,7 @@ def torch_dispatch(cls: type, func: Any, types: Any, args: Sequence[Any] = (), k
         return args[0].detach()
     if func.namespace != "aten" or in_foreign_forward_mode() or not torch._C._is_torch_function_enabled():
         return ShardedTensor._refuse_dispatch(func)
-    kwargs = kwargs or {}
+    kwargs = {} if kwargs is None else kwargs
     for x in pytree.tree_leaves((args, kwargs)):
         if type(x) is ShardedTensor and is_transformed(x._local):
             raise RuntimeError(

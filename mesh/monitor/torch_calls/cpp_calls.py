@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _register_work
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 
@@ -88,7 +89,7 @@ class InnerGroup(_ProcessGroup):
 
     def gather_into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Start the all_gather of `all_gather_into_tensor_out`, and return `out`, for which `wait_tensor` waits."""
-        torch._C._distributed_c10d._register_work(out, self._call("_allgather_base", (out, x)))
+        _register_work(out, self._call("_allgather_base", (out, x)))
         return out
 
     def _wait_before_backward_ends(self, work: Any) -> None:

@@ -73,13 +73,24 @@ def flex_attention(
     tensors = query, key, value
     if not any(isinstance(x, ShardedTensor) for x in tensors):
         options = {"return_aux": return_aux} if return_aux is not None else {}
-        given = score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
-        return flex.flex_attention(query, key, value, *given, **options)
+        return flex.flex_attention(
+            query,
+            key,
+            value,
+            score_mod=score_mod,
+            block_mask=block_mask,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            return_lse=return_lse,
+            kernel_options=kernel_options,
+            **options,
+        )
     _check(tensors, score_mod, block_mask, enable_gqa)
     if return_lse and return_aux is not None:
         raise ValueError("flex_attention: give either return_lse or return_aux, not both")
     layouts = [x._layout for x in tensors]
-    rule = _flex_rule(*map(operand_meta, layouts), enable_gqa)
+    metas = [operand_meta(layout) for layout in layouts]
+    rule = _flex_rule(metas[0], metas[1], metas[2], enable_gqa)
     chosen = assign(rule, layouts)
     q, k, v = (
         x.redistribute(target.spec) for x, target in zip(tensors, chosen.targets, strict=True)
@@ -93,9 +104,9 @@ def flex_attention(
     if query.mesh.coordinate is None:
         results: Sequence[Any] = [nonmember.unknown(layout, q, k, v) for layout in result_layouts]
     else:
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
         part = _PartOfAttention(
-            q._layout, k._layout, score_mod, block_mask, scale, enable_gqa, kernel_options, aux
+            q._layout, k._layout, score_mod, block_mask, factor, enable_gqa, kernel_options, aux
         )
         locals_ = part(q._local, k._local, v._local)
         results = [
@@ -277,12 +288,15 @@ class _PartOfAttention:
                 for size, (low, high) in zip(mask.kv_num_blocks.shape[:2], self.box, strict=False)
             ]
             device = mask.kv_num_blocks.device
+            mask_mod: Any = self.mask_mod
             return flex.create_block_mask(
-                self.mask_mod, *counts, *lengths, device=device, BLOCK_SIZE=(rows, columns)
+                mask_mod, counts[0], counts[1], lengths[0], lengths[1], device=device, BLOCK_SIZE=(rows, columns)
             )
         blocks = slice(start // rows, -(-stop // rows))
-        partial = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
-        parts = [None if x is None else x[batches, heads, blocks].contiguous() for x in partial]
+        tables = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+        parts: list[Any] = [
+            None if x is None else x[batches, heads, blocks].contiguous() for x in tables
+        ]
         return flex.BlockMask.from_kv_blocks(
             *parts, BLOCK_SIZE=(rows, columns), mask_mod=self.mask_mod, seq_lengths=lengths
         )

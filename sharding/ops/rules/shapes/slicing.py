@@ -221,7 +221,7 @@ def _tensor_split_at(input: Any, indices_or_sections: Any = None, dim: int = 0, 
     sizes = [stop - start for start, stop in pairwise((0, *indices_or_sections, input.shape[dim]))]
     if min(sizes) < 0:
         return NotImplemented
-    pieces = torch.split_with_sizes(input, sizes, dim)
+    pieces: Any = torch.split_with_sizes(input, sizes, dim)
     for piece in pieces:
         piece._expose_device()
     return pieces

@@ -48,7 +48,7 @@ class _SavedWrapper(ShardedTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
             return ShardedTensor._make_guarded(args[0]._local, args[0]._layout, args[0]._lineage)  # with its gradient history
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)  # pyright: ignore
 
 
 def _saved_wrapper(x: ShardedTensor) -> ShardedTensor:
