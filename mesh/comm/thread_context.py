@@ -81,6 +81,8 @@ class ThreadContext(threading.local):
         schedule: that of the running `fully_shard` model (`running_schedule`).
         segment_calls: the collectives of the compiled segment that runs, as functions of x that return the result.
         last_draw: seed and number of the last random tensor that was drawn; a new tuple after each.
+        on_stand_ins: whether the operators that run are the library's, on tensors without values that stand for sharded ones.
+        outside_mesh: whether an operator runs on a rank outside of its tensors' mesh, on stand-ins as well.
         own_torch_call: whether a call of torch.distributed is the library's, which has recorded it.
         local_map_tree: the tree of what the function of the last `local_map` returned, until its caller takes it.
     """
@@ -101,6 +103,8 @@ class ThreadContext(threading.local):
     schedule: Any = None
     segment_calls: Sequence[Callable[[Any], Any]] = ()
     last_draw: tuple[int, int] | None = None
+    on_stand_ins: bool = False
+    outside_mesh: bool = False
     own_torch_call: bool = False
     local_map_tree: Any = None
 
@@ -108,6 +112,24 @@ class ThreadContext(threading.local):
     def needs_each_operator(self) -> bool:
         """Whether the thread is inside of what needs operators one by one: a recording, a mapped function, a transform."""
         return self.recorder is not None or self.axis_env is not None or self.grad_depth > 0 or transforms_active()
+
+    @contextmanager
+    def making_stand_ins(self) -> Iterator[None]:
+        """Set `on_stand_ins` for the block, or for the calls of a function."""
+        before, self.on_stand_ins = self.on_stand_ins, True
+        try:
+            yield
+        finally:
+            self.on_stand_ins = before
+
+    @contextmanager
+    def running_outside_mesh(self) -> Iterator[None]:
+        """Set `outside_mesh` for the block, or for the calls of a function."""
+        before, self.outside_mesh = self.outside_mesh, True
+        try:
+            yield
+        finally:
+            self.outside_mesh = before
 
     def reset(self) -> None:
         """Set all fields to their defaults: a new rank runs in this thread."""

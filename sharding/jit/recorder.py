@@ -26,7 +26,6 @@ from ...mesh.comm.group import Group
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.work import DONE, Work
 from ...mesh.comm.world import World
-from ..abstract.peak_memory import _ON_STAND_INS, _frames
 from ..ops import methods
 from ..ops.dispatch import name_of
 from ..tensor.sharded_tensor import ShardedTensor
@@ -220,7 +219,7 @@ class GraphRecorder(TorchDispatchMode):
             return True
         if self.abstract:
             known = tensors and all(x.is_meta and _storage(x) in self._stand_ins for x in tensors)
-            return bool(known) or any(frame.f_code in _ON_STAND_INS for frame in _frames())  # some are older than the recording
+            return bool(known) or thread_context.on_stand_ins  # some are older than the recording
         device = kwargs.get("device")
         return (device is not None and torch.device(device).type == "meta") or any(x.is_meta for x in tensors)
 

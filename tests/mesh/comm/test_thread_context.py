@@ -18,7 +18,7 @@ FIELDS = tuple(ThreadContext.__annotations__)
 # What a thread is in the middle of. Recomputation must not get it back: it is recorded, mapped and transformed where backward is called.
 OF_THE_CALL = {
     "recorder", "axis_env", "batch", "level_count", "vmap_randomness", "forward_mode_depth", "grad_depth", "grad_is_nested", "starts_async",
-    "schedule", "segment_calls", "last_draw", "own_torch_call", "local_map_tree",
+    "schedule", "segment_calls", "last_draw", "on_stand_ins", "outside_mesh", "own_torch_call", "local_map_tree",
 }  # fmt: skip
 ROOT = Path(__file__).parents[3]
 
