@@ -1,12 +1,16 @@
-"""What the calling thread is in the middle of: one object with all state that the library keeps for each thread.
+"""What the calling thread is in the middle of: all state that the library keeps for each thread.
 
-    thread_context.recorder                    None, or what records a graph in this thread
-    before, thread_context.batch = thread_context.batch, batch        a block sets a field, and sets it back at its end
-    with thread_context.running_as(state):     recomputation in backward: a function runs again in the state of its forward
+    thread_context.recorder          None, or what records a graph in this thread
+    thread_context.batch = batch     a block sets a field, and sets it back at its end
 
-Threads are simulated ranks, the device threads of autograd, and those of the program. Each starts from the defaults below. The current mesh
-is not here but in a context variable (`mesh/current_mesh.py`), which simulated ranks take over from their caller. What a rank is in the
-middle of, whichever thread runs it, such as `accumulate_grads()`, belongs to its `World`.
+    state = thread_context.function_state()        forward
+    with thread_context.running_as(state):         recomputation: f runs in the state of its forward
+        f()
+
+Threads are simulated ranks, the device threads of autograd, and those of the program. Each starts
+from the defaults below. The current mesh is not among them: it is in a context variable
+(`mesh/current_mesh.py`), so that simulated ranks take it over from their caller. What a rank is in
+the middle of, in whichever thread, such as `accumulate_grads()`, belongs to its `World`.
 """
 
 from __future__ import annotations
@@ -26,19 +30,26 @@ class StepRecorder(Protocol):
     """Runs functions that are not torch operators, and records them.
 
     Attributes:
-        draws: which random numbers have been drawn; its `relative` says whether their positions follow from that at the start.
+        draws: which random numbers have been drawn; its `relative` says whether their positions
+            follow from that at the start.
     """
 
     draws: Any
 
     def collective(self, group: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the method `name` of the group with these arguments, record the call, and return its result."""
+        """Call the method `name` of the group, record the call, and return its result."""
 
-    def draw(self, part: Callable[..., Any], seed: int, stream: int, parameters: Sequence[Any]) -> Any:
-        """Return `part(seed, stream, *parameters)`, a random tensor, and record that a later call draws the one at its own position."""
+    def draw(
+        self, part: Callable[..., Any], seed: int, stream: int, parameters: Sequence[Any]
+    ) -> Any:
+        """Return the random tensor `part(seed, stream, *parameters)`, and record that a later call
+        draws the one at its own position.
+        """
 
     def node_of(self, x: Any) -> Any:
-        """Return what stands for a tensor in the graph, None for one that the recording has neither made nor used."""
+        """Return what stands for a tensor in the graph; None for one that the recording has neither
+        made nor used.
+        """
 
 
 class Replacement(Protocol):
@@ -52,7 +63,10 @@ class Replacement(Protocol):
 
 
 class FunctionState(NamedTuple):
-    """The fields of `ThreadContext` on which the results of a function depend: it runs again with those of the first time."""
+    """The fields of `ThreadContext` on which the results of a function depend.
+
+    Recomputation runs it with those of its forward.
+    """
 
     world: World | None
     implicit_replication: bool
@@ -65,11 +79,15 @@ class ThreadContext(threading.local):
     Fields of higher layers are typed `Any`; the functions named here return them with their types.
 
     Attributes:
-        world: the simulated or null world that the thread runs in; None in that of processes (see `current_world`).
-        implicit_replication: whether plain operands count as replicated (`sm.ops.implicit_replication`).
-        plain_attention: the block that runs torch's attention of plain tensors (`compat.context_parallel`); None outside.
+        world: the simulated or null world that the thread runs in; None in that of processes, see
+            `current_world`.
+        implicit_replication: whether plain operands count as replicated, see
+            `sm.ops.implicit_replication`.
+        plain_attention: the block that runs torch's attention of plain tensors, see
+            `compat.context_parallel`; None outside.
 
-        recorder: what records the graph that is being made; collectives and random numbers are shown to it.
+        recorder: what records the graph that is being made; collectives and random numbers are
+            shown to it.
         axis_env: the environment of the innermost mapped function (`current_axis_env`).
         batch: how the innermost `vmap` has split its examples (`current_batch`).
         level_count: number of levels of torch.func that the library has opened.
@@ -79,12 +97,16 @@ class ThreadContext(threading.local):
         grad_is_nested: whether the results of `grad` are to be differentiated again.
         starts_async: whether collectives are to be left in flight: this is a call by `async_start`.
         schedule: that of the running `fully_shard` model (`running_schedule`).
-        segment_calls: the collectives of the compiled segment that runs, as functions of x that return the result.
+        segment_calls: the collectives of the compiled segment that runs, as functions of x that
+            return the result.
         last_draw: seed and number of the last random tensor that was drawn; a new tuple after each.
-        on_stand_ins: whether the operators that run are the library's, on tensors without values that stand for sharded ones.
-        outside_mesh: whether an operator runs on a rank outside of its tensors' mesh, on stand-ins as well.
+        on_stand_ins: whether the operators that run are the library's, on tensors without values
+            that stand for sharded ones.
+        outside_mesh: whether an operator runs on a rank outside of its tensors' mesh, on stand-ins
+            as well.
         own_torch_call: whether a call of torch.distributed is the library's, which has recorded it.
-        local_map_tree: the tree of what the function of the last `local_map` returned, until its caller takes it.
+        local_map_tree: the tree of what the function of the last `local_map` returned, until its
+            caller takes it.
     """
 
     world: World | None = None
@@ -110,8 +132,11 @@ class ThreadContext(threading.local):
 
     @property
     def needs_each_operator(self) -> bool:
-        """Whether the thread is inside of what needs operators one by one: a recording, a mapped function, a transform."""
-        return self.recorder is not None or self.axis_env is not None or self.grad_depth > 0 or transforms_active()
+        """Whether the thread is inside of what needs operators one by one: a recording, a mapped
+        function, one that is being differentiated, a transform.
+        """
+        is_inside = self.recorder is not None or self.axis_env is not None or self.grad_depth > 0
+        return is_inside or transforms_active()
 
     @contextmanager
     def making_stand_ins(self) -> Iterator[None]:
@@ -141,7 +166,9 @@ class ThreadContext(threading.local):
 
     @contextmanager
     def running_as(self, state: FunctionState) -> Iterator[None]:
-        """Run the block in this state, which another thread may have had, and restore that of this thread at its end."""
+        """Run the block in this state, which may be another thread's; at its end, this thread's own
+        is restored.
+        """
         before = self.function_state()
         self._set(state)
         try:

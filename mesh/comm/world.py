@@ -46,8 +46,8 @@ class World(ABC):
         monitor: what monitors the ranks; None in simulated and null worlds, and for a process alone.
         epoch: number of sessions closed so far. Groups made in different epochs are different, even of the same ranks.
         comm_context: what the next collectives of this thread are part of.
-        attention: the block that runs attention of this rank, whose forward may run in several threads (`sm.parallel.context_parallel`);
-            None outside.
+        attention: the block of `sm.parallel.context_parallel` that this rank is in; None outside.
+            By rank and not by thread: a part of the forward may run in another thread.
     """
 
     def __init__(self, rank: int, size: int, observers: list[Observer] | None = None) -> None:

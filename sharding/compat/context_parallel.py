@@ -128,7 +128,10 @@ def context_parallel(
                 buffer.set_(torch.cat(runs, dim) if ranks > 1 else whole)  # type: ignore[call-overload]
         block = _Block(mesh, length, method)
         state = thread_context.function_state()._replace(plain_attention=block)
-        with attention.context_parallel(mesh.axis_names, method=method, balanced=True), thread_context.running_as(state):
+        with (
+            attention.context_parallel(mesh.axis_names, method=method, balanced=True),
+            thread_context.running_as(state),
+        ):
             yield
     finally:
         for buffer, whole in originals:
@@ -265,7 +268,7 @@ def _attention(*args: Any, **kwargs: Any) -> Tensor:
     block: Any = thread_context.plain_attention
     if block is None or block.mesh.size() == 1:
         return _torchs_attention(*args, **kwargs)
-    thread_context.plain_attention = None  # the computation may call torch's attention on this rank's parts
+    thread_context.plain_attention = None  # it may call torch's attention on this rank's parts
     try:
         return block._attention(*args, **kwargs)
     finally:

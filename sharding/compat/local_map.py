@@ -107,7 +107,8 @@ class _FlatFunction:
 
     def on_parts(self, *parts: Any, **kwargs: Any) -> tuple[Any, ...]:
         given = [_with_gradient(*each) for each in zip(parts, self.layouts, self.grads, strict=True)]
-        flat, thread_context.local_map_tree = pytree.tree_flatten(self.function(*pytree.tree_unflatten(given, self.tree), **kwargs))
+        results = self.function(*pytree.tree_unflatten(given, self.tree), **kwargs)
+        flat, thread_context.local_map_tree = pytree.tree_flatten(results)
         if len(self.places) != len(flat):
             raise ValueError(
                 f"local_map: {len(self.places)} out_placements for {len(flat)} flattened results; give a tuple with one for each"

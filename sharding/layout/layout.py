@@ -232,7 +232,12 @@ class Layout:
     def meta(self) -> torch.Tensor:
         """A meta tensor of the global shape: the storage of every `ShardedTensor` of this layout."""
         # It is used after the transform or mode has ended.
-        with outside_of_transforms(), outside_of_program_modes(), torch.inference_mode(False), thread_context.making_stand_ins():
+        with (
+            outside_of_transforms(),
+            outside_of_program_modes(),
+            torch.inference_mode(False),
+            thread_context.making_stand_ins(),
+        ):
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def __str__(self) -> str:

@@ -22,11 +22,14 @@ from ...mesh.current_mesh import mesh_context
 
 
 def in_present_state(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `f` that runs in the present state: the `FunctionState` of this thread, the current mesh, and the attention of its rank.
+    """Return `f` that runs in the present state: the `FunctionState` of this thread, the current mesh,
+    and the attention of its rank.
 
     The state of the thread that calls it is restored afterwards, also after an exception.
     """
-    state, meshes, attention = thread_context.function_state(), mesh_context.get(), current_world().attention
+    state = thread_context.function_state()
+    meshes = mesh_context.get()
+    attention = current_world().attention
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with thread_context.running_as(state), current_world().attending(attention):

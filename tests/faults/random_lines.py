@@ -65,7 +65,9 @@ def raw_all_reduce(mesh, t, op="sum"):
         mesh.group(mesh.axis_names).all_reduce(t, op)
 
 def raw_start(mesh, t):
-    return dist.all_reduce(t, async_op=True) if thread_context.world is None else mesh.group(mesh.axis_names).all_reduce(t, async_op=True)
+    if thread_context.world is None:
+        return dist.all_reduce(t, async_op=True)
+    return mesh.group(mesh.axis_names).all_reduce(t, async_op=True)
 
 def raw_broadcast(mesh, t, src):
     if thread_context.world is None:

@@ -182,8 +182,8 @@ def context_parallel(axis: Axis = "cp", *, method: str = "ring", balanced: bool 
     """
     if method not in METHODS:
         raise ValueError(f"context_parallel: method={method!r}; write one of {', '.join(map(repr, METHODS))}")
-    block = _ContextParallelBlock((axis,) if isinstance(axis, str) else tuple(axis), method, balanced)
-    with current_world().attending(block):
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    with current_world().attending(_ContextParallelBlock(axes, method, balanced)):
         yield
 
 

@@ -1,4 +1,7 @@
-"""The state of a thread: its defaults, what a function that runs again gets back, and that no other module keeps state by thread."""
+"""The state of a thread: its defaults, and what a function that runs again gets back.
+
+No other module keeps state by thread.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,26 @@ from shardmesh.mesh import null_world, simulate
 from shardmesh.mesh.comm.thread_context import FunctionState, ThreadContext, thread_context
 
 FIELDS = tuple(ThreadContext.__annotations__)
-# What a thread is in the middle of. Recomputation must not get it back: it is recorded, mapped and transformed where backward is called.
+# What a thread is in the middle of. Recomputation must not get it back: it is recorded, mapped and
+# transformed where backward is called.
 OF_THE_CALL = {
-    "recorder", "axis_env", "batch", "level_count", "vmap_randomness", "forward_mode_depth", "grad_depth", "grad_is_nested", "starts_async",
-    "schedule", "segment_calls", "last_draw", "on_stand_ins", "outside_mesh", "own_torch_call", "local_map_tree",
-}  # fmt: skip
+    "recorder",
+    "axis_env",
+    "batch",
+    "level_count",
+    "vmap_randomness",
+    "forward_mode_depth",
+    "grad_depth",
+    "grad_is_nested",
+    "starts_async",
+    "schedule",
+    "segment_calls",
+    "last_draw",
+    "on_stand_ins",
+    "outside_mesh",
+    "own_torch_call",
+    "local_map_tree",
+}
 ROOT = Path(__file__).parents[3]
 
 
@@ -53,7 +71,8 @@ def test_each_field_is_documented_and_has_a_default() -> None:
 
 
 def test_a_state_has_each_field_and_restores_it() -> None:
-    values: dict[str, Any] = {name: object() for name in FunctionState._fields} | {"plain_attention": Counted()}
+    values: dict[str, Any] = {name: object() for name in FunctionState._fields}
+    values["plain_attention"] = Counted()
     before = _present()
     with thread_context.running_as(FunctionState(**values)):
         assert {name: getattr(thread_context, name) for name in FunctionState._fields} == values
