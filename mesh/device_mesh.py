@@ -19,7 +19,8 @@ from .abstract_mesh import AbstractMesh, Axes, MeshOrigin, axes_text, checked_na
 from .comm.current_world import current_world
 from .comm.group import Group
 from .comm.group_backend import DEFAULT, FAKE, GroupBackend, as_group_backend, backends_of_axes
-from .comm.world import World, active_world
+from .comm.thread_context import thread_context
+from .comm.world import World
 from .launch.environment import unconnected
 from .launch.process_groups import local_device, start_processes
 from .monitor.startup import same_mesh
@@ -73,7 +74,7 @@ class DeviceMesh(AbstractMesh):
         ranks = _checked_ranks(mesh)
         names = checked_names(_one_of(mesh_dim_names, axis_names), ranks.shape)
         backends = backends_of_axes(backend_override, names)
-        world = active_world() or start_processes(device_type)
+        world = thread_context.world or start_processes(device_type)
         return _interned(world, device_type, ranks, names, backends)
 
     def __init__(
@@ -572,7 +573,7 @@ def init_device_mesh(
     shape = checked_shape(mesh_shape)
     names = checked_names(_one_of(mesh_dim_names, axis_names), shape)
     backends = backends_of_axes(backend_override, names)
-    world = active_world() or start_processes(device_type, backend)
+    world = thread_context.world or start_processes(device_type, backend)
     if prod(shape) != world.size:
         hint = unconnected(os.environ) if world.size == 1 else ""
         raise errors.shape_does_not_fit_world(f"({axes_text(shape, names)})", prod(shape), world.size, hint)

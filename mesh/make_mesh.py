@@ -12,7 +12,7 @@ import torch
 from . import errors
 from .abstract_mesh import checked_names, checked_shape
 from .comm.current_world import current_world
-from .comm.world import active_world
+from .comm.thread_context import thread_context
 from .device_mesh import DeviceMesh, init_device_mesh
 from .launch.environment import launch_environment
 from .launch.process_groups import start_processes
@@ -39,7 +39,7 @@ def make_mesh(
     shape = checked_shape(axis_shapes)
     names = checked_names(axis_names, shape)
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    world = active_world() or start_processes(kind)
+    world = thread_context.world or start_processes(kind)
     if devices is None and prod(shape) == world.size:
         return init_device_mesh(kind, shape, axis_names=names)
     ranks = np.arange(min(prod(shape), world.size)) if devices is None else np.asarray(devices)

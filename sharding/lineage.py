@@ -21,13 +21,13 @@ one multiplication.
 from __future__ import annotations
 
 import functools
-import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..mesh.comm.call_site import user_frame
 from ..mesh.comm.recording.trace_buffer import Header
+from ..mesh.comm.thread_context import thread_context
 from ..mesh.settings import settings
 from .layout.layout import Layout
 
@@ -89,18 +89,9 @@ def set_pieces(tensors: Iterable[Any], lineages: Iterable[int], i: int) -> None:
             x._lineage = (lineage + offset) & _ALL
 
 
-class _Drawn(threading.local):
-    """Seed and number of the last random tensor that this thread has drawn; a new tuple after each."""
-
-    last: tuple[int, int] | None = None
-
-
-drawn = _Drawn()
-
-
 def with_drawn(lineage: int, before: tuple[int, int] | None) -> int:
-    """Return the lineage of a result, mixed with the random numbers drawn since `drawn.last` was `before`, if any."""
-    last = drawn.last
+    """Return the lineage of a result, mixed with the random numbers drawn since `last_draw` was `before`, if any."""
+    last = thread_context.last_draw
     return lineage if last is None or last is before else (lineage * _FACTOR + _seed_of_numbers(last)) & _ALL
 
 

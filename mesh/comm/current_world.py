@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .world import World, active_world
+from .thread_context import thread_context
+from .world import World
 
 _find_process_world: Callable[[], World] | None = None
 
@@ -20,7 +21,7 @@ def current_world() -> World:
 
     Communication: none; it starts nothing (see `init_device_mesh`).
     """
-    world = active_world()
+    world = thread_context.world
     if world is not None:
         return world
     if _find_process_world is None:

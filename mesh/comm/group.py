@@ -35,7 +35,7 @@ from .dispatch_modes import outside_of_program_modes
 from .recording.buffer_check import Guarded
 from .recording.recorder import CommTag, Recorder, route_of
 from .recording.thread_check import check_left
-from .tracing import tracing
+from .thread_context import thread_context
 from .transforms import outside_of_transforms
 from .work import DONE, Work, and_then
 
@@ -118,8 +118,8 @@ class Group(ABC):
         Communication: all_gather, (n-1) * x.nbytes in and out of each rank.
         Raises: CollectiveError when out.numel() != size * x.numel(), dtypes differ or a buffer is not contiguous.
         """
-        if tracing.recorder is not None:
-            return tracing.recorder.collective(self, "all_gather", out, x, async_op, tag=tag)
+        if thread_context.recorder is not None:
+            return thread_context.recorder.collective(self, "all_gather", out, x, async_op, tag=tag)
         if out.numel() != self.size * x.numel():
             raise wrong_sizes("all_gather", self, "out.numel() == size * x.numel()", out, x)
         check_pair("all_gather", out, x)
@@ -141,8 +141,8 @@ class Group(ABC):
         Communication: reduce_scatter, (n-1) * out.nbytes in and out of each rank.
         Raises: CollectiveError when x.numel() != size * out.numel(), dtypes differ, a buffer is not contiguous, or as `all_reduce`.
         """
-        if tracing.recorder is not None:
-            return tracing.recorder.collective(self, "reduce_scatter", out, x, op, async_op, tag=tag)
+        if thread_context.recorder is not None:
+            return thread_context.recorder.collective(self, "reduce_scatter", out, x, op, async_op, tag=tag)
         if x.numel() != self.size * out.numel():
             raise wrong_sizes("reduce_scatter", self, "x.numel() == size * out.numel()", out, x)
         check_pair("reduce_scatter", out, x)
@@ -164,8 +164,8 @@ class Group(ABC):
         Communication: all_reduce, 2(n-1)/n * x.nbytes in and out of each rank.
         Raises: CollectiveError when x is not contiguous, or the reduction is not sum, max, min or product, or is unknown for the dtype.
         """
-        if tracing.recorder is not None:
-            return tracing.recorder.collective(self, "all_reduce", x, op, async_op, tag=tag)
+        if thread_context.recorder is not None:
+            return thread_context.recorder.collective(self, "all_reduce", x, op, async_op, tag=tag)
         check_contiguous("all_reduce", x)
         check_reduction(op, x.dtype)
         if self.size == 1:
@@ -199,8 +199,8 @@ class Group(ABC):
         Communication: all_to_all, exactly the bytes that leave for and arrive from other ranks.
         Raises: CollectiveError when the splits do not have one entry per rank or do not add up to the buffers.
         """
-        if tracing.recorder is not None:
-            return tracing.recorder.collective(self, "all_to_all", out, x, out_splits, in_splits, async_op, tag=tag)
+        if thread_context.recorder is not None:
+            return thread_context.recorder.collective(self, "all_to_all", out, x, out_splits, in_splits, async_op, tag=tag)
         even = x.numel() // self.size
         if in_splits is not None and out_splits is not None:
             check_splits(self, out, x, out_splits, in_splits)
@@ -226,8 +226,8 @@ class Group(ABC):
         Communication: broadcast, x.nbytes into each rank but the source, (n-1) * x.nbytes out of the source.
         Raises: CollectiveError when x is not contiguous or src is not an index of the group.
         """
-        if tracing.recorder is not None:
-            return tracing.recorder.collective(self, "broadcast", x, src, async_op, tag=tag)
+        if thread_context.recorder is not None:
+            return thread_context.recorder.collective(self, "broadcast", x, src, async_op, tag=tag)
         check_contiguous("broadcast", x)
         if not 0 <= src < self.size:
             raise errors.CollectiveError(
@@ -260,8 +260,8 @@ class Group(ABC):
         Raises: CollectiveError when dst or src is not an index of the group, only one of them is this rank, dtypes differ or a
             buffer is not contiguous.
         """
-        if tracing.recorder is not None:
-            return tracing.recorder.collective(self, "permute", out, x, dst=dst, src=src, async_op=async_op, tag=tag)
+        if thread_context.recorder is not None:
+            return thread_context.recorder.collective(self, "permute", out, x, dst=dst, src=src, async_op=async_op, tag=tag)
         check_pair("permute", out, x)
         if dst == self.rank or src == self.rank:
             check_send_to_self(self, out, x, dst, src)
@@ -285,8 +285,8 @@ class Group(ABC):
 
     def barrier(self, *, tag: CommTag | None = None) -> None:
         """Wait until every rank of the group has called it. Communication: one launch, counted as no bytes."""
-        if tracing.recorder is not None:
-            return tracing.recorder.collective(self, "barrier", tag=tag)
+        if thread_context.recorder is not None:
+            return thread_context.recorder.collective(self, "barrier", tag=tag)
         if self.size == 1:
             return
         begun = self._begin("barrier", "", torch.uint8, 0, 0, 0, tag)
@@ -298,8 +298,8 @@ class Group(ABC):
 
         Communication: counted as an all_gather of the pickled bytes of this rank's object.
         """
-        if tracing.recorder is not None:
-            return tracing.recorder.collective(self, "all_gather_object", obj, tag=tag)
+        if thread_context.recorder is not None:
+            return thread_context.recorder.collective(self, "all_gather_object", obj, tag=tag)
         data = pickle.dumps(obj)
         moved = (self.size - 1) * len(data)
         if self.size == 1:
@@ -317,8 +317,8 @@ class Group(ABC):
 
         Communication: as given by the arguments, which are those of `CollectiveRecord`.
         """
-        if tracing.recorder is not None:
-            return tracing.recorder.collective(self, "direct", op, sent, received, dtype, run, tag=tag)
+        if thread_context.recorder is not None:
+            return thread_context.recorder.collective(self, "direct", op, sent, received, dtype, run, tag=tag)
         begun = self._begin(op, "", dtype, -1, sent, received, tag)
         run()
         _ended(None, begun)

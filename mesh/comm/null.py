@@ -11,8 +11,9 @@ from .. import errors
 from ..abstract_mesh import MOST_RANKS
 from .current_world import current_world
 from .group import Group
+from .thread_context import thread_context
 from .work import DONE, Work
-from .world import World, activate
+from .world import World
 
 
 class NullGroup(Group):
@@ -88,10 +89,10 @@ def null_world(size: int, rank: int = 0) -> Iterator[World]:
         raise errors.MeshError(f"null_world: a world has at most {MOST_RANKS} ranks.")
     if size < 1 or not 0 <= rank < size:
         raise errors.MeshError(f"null_world(size={size}, rank={rank}): rank must be from 0 to size - 1.")
-    world = NullWorld(rank, size, list(current_world().observers))
-    before = activate(world)
+    before, world = thread_context.world, NullWorld(rank, size, list(current_world().observers))
+    thread_context.world = world
     try:
         yield world
     finally:
-        activate(before)
+        thread_context.world = before
         world.end()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -51,6 +52,8 @@ class World(ABC):
         monitor: what monitors the ranks; None in simulated and null worlds, and for a process alone.
         epoch: number of sessions closed so far. Groups made in different epochs are different, even of the same ranks.
         comm_context: what the next collectives of this thread are part of.
+        attention: the block of `sm.parallel.context_parallel` that this rank is in; None outside.
+            By rank and not by thread: a part of the forward may run in another thread.
     """
 
     def __init__(self, rank: int, size: int, observers: list[Observer] | None = None) -> None:
@@ -64,6 +67,7 @@ class World(ABC):
         self.monitor: Monitor | None = None
         self.comm_context = CommContext()
         self.epoch = 0
+        self.attention: Any = None
         self._trace_buffer: TraceBuffer | None = None
         self._groups: dict[Any, Group] = {}  # by ranks; with another backend than the default one, by (ranks, backend)
 
@@ -91,6 +95,15 @@ class World(ABC):
     def retire_monitor(self) -> None:
         """Continue without a monitor; the ledger is kept."""
         self._trace_buffer, self.monitor = self.trace_buffer, None
+
+    @contextmanager
+    def attending(self, attention: Any) -> Iterator[None]:
+        """Set `attention` for the block."""
+        before, self.attention = self.attention, attention
+        try:
+            yield
+        finally:
+            self.attention = before
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
@@ -132,18 +145,3 @@ class World(ABC):
 
     @abstractmethod
     def _make_group(self, ranks: tuple[int, ...]) -> Group: ...
-
-
-_active = threading.local()
-
-
-def active_world() -> World | None:
-    """Return the simulated or null world that this thread runs in, None if it runs in neither."""
-    return getattr(_active, "world", None)
-
-
-def activate(world: World | None) -> World | None:
-    """Make this thread run in `world`, and return the world that it ran in before."""
-    before = active_world()
-    _active.world = world
-    return before

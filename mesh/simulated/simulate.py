@@ -25,8 +25,9 @@ from ..comm.call_site import _INNER
 from ..comm.current_world import current_world
 from ..comm.group import Group, Observer
 from ..comm.recording.trace_buffer import Header
+from ..comm.thread_context import thread_context
 from ..comm.work import DONE, Work
-from ..comm.world import World, activate, active_world
+from ..comm.world import World
 from ..settings import settings
 from . import rendezvous
 from .output import RankOutput, callers_stdout, check_prints, outputs
@@ -163,7 +164,7 @@ def simulate(n: int, prints: str = "all") -> Callable[[Callable[..., Any]], Call
 
 def _run(n: int, prints: str, fn: Callable[[], Any]) -> tuple[list[Any], BaseException | None]:
     """Return the results, and the error that ended the run if any. Restores the caller's generator and output."""
-    caller = active_world()
+    caller = thread_context.world
     before = callers_stdout(isinstance(caller, SimulatedWorld))
     workers, results = acquire(n), [None] * n
     scheduler = Scheduler(workers, outputs(n, prints, before))
@@ -214,11 +215,12 @@ def _run_rank(world: SimulatedWorld, fn: Callable[[], Any], results: list[Any], 
         with modes.applied():
             results[rank] = fn()
 
-    activate(world)
+    thread_context.reset()  # the thread is reused
+    thread_context.world = world
     _run_guarded(scheduler, rank, program)
     if isinstance(output, RankOutput):
         _run_guarded(scheduler, rank, output.end_line)
-    activate(None)
+    thread_context.reset()
     world.end()
     scheduler.finish(rank)
 

@@ -13,23 +13,17 @@ allocator are not.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..layout.layout import Layout
-from ..ops import nonmember
+from ...mesh.comm.thread_context import thread_context
 from ..ops.plain_operands import tensors_in
-from ..ops.strategy import choose_strategy
 from ..tensor.sharded_tensor import ShardedTensor
 
-# Where the library makes meta tensors of global shapes, which stand for sharded tensors and do not belong to the program.
-_ON_STAND_INS = frozenset({choose_strategy.__code__, vars(Layout)["meta"].func.__code__})
 _DETACH = torch.ops.aten.detach.default  # the only operator that is called on the wrapper of a ShardedTensor
 _CONSTANTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 
@@ -103,11 +97,4 @@ class PeakMemory(TorchDispatchMode):
             return False
         if given and self._stand_ins.issuperset(given):
             return True
-        return any(f.f_code in _ON_STAND_INS or f.f_code.co_filename == nonmember.__file__ for f in _frames())
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+        return thread_context.on_stand_ins or thread_context.outside_mesh

@@ -12,6 +12,7 @@ import torch
 from torch._functorch import eager_transforms
 from torch.autograd import Variable, forward_ad
 
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.transforms import is_transformed, transforms_active
 
 
@@ -91,18 +92,13 @@ def transform_depth() -> int:
     return torch._C._functorch.maybe_current_level() or 0  # type: ignore[attr-defined]
 
 
-class _ForwardMode(threading.local):
-    depth = 0  # number of `forward_mode` blocks around this thread's code
-
-
-_forward_mode = _ForwardMode()
 _forward_lock = threading.Lock()
 _forward_threads: list[int] = []  # threads in `forward_mode`, once for each block
 
 
 def in_forward_mode() -> bool:
     """Return True if tangents are computed in this thread (`sm.jvp`, `torch.func.jvp`, `torch.autograd.forward_ad`)."""
-    return forward_ad._current_level >= 0 and (_forward_mode.depth > 0 or not _forward_threads)
+    return forward_ad._current_level >= 0 and (thread_context.forward_mode_depth > 0 or not _forward_threads)
 
 
 def in_foreign_forward_mode() -> bool:
@@ -135,11 +131,11 @@ def forward_mode() -> Iterator[None]:
             forward_ad.enter_dual_level()
             eager_transforms.JVP_NESTING += 1
         _forward_threads.append(threading.get_ident())
-    _forward_mode.depth += 1
+    thread_context.forward_mode_depth += 1
     try:
         yield
     finally:
-        _forward_mode.depth -= 1
+        thread_context.forward_mode_depth -= 1
         with _forward_lock:
             _forward_threads.pop()
             if not _forward_threads:

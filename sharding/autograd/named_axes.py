@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import Group
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.transforms import outside_of_transforms
 from ...mesh.device_mesh import DeviceMesh
 from . import engine_hooks
@@ -178,36 +178,31 @@ class AxisEnv:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Make this environment the current one in the block."""
-        before, _thread.env = _thread.env, self
+        before, thread_context.axis_env = thread_context.axis_env, self
         try:
             yield
         finally:
-            _thread.env = before
+            thread_context.axis_env = before
 
 
-class _CurrentAxisEnv(threading.local):
-    env: AxisEnv | None = None
-
-
-_thread = _CurrentAxisEnv()
 _live: weakref.WeakKeyDictionary[Any, weakref.WeakSet[AxisEnv]] = weakref.WeakKeyDictionary()
 
 
 def swap(env: AxisEnv | None) -> AxisEnv | None:
     """Make this the current environment and return the one before; the fast path of a mapped function."""
-    before = _thread.env
-    _thread.env = env
+    before = thread_context.axis_env
+    thread_context.axis_env = env
     return before
 
 
 def current_axis_env() -> AxisEnv | None:
     """Return the environment of the innermost mapped function in this thread."""
-    return _thread.env
+    return thread_context.axis_env
 
 
 def current_captures() -> Captures | None:
     """Return the captured tensors of the mapped function in this thread, in a tracked call."""
-    env = _thread.env
+    env = thread_context.axis_env
     return None if env is None else env.captures
 
 
@@ -216,7 +211,7 @@ def bound_axes(name: AxisName) -> Axes:
 
     Raises: UnboundAxisError outside of a mapped function, or if it does not bind this name.
     """
-    env = _thread.env
+    env = thread_context.axis_env
     return (env or _env_of_replay(name)).axes(name)
 
 
@@ -225,7 +220,7 @@ def bound_groups(name: AxisName, groups: Sequence[Sequence[int]]) -> GroupedAxes
 
     Raises: as `bound_axes`; ValueError for groups that do not contain each place along the axes once.
     """
-    return (_thread.env or _env_of_replay(name)).grouped(name, groups)
+    return (thread_context.axis_env or _env_of_replay(name)).grouped(name, groups)
 
 
 def _env_of_replay(name: AxisName) -> AxisEnv:

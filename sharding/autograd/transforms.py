@@ -13,7 +13,6 @@ transforms the wrappers, which hold no values: `ops/torch_transforms.py` runs wh
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...mesh.comm.thread_context import thread_context
 from ..layout.layout import Layout
 from ..layout.spec import P
 from .engine_hooks import (
@@ -98,30 +98,22 @@ def batched_layout(layout: Layout, count: int) -> Layout:
 # -- levels of torch.func ----------------------------------------------------------------------------------------------
 
 
-class _Levels(threading.local):
-    count = 0  # levels of torch.func that this library has opened
-    randomness: tuple[str, ...] = ()  # of the `vmap`s among them
-
-
-_levels = _Levels()
-
-
 @contextmanager
 def own_level(*randomness: str) -> Iterator[None]:
     """Count a level of torch.func that this library opens; `randomness` is that of a `vmap`."""
-    before = _levels.randomness
-    _levels.count += 1
-    _levels.randomness += randomness
+    before = thread_context.vmap_randomness
+    thread_context.level_count += 1
+    thread_context.vmap_randomness += randomness
     try:
         yield
     finally:
-        _levels.count -= 1
-        _levels.randomness = before
+        thread_context.level_count -= 1
+        thread_context.vmap_randomness = before
 
 
 def check_same_randomness() -> None:
     """Raise a RuntimeError inside a `vmap` whose examples should not all have the same random numbers."""
-    other = next((kind for kind in _levels.randomness if kind != "same"), None)
+    other = next((kind for kind in thread_context.vmap_randomness if kind != "same"), None)
     if other is not None:
         raise RuntimeError(
             f"random numbers of a ShardedTensor inside sm.vmap(..., randomness={other!r}): they are the same for all examples. Pass "
@@ -131,7 +123,7 @@ def check_same_randomness() -> None:
 
 def is_foreign() -> bool:
     """Return True inside a transform of torch.func that this library has not started."""
-    return transforms_active() and transform_depth() > _levels.count
+    return transforms_active() and transform_depth() > thread_context.level_count
 
 
 def refuse_foreign(context: str) -> None:

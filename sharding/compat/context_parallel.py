@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...mesh.comm.current_world import current_world
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh
 from ..layout.spec import P
-from ..ops.recomputation import register_state
 from ..parallel.context import attention
 from ..parallel.context.attention import context_parallel_attention
 from ..parallel.context.load_balance import balanced, balanced_sizes, unbalance_sequence
@@ -127,7 +127,11 @@ def context_parallel(
             with torch.no_grad():
                 buffer.set_(torch.cat(runs, dim) if ranks > 1 else whole)  # type: ignore[call-overload]
         block = _Block(mesh, length, method)
-        with attention.context_parallel(mesh.axis_names, method=method, balanced=True), _in(block):
+        state = thread_context.function_state()._replace(plain_attention=block)
+        with (
+            attention.context_parallel(mesh.axis_names, method=method, balanced=True),
+            thread_context.running_as(state),
+        ):
             yield
     finally:
         for buffer, whole in originals:
@@ -184,6 +188,14 @@ class _Block:
     mesh: DeviceMesh
     length: int
     method: str
+
+    def install(self) -> None:
+        """Replace torch's attention; see `Replacement`."""
+        _replace(1)
+
+    def uninstall(self) -> None:
+        """Put torch's attention back if no other thread is in a block."""
+        _replace(-1)
 
     def _attention(
         self,
@@ -246,13 +258,6 @@ class _Block:
         return _of_balanced_part(part, self.mesh, part.ndim - 2, balanced_sizes(total, ranks))
 
 
-class _ActiveBlock(threading.local):
-    """The block that this thread is in, None outside."""
-
-    block: _Block | None = None
-
-
-_active = _ActiveBlock()
 _torchs_attention = F.scaled_dot_product_attention
 _lock = threading.Lock()
 _users = 0  # blocks, and recomputations of blocks, for which torch's function is replaced
@@ -260,14 +265,14 @@ _users = 0  # blocks, and recomputations of blocks, for which torch's function i
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:
     """Compute attention as the block of this thread does, outside of blocks as torch does."""
-    block = _active.block
+    block: Any = thread_context.plain_attention
     if block is None or block.mesh.size() == 1:
         return _torchs_attention(*args, **kwargs)
-    _active.block = None  # the computation may call torch's attention on this rank's parts
+    thread_context.plain_attention = None  # it may call torch's attention on this rank's parts
     try:
         return block._attention(*args, **kwargs)
     finally:
-        _active.block = block
+        thread_context.plain_attention = block
 
 
 def _replace(by: int) -> None:
@@ -276,30 +281,6 @@ def _replace(by: int) -> None:
     with _lock:
         _users += by
         F.scaled_dot_product_attention = _attention if _users else _torchs_attention
-
-
-def _block() -> _Block | None:
-    return _active.block
-
-
-def _restore(block: _Block | None) -> None:
-    """Set the block, around recomputation, which may run after the `with` block or in another thread."""
-    if (block is None) is not (_active.block is None):
-        _replace(-1 if block is None else 1)
-    _active.block = block
-
-
-@contextmanager
-def _in(block: _Block) -> Iterator[None]:
-    before = _active.block
-    _restore(block)
-    try:
-        yield
-    finally:
-        _restore(before)
-
-
-register_state(_block, _restore)
 
 
 def _of_balanced_part(

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard as TorchShard
 
-from ...mesh.comm.world import active_world
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.context import get_mesh, given_or_current
 from ...mesh.device_mesh import DeviceMesh, init_device_mesh
 from ...mesh.launch.process_groups import start_processes
@@ -152,7 +152,7 @@ def _default_mesh(name: str) -> DeviceMesh:
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     )
     device_type = "cpu" if accelerator is None else accelerator.type
-    world = active_world() or start_processes(device_type)
+    world = thread_context.world or start_processes(device_type)
     return init_device_mesh(device_type, (world.size,), axis_names=(name,))
 
 

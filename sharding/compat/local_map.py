@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.device_mesh import DeviceMesh
 from ..functional.shard_map import Mapped
 from ..layout.bounded_cache import HEAVY_LIMIT, keep
@@ -100,14 +100,16 @@ class _FlatFunction:
         self.mapped = Mapped(self.on_parts, mesh, specs, outs, None, False)
         self.mapped.name = f"local_map({getattr(function, '__name__', 'function')})"
         self.places = outs
-        self.local = threading.local()
 
     def __call__(self, flat: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return pytree.tree_unflatten(self.mapped(*flat, **kwargs), self.local.tree)
+        results = self.mapped(*flat, **kwargs)
+        tree, thread_context.local_map_tree = thread_context.local_map_tree, None
+        return pytree.tree_unflatten(results, tree)
 
     def on_parts(self, *parts: Any, **kwargs: Any) -> tuple[Any, ...]:
         given = [_with_gradient(*each) for each in zip(parts, self.layouts, self.grads, strict=True)]
-        flat, self.local.tree = pytree.tree_flatten(self.function(*pytree.tree_unflatten(given, self.tree), **kwargs))
+        results = self.function(*pytree.tree_unflatten(given, self.tree), **kwargs)
+        flat, thread_context.local_map_tree = pytree.tree_flatten(results)
         if len(self.places) != len(flat):
             raise ValueError(
                 f"local_map: {len(self.places)} out_placements for {len(flat)} flattened results; give a tuple with one for each"

@@ -7,12 +7,11 @@ No result shares memory with an operand. All run through `Group`, so the monitor
 of a `Site`: the purpose of the collective when the graph was made.
 
 In a compiled segment every collective is `ordered(x, token, size, n)`, the segment's n-th: equal segments of different layers, and of
-different processes, are equal code. The segment sets `running.calls` before it runs.
+different processes, are equal code. The segment sets `ThreadContext.segment_calls` before it runs.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from ...mesh.comm.call_site import DESCRIBERS
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import Group
 from ...mesh.comm.recording.recorder import CommTag
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.work import Work
 
 
@@ -86,15 +86,6 @@ class Started(NamedTuple):
         if self.work is not None:
             self.work.wait()
         return self.result
-
-
-class _Running(threading.local):
-    """The collectives of the segment that runs in this thread, as functions of x that return the result."""
-
-    calls: Sequence[Callable[[Tensor], Tensor]] = ()
-
-
-running = _Running()
 
 
 def bound(node: fx.Node) -> Callable[[Tensor], Tensor]:
@@ -214,7 +205,9 @@ _library.define(
     tags=[torch.Tag.cudagraph_unsafe],  # the monitor counts each call
 )
 _library.impl(
-    "ordered", lambda x, token, size, number: (running.calls[number](x.contiguous()), token.new_empty(0)), "CompositeExplicitAutograd"
+    "ordered",
+    lambda x, token, size, number: (thread_context.segment_calls[number](x.contiguous()), token.new_empty(0)),
+    "CompositeExplicitAutograd",
 )
 torch.library.register_fake(
     "shardmesh::ordered",

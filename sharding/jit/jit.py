@@ -14,13 +14,10 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards  # type: ignore[import-not-found]
 
 from ...mesh.comm.current_world import current_world
-from ...mesh.comm.tracing import tracing
-from ...mesh.comm.transforms import transforms_active
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
 from ..autograd import engine_hooks
-from ..autograd.named_axes import current_axis_env
 from ..functional.signature import flatten_tree, unflatten_tree
-from ..functional.transforms.gradients import is_differentiating
 from ..functional.trees import pytree
 from ..tensor.autograd.leaf_grads import is_accumulating
 from ..tensor.device_put import device_put
@@ -406,9 +403,7 @@ def _modes() -> Any:
 def _is_inside(leaves: Sequence[Any], world: World) -> bool:
     """Return whether the call is part of something that needs its operators one by one: another recording, a transform, a mapped function,
     a backward pass, `accumulate_grads`, or a computation whose gradient flows through an argument."""
-    if tracing.recorder is not None or current_axis_env() is not None or transforms_active():
-        return True
-    if is_differentiating() or is_accumulating(world):
+    if thread_context.needs_each_operator or is_accumulating(world):
         return True
     parts = (x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor))
     return any(x.requires_grad and not x.is_leaf for x in parts) or engine_hooks.current_backward() != -1

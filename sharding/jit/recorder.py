@@ -23,10 +23,9 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ...mesh.comm.call_site import _OURS, _TORCH, user_call
 from ...mesh.comm.group import Group
-from ...mesh.comm.tracing import tracing
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.work import DONE, Work
 from ...mesh.comm.world import World
-from ..abstract.peak_memory import _ON_STAND_INS, _frames
 from ..ops import methods
 from ..ops.dispatch import name_of
 from ..tensor.sharded_tensor import ShardedTensor
@@ -100,13 +99,13 @@ class GraphRecorder(TorchDispatchMode):
         self._reads = _RefuseReads()
 
     def __enter__(self) -> GraphRecorder:
-        tracing.recorder = self
+        thread_context.recorder = self
         self._reads.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        tracing.recorder = None
+        thread_context.recorder = None
         super().__exit__(*error)
         self._reads.__exit__(*error)
 
@@ -220,7 +219,7 @@ class GraphRecorder(TorchDispatchMode):
             return True
         if self.abstract:
             known = tensors and all(x.is_meta and _storage(x) in self._stand_ins for x in tensors)
-            return bool(known) or any(frame.f_code in _ON_STAND_INS for frame in _frames())  # some are older than the recording
+            return bool(known) or thread_context.on_stand_ins  # some are older than the recording
         device = kwargs.get("device")
         return (device is not None and torch.device(device).type == "meta") or any(x.is_meta for x in tensors)
 
@@ -283,11 +282,11 @@ class GraphRecorder(TorchDispatchMode):
     def collective(self, group: Group, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a group and record it as operators of `collectives.py`."""
         if group.size == 1:
-            tracing.recorder = None
+            thread_context.recorder = None
             try:
                 return getattr(Group, name)(group, *args, **kwargs)
             finally:
-                tracing.recorder = self
+                thread_context.recorder = self
         if name == "direct":
             raise at_line("sm.jit records no symmetric memory", "Set mesh.topology = replace(mesh.topology, symmetric=None)")
         if name in ("all_gather_object", "barrier"):
@@ -367,14 +366,14 @@ class _Hidden:
         self._recorder, self._modes = recorder, _disable_current_modes()
 
     def __enter__(self) -> None:
-        tracing.recorder = None
+        thread_context.recorder = None
         self._recorder.draws.host.pause()
         self._modes.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._modes.__exit__(*error)
         self._recorder.draws.host.resume()
-        tracing.recorder = self._recorder
+        thread_context.recorder = self._recorder
 
 
 class _RecordedWork(Work):
@@ -385,7 +384,7 @@ class _RecordedWork(Work):
         self._waited = False
 
     def wait(self) -> None:
-        if tracing.recorder is not self._recorder or self._waited:
+        if thread_context.recorder is not self._recorder or self._waited:
             return self._work.wait()
         self._waited = True
         with self._recorder._hidden(), torch._C.DisableTorchFunction():
@@ -408,7 +407,7 @@ class _RefuseReads(TorchFunctionMode):
     """Refuse functions of tensors that read memory without an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func in _READS and tracing.recorder is not None and not (args[0].is_meta and type(args[0]) is not ShardedTensor):
+        if func in _READS and thread_context.recorder is not None and not (args[0].is_meta and type(args[0]) is not ShardedTensor):
             raise value_read(name_of(func))
         result = func(*args, **(kwargs or {}))
         return TracedFloat(result.node) if type(result) is torch.SymFloat else result

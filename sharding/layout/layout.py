@@ -14,6 +14,7 @@ import torch
 from ...kernels.box import Box, box_size
 from ...mesh.abstract_mesh import ELSEWHERE, AbstractMesh, unravel
 from ...mesh.comm.dispatch_modes import outside_of_program_modes
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.transforms import outside_of_transforms
 from .bounded_cache import keep
 from .mesh_layouts import MeshLayouts
@@ -231,7 +232,12 @@ class Layout:
     def meta(self) -> torch.Tensor:
         """A meta tensor of the global shape: the storage of every `ShardedTensor` of this layout."""
         # It is used after the transform or mode has ended.
-        with outside_of_transforms(), outside_of_program_modes(), torch.inference_mode(False):
+        with (
+            outside_of_transforms(),
+            outside_of_program_modes(),
+            torch.inference_mode(False),
+            thread_context.making_stand_ins(),
+        ):
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def __str__(self) -> str:

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from ...mesh.comm.thread_context import thread_context
 from ..autograd.engine_hooks import with_memory
 from ..layout.layout import Layout
 from ..layout.spec import P
 from ..redistribute.linear import redistribute_grad
 from ..tensor.sharded_tensor import ShardedTensor
-from .plain_operands import implicit_replication, replicated_gradients, thread_state
+from .plain_operands import implicit_replication, replicated_gradients
 
 Result: TypeAlias = tuple[Tensor, Layout, int]  # this rank's part, layout, lineage
 
@@ -123,7 +124,7 @@ class _Applied(torch.autograd.Function):
         local, ctx.layout, ctx.lineage = result
         out = local.view_as(local)
         ctx.node, ctx.number, ctx.owner, ctx.leaves = node, number, owner, leaves
-        ctx.implicit_replication = thread_state.implicit_replication
+        ctx.implicit_replication = thread_context.implicit_replication
         if _saves(node, number):
             ctx.save_for_backward(out)
         return out
@@ -154,7 +155,7 @@ def _run_backward(node: Any, number: int, gradient: ShardedTensor, results: Mapp
         context = _BackwardContext(last, results if last is node else {}, owner)
         gradients = last._forward_cls.backward(context, *_materialized(last, given, gradient))
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
-        if thread_state.implicit_replication:
+        if thread_context.implicit_replication:
             gradients = replicated_gradients(gradients, gradient.mesh)
         _check(last, gradients)
         wanted = [g for g, needs in zip(gradients, last.needs_input_grad, strict=False) if needs]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...mesh.comm.thread_context import thread_context
 from ..autograd.engine_hooks import (
     any_requires_grad,
     in_foreign_forward_mode,
@@ -29,7 +30,7 @@ from ..autograd.engine_hooks import (
 from ..autograd.transforms import is_foreign, refuse_foreign
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
-from ..lineage import comm_context, drawn, mixed, piece_of, seed_of, seed_with_ints, with_drawn
+from ..lineage import comm_context, mixed, piece_of, seed_of, seed_with_ints, with_drawn
 from ..redistribute.autograd import redistribute_local
 from ..tensor.autograd.local_part import known_local
 from ..tensor.handles import TensorHandle, settled
@@ -49,7 +50,6 @@ _VALUES = frozenset({int, bool, type(None), str, torch.dtype})  # what most stat
 _NO_KWARGS: dict[str, Any] = {}
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _is_grad_enabled = torch.is_grad_enabled
-_thread_state = plain_operands.thread_state
 
 
 @not_compiled(
@@ -67,7 +67,7 @@ def torch_function(
         result = handle(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    if _thread_state.implicit_replication:
+    if thread_context.implicit_replication:
         if plain_operands.plain_targets(func, args, kwargs):
             return plain_operands.write_plain(func, args, kwargs)
         args, kwargs = plain_operands.replicated_arguments(args, kwargs)
@@ -115,9 +115,9 @@ def torch_function(
         return out
     if strategy.run is _on_wrappers:
         return _on_wrappers(strategy, args, kwargs)
-    lineage, before = mixed(strategy.seed, operands), drawn.last
+    lineage, before = mixed(strategy.seed, operands), thread_context.last_draw
     result = strategy.run(strategy, args, kwargs, local_args, local_kwargs, operands)
-    if drawn.last is not before:
+    if thread_context.last_draw is not before:
         return _with_lineage(True, result, with_drawn(lineage, before), operands)
     return _with_lineage(strategy.in_place, result, lineage, operands)
 

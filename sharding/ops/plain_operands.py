@@ -18,7 +18,6 @@ by vocabulary), and labels next to them are equal on the ranks of their mesh, as
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ...mesh.comm.call_site import user_line
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
 from ...mesh.device_mesh import DeviceMesh
 from ..autograd import engine_hooks
@@ -51,13 +51,6 @@ _MAX_SIGNATURES = 1 << 16  # per mesh
 _compared: WeakKeyDictionary[World, dict[int, dict[Hashable, bool]]] = WeakKeyDictionary()
 # World -> hashes of the meshes of outputs that models returned for plain inputs.
 _meshes_of_plain_calls: WeakKeyDictionary[World, set[int]] = WeakKeyDictionary()
-
-
-class _ReplicationMode(threading.local):
-    implicit_replication = False
-
-
-thread_state = _ReplicationMode()
 
 
 def may_replicate(sharded: ShardedTensor | None = None) -> bool:
@@ -167,12 +160,12 @@ def implicit_replication() -> Iterator[None]:
 
     Communication: none by itself.
     """
-    before = thread_state.implicit_replication
-    thread_state.implicit_replication = True
+    before = thread_context.implicit_replication
+    thread_context.implicit_replication = True
     try:
         yield
     finally:
-        thread_state.implicit_replication = before
+        thread_context.implicit_replication = before
 
 
 def replicated(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -189,7 +182,7 @@ def replicated(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     plain = [x for x in tensors if is_plain_operand(x)]
     if not plain or not sharded:
         return args, kwargs
-    if not thread_state.implicit_replication:
+    if not thread_context.implicit_replication:
         numbers = all(is_one_element(x) for x in plain)
         if not numbers and not may_replicate(sharded[0]):
             refuse(next(x for x in plain if not is_one_element(x)), func)
@@ -215,7 +208,7 @@ def compared_arguments(
     plain = [x for x in tensors if is_plain_operand(x) and not is_one_element(x)]
     if not plain or not sharded:
         return args, kwargs
-    if not thread_state.implicit_replication:
+    if not thread_context.implicit_replication:
         _check_replicated(func, plain, sharded, in_backward=True)
     return replicated_arguments(args, kwargs)
 
@@ -255,7 +248,7 @@ def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     operands = [x for x in tensors if is_plain_operand(x) and not is_number(x, targets)]
     if any(x.is_meta for x in targets):
         refuse_without_value(func, sharded)
-    checked = thread_state.implicit_replication or not operands
+    checked = thread_context.implicit_replication or not operands
     if not checked and not (may_replicate(sharded[0]) and _check_replicated(func, operands, sharded)):
         refuse(operands[0], func)
     for x in filter(is_dtensor, targets):

@@ -11,61 +11,35 @@ they start; it is replaced there by one that restores. This reaches every caller
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
-from ...mesh.comm.world import activate, active_world
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.current_mesh import mesh_context
-from .plain_operands import thread_state
-
-# (read, write) of state that belongs to higher layers, such as the block of `context_parallel`; `write` sets what `read` returned.
-_registered_state: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
-
-
-def register_state(read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-    """Register state on which results depend, so that recomputation runs with the value of its forward."""
-    _registered_state.append((read, write))
 
 
 def in_present_state(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `f` that runs in the state of this thread as it is now: its simulated or null world, current mesh, implicit replication,
-    and all that `register_state` names.
+    """Return `f` that runs in the present state: the `FunctionState` of this thread, the current mesh,
+    and the attention of its rank.
 
     The state of the thread that calls it is restored afterwards, also after an exception.
     """
-    state = active_world(), mesh_context.get(), thread_state.implicit_replication
-    registered = [read() for read, _ in _registered_state]
+    state = thread_context.function_state()
+    meshes = mesh_context.get()
+    attention = current_world().attention
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _restored(*state, registered):
-            return f(*args, **kwargs)
+        with thread_context.running_as(state), current_world().attending(attention):
+            token = mesh_context.set(meshes)
+            try:
+                return f(*args, **kwargs)
+            finally:
+                mesh_context.reset(token)
 
     return run
-
-
-@contextmanager
-def _restored(
-    world: Any, meshes: Any, implicit_replication: bool, registered: Sequence[Any]
-) -> Iterator[None]:
-    world_before, replication_before = activate(world), thread_state.implicit_replication
-    token, thread_state.implicit_replication = mesh_context.set(meshes), implicit_replication
-    registered_before = [read() for read, _ in _registered_state]
-    _write_registered(registered)
-    try:
-        yield
-    finally:
-        _write_registered(registered_before)
-        mesh_context.reset(token)
-        thread_state.implicit_replication = replication_before
-        activate(world_before)
-
-
-def _write_registered(values: Sequence[Any]) -> None:
-    for (_, write), value in zip(_registered_state, values, strict=True):
-        write(value)
 
 
 # -- both forms of checkpoint ------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...mesh.comm.call_site import user_line
 from ...mesh.comm.dispatch_modes import outside_of_program_modes
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.transforms import is_transformed, outside_of_transforms
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout, distinct_mesh_names
@@ -96,7 +97,7 @@ def choose_strategy(
 
     Communication: none.
     """
-    with outside_of_transforms(), outside_of_program_modes():
+    with outside_of_transforms(), outside_of_program_modes(), thread_context.making_stand_ins():
         layouts = [x._layout for x in operands]
         check_one_mesh(func, layouts)
         metas = [operand_meta(layout) for layout in layouts]

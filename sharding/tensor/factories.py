@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.device_mesh import DeviceMesh, is_mesh
 from ..layout.layout import Layout
 from ..layout.spec import SpecLike
-from ..lineage import drawn, with_drawn
+from ..lineage import with_drawn
 from . import random
 from .mesh_arguments import is_placement, mesh_and_spec
 from .sharded_tensor import ShardedTensor
@@ -219,7 +220,7 @@ def _new(
     layout = Layout.of(mesh, placements, size, dtype or torch.get_default_dtype())
     if layout.pending:
         raise ValueError(f"a new tensor cannot be pending, got {layout.spec}; leave those axes replicated")
-    before = drawn.last
+    before = thread_context.last_draw
     out = ShardedTensor._make_guarded(values(layout), layout)
     out._lineage = with_drawn(out._lineage, before)
     return out.requires_grad_() if requires_grad else out

@@ -20,12 +20,11 @@ from ...kernels import random as philox
 from ...kernels.random import distributions
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.recording.trace_buffer import Header
-from ...mesh.comm.tracing import tracing
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
 from ..autograd.engine_hooks import current_backward
 from ..autograd.transforms import check_same_randomness
 from ..layout.layout import Layout
-from ..lineage import drawn
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # separates consecutive streams; the increment of SplitMix64 (Steele et al. 2014)
@@ -52,11 +51,11 @@ class _RandomState:
                 "those of forward; write checkpoint(..., use_reentrant=False, context_fn=sm.random.replay_random)"
             )
         self.drawn += 1
-        drawn.last = self.seed, self.drawn
+        thread_context.last_draw = self.seed, self.drawn
         world = self._world()
         if world is not None:  # published for diagnosis on other ranks
-            world.trace_buffer.words[Header.SEED], world.trace_buffer.words[Header.DRAWN] = drawn.last
-        return drawn.last
+            world.trace_buffer.words[Header.SEED], world.trace_buffer.words[Header.DRAWN] = thread_context.last_draw
+        return thread_context.last_draw
 
 
 _states: weakref.WeakKeyDictionary[World, _RandomState] = weakref.WeakKeyDictionary()
@@ -113,8 +112,8 @@ def set_rng_state(state: Tensor) -> None:
 
 def _reseeded() -> None:
     """Notify a recorder that positions no longer follow from that at the start of the recording."""
-    if tracing.recorder is not None:
-        tracing.recorder.draws.relative = False
+    if thread_context.recorder is not None:
+        thread_context.recorder.draws.relative = False
 
 
 @contextmanager
@@ -123,7 +122,7 @@ def fork_rng() -> Iterator[None]:
 
     Communication: none.
     """
-    state, recorder = _state(current_world()), tracing.recorder
+    state, recorder = _state(current_world()), thread_context.recorder
     before, relative = (state.seed, state.drawn), recorder is None or recorder.draws.relative
     try:
         yield
@@ -229,8 +228,8 @@ def draw(distribution: Callable[..., Tensor], layout: Layout, *parameters: Any) 
     seed, stream = _state(mesh.world).next()
     if mesh.coordinate is None:
         return torch.empty(0, dtype=layout.dtype, device=mesh.device)
-    if tracing.recorder is not None:
-        return tracing.recorder.draw(_part_of(distribution, layout), seed, stream, parameters)
+    if thread_context.recorder is not None:
+        return thread_context.recorder.draw(_part_of(distribution, layout), seed, stream, parameters)
     return distribution(layout.shape, layout.box, seed, stream, layout.dtype, mesh.device, *parameters)
 
 
@@ -246,7 +245,7 @@ def units(layout: Layout) -> distributions.Units:
     mesh: Any = layout.mesh
     seed, stream = _state(mesh.world).next()
     unit = partial(distributions.unit, layout.shape, layout.box)
-    recorder = tracing.recorder
+    recorder = thread_context.recorder
     if recorder is None:
         return lambda part: unit(seed, stream, part, mesh.device)
     return lambda part: recorder.draw(unit, seed, stream, (part, mesh.device))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mesh.comm.tracing import tracing
+from ...mesh.comm.thread_context import thread_context
 from ..jit.errors import at_line
 from ..tensor.sharded_tensor import ShardedTensor
 from .norms import check_reduced
@@ -50,7 +50,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises: JitError inside `sm.jit`: whether the optimizer steps depends on values.
         """
-        if tracing.recorder is not None:
+        if thread_context.recorder is not None:
             raise at_line(
                 "GradScaler.step reads whether all gradients are finite, and the optimizer steps only then",
                 "Keep scaler.step(optimizer), scaler.update() and optimizer.zero_grad() outside of sm.jit; scaler.scale(loss).backward() "

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.mesh.comm.world import active_world
+from shardmesh.mesh.comm.thread_context import thread_context
 
 def value(k, n=N):
     return torch.sin(torch.arange(n * n, dtype=torch.float64) * 0.37 + k).view(n, n)
@@ -59,35 +59,37 @@ def shifted(group, t, by):
 # Calls of torch.distributed; in a simulated world, where torch has no groups, the equivalent on a group of the library.
 
 def raw_all_reduce(mesh, t, op="sum"):
-    if active_world() is None:
+    if thread_context.world is None:
         dist.all_reduce(t, op=getattr(dist.ReduceOp, op.upper()))
     else:
         mesh.group(mesh.axis_names).all_reduce(t, op)
 
 def raw_start(mesh, t):
-    return dist.all_reduce(t, async_op=True) if active_world() is None else mesh.group(mesh.axis_names).all_reduce(t, async_op=True)
+    if thread_context.world is None:
+        return dist.all_reduce(t, async_op=True)
+    return mesh.group(mesh.axis_names).all_reduce(t, async_op=True)
 
 def raw_broadcast(mesh, t, src):
-    if active_world() is None:
+    if thread_context.world is None:
         dist.broadcast(t, src)
     else:
         mesh.group(mesh.axis_names).broadcast(t, src)
 
 def raw_gathered(mesh, t):
-    if active_world() is not None:
+    if thread_context.world is not None:
         return gathered(mesh.group(mesh.axis_names), t)
     parts = [torch.empty_like(t) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, t)
     return parts[0] * 0.5 + t
 
 def raw_barrier(mesh):
-    if active_world() is None:
+    if thread_context.world is None:
         dist.barrier()
     else:
         mesh.group(mesh.axis_names).barrier()
 
 def raw_objects(mesh, thing):
-    if active_world() is None:
+    if thread_context.world is None:
         dist.all_gather_object([None] * dist.get_world_size(), thing)
     else:
         mesh.group(mesh.axis_names).all_gather_object(thing)

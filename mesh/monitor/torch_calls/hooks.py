@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 
 from ...comm.recording.recorder import _COUNT, _LAST_RECORD
 from ...comm.recording.trace_buffer import RECORD_WORDS, RECORDS, RING, Header
+from ...comm.thread_context import thread_context
 from ...errors import CollectiveError
 from ...settings import monotonic_ns, settings
 from ..completion import is_done_now
@@ -45,7 +46,6 @@ _IN_TIME = timedelta(milliseconds=200)  # for torch to report who is missing, af
 _installed: _Installed | None = None
 # id of a work -> (sequence number; a reference to the work; recorder; number of the record), until somebody waits for it
 _pending: dict[int, tuple[int, Callable[[], Any], TorchRecorder, int]] = {}
-_ours = threading.local()
 _has_shared = False  # whether `as_ours` has been called
 
 
@@ -102,11 +102,11 @@ def _refused_in_child(original: Callable[..., Any], name: str, rank: int, groups
 def as_ours(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of torch's for the library, which has recorded it, on a group that it shares with the program."""
     global _has_shared
-    _has_shared = _ours.on = True
+    _has_shared = thread_context.own_torch_call = True
     try:
         return call(*args, **kwargs)
     finally:
-        _ours.on = False
+        thread_context.own_torch_call = False
 
 
 class _Installed:
@@ -181,7 +181,7 @@ def _recorder_of(handle: Any) -> TorchRecorder | None:
         return None
     known = here.recorders.get(id(handle))
     recorder = known[1] if known is not None and known[0]() is handle else here.new_recorder(handle)
-    return recorder if recorder is None or not (_has_shared and getattr(_ours, "on", False)) else None
+    return recorder if recorder is None or not (_has_shared and thread_context.own_torch_call) else None
 
 
 def _collective(original: Callable[..., Any], enter: Enter, here: _Installed) -> Callable[..., Any]:
@@ -190,7 +190,7 @@ def _collective(original: Callable[..., Any], enter: Enter, here: _Installed) ->
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         known = recorders.get(id(group))
         recorder = known[1] if known is not None and known[0]() is group else here.new_recorder(group)
-        if recorder is None or here_settings.mode == "off" or (_has_shared and getattr(_ours, "on", False)):
+        if recorder is None or here_settings.mode == "off" or (_has_shared and thread_context.own_torch_call):
             return original(group, *args, **kwargs)
         sequence = recorder.called
         number = enter(recorder, *args, **kwargs)

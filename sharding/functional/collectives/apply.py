@@ -5,7 +5,6 @@ A collective consists of its effect on values (an `op`) and its effect on types 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ....mesh.comm.thread_context import thread_context
 from ...autograd import engine_hooks
 from ...autograd.named_axes import Axes, AxisName, Groups, bound_axes, bound_groups, current_axis_env, current_captures
 from ...layout.bounded_cache import keep
@@ -140,16 +140,9 @@ class AsyncResult:
         return self._result
 
 
-class _AsyncState(threading.local):
-    starting = False
-
-
-_thread = _AsyncState()
-
-
 def is_starting() -> bool:
     """Return whether collectives are to be left in flight: this is a call by `start`."""
-    return _thread.starting
+    return thread_context.starts_async
 
 
 def async_start(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
@@ -168,11 +161,11 @@ def async_start(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Fu
     Communication: the collective's. Every rank must start and wait in the same order. Backward, and a collective inside a transform, is
         synchronous.
     """
-    before, _thread.starting = _thread.starting, True
+    before, thread_context.starts_async = thread_context.starts_async, True
     try:
         return Future(collective(*args, **kwargs))
     finally:
-        _thread.starting = before
+        thread_context.starts_async = before
 
 
 class Future:

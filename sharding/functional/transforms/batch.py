@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch.utils import _pytree as pytree
 
+from ....mesh.comm.thread_context import thread_context
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.spec import P
 
@@ -45,26 +45,19 @@ class Batch(NamedTuple):
             )
 
 
-class _CurrentBatch(threading.local):
-    batch: Batch | None = None
-
-
-_thread = _CurrentBatch()
-
-
 def current_batch() -> Batch | None:
     """Return how the innermost `vmap` in this thread has split its examples; None if it has not."""
-    return _thread.batch
+    return thread_context.batch
 
 
 @contextmanager
 def use_batch(batch: Batch | None) -> Iterator[None]:
     """Split examples in the block as `batch` says."""
-    before, _thread.batch = _thread.batch, batch
+    before, thread_context.batch = thread_context.batch, batch
     try:
         yield
     finally:
-        _thread.batch = before
+        thread_context.batch = before
 
 
 def _is_p(x: Any) -> bool:

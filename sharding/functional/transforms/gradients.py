@@ -11,7 +11,6 @@ them from the log.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
 from ....mesh.comm.call_site import DESCRIBERS
+from ....mesh.comm.thread_context import thread_context
 from ...autograd.engine_hooks import transforms_active
 from ...autograd.named_axes import AxisEnv, current_axis_env, current_captures
 from ...tensor.autograd import backward
@@ -35,14 +35,6 @@ from ..types.type_checker import untracked
 from ..types.types import ShardingTypeError, Tag, Type
 from .parts import replace_args
 from .pullback import Pullback
-
-
-class _GradState(threading.local):
-    nested = False  # whether the results of `grad` are to be differentiated again
-    depth = 0  # number of functions around that are being differentiated
-
-
-_thread = _GradState()
 
 
 def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -160,17 +152,17 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
         numbers = [i for i, out in enumerate(results) if isinstance(out, Tensor)]
         outs = [results[i] for i in numbers]
         record = None if env is None else _grad_types(env, outs, fresh)
-        nested, done = _thread.nested, pytree.tree_map(detach_unless_nested, result)
+        nested, done = thread_context.grad_is_nested, pytree.tree_map(detach_unless_nested, result)
 
     def back(cotangents: Any) -> tuple[Any, ...]:
         given = _like_tree(cotangents, out_tree)
-        before, _thread.nested = _thread.nested, nested
-        _thread.depth += 1  # recomputation runs as the forward did
+        before, thread_context.grad_is_nested = thread_context.grad_is_nested, nested
+        thread_context.grad_depth += 1  # recomputation runs as the forward did
         try:
             found = _gradients(outs, fresh, [given[i] for i in numbers], record)
         finally:
-            _thread.depth -= 1
-            _thread.nested = before
+            thread_context.grad_depth -= 1
+            thread_context.grad_is_nested = before
         return tuple(tree.unflatten(found))
 
     return (done, back, *aux)
@@ -267,16 +259,16 @@ def check_floating(name: str, leaves: Sequence[Any]) -> None:
 def differentiated(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]]:
     """Yield the leaves as new tensors that require grad. Inside another function that is being differentiated, and if something in the
     arguments requires grad, they stay part of its graph."""
-    before = _thread.nested
+    before = thread_context.grad_is_nested
     given = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
-    _thread.nested = torch.is_grad_enabled() and (given or _thread.depth > 0)
-    _thread.depth += 1
+    thread_context.grad_is_nested = torch.is_grad_enabled() and (given or thread_context.grad_depth > 0)
+    thread_context.grad_depth += 1
     try:
         with torch.enable_grad():
-            yield [_copy_with_type(x, _attached if _thread.nested and x.requires_grad else _fresh) for x in leaves]
+            yield [_copy_with_type(x, _attached if thread_context.grad_is_nested and x.requires_grad else _fresh) for x in leaves]
     finally:
-        _thread.depth -= 1
-        _thread.nested = before
+        thread_context.grad_depth -= 1
+        thread_context.grad_is_nested = before
 
 
 def _copy_with_type(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
@@ -305,17 +297,12 @@ def _fresh(x: Tensor) -> Tensor:
 
 def detach_unless_nested(x: Any) -> Any:
     """Return a result, detached unless an outer `grad` differentiates it."""
-    return x.detach() if isinstance(x, Tensor) and not _thread.nested else x
+    return x.detach() if isinstance(x, Tensor) and not thread_context.grad_is_nested else x
 
 
 def is_nested() -> bool:
     """Return whether results are to be differentiated again."""
-    return _thread.nested
-
-
-def is_differentiating() -> bool:
-    """Return whether a function around is being differentiated."""
-    return _thread.depth > 0
+    return thread_context.grad_is_nested
 
 
 def _checked_loss(loss: Any) -> Tensor:
@@ -355,7 +342,7 @@ def _gradients(
             return [torch.zeros_like(x) for x in inputs]
         found = backward.grad(
             [out for out, _ in connected], inputs, [seed for _, seed in connected], retain_graph=True if given is not None else None,
-            create_graph=_thread.nested, allow_unused=True, materialize_grads=True,
+            create_graph=thread_context.grad_is_nested, allow_unused=True, materialize_grads=True,
         )  # fmt: skip
     return list(found) if record is None or env is None else _reduced(env, record, found)
 

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..collectives import OPERATORS, ORDERED, WAIT, bound, running
+from ....mesh.comm.thread_context import thread_context
+from ..collectives import OPERATORS, ORDERED, WAIT, bound
 from ..draws import Draw
 from ..passes.alias import is_view, owner_of, root_of, writes
 from ..passes.pipeline import copy_graph
@@ -250,11 +251,11 @@ class Segment:
         run = self.compiled.run or self.compiled.compile(inputs)
         if not self.calls:
             return run(inputs)
-        before, running.calls = running.calls, self.calls
+        before, thread_context.segment_calls = thread_context.segment_calls, self.calls
         try:
             return run(inputs)
         finally:
-            running.calls = before
+            thread_context.segment_calls = before
 
 
 class CompiledSegment:

@@ -11,7 +11,6 @@ the least, 4/n of the parts, and needs as many heads of keys as ranks; "all_gath
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ....mesh.comm.current_world import current_world
-from ....mesh.comm.world import World
 from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.bounded_cache import keep
@@ -29,7 +27,6 @@ from ...layout.layout import Layout
 from ...layout.spec import P
 from ...lineage import comm_context, mixed, seed_of
 from ...ops.implicit_comm import implicit_comm
-from ...ops.recomputation import register_state
 from ...ops.rules.decomposition_utils import from_parts, splitting_axes
 from ...ops.rules.registry import handler
 from ...tensor.autograd.local_part import known_local
@@ -162,10 +159,6 @@ class _ContextParallelBlock:
     balanced: bool
 
 
-# By world and not by thread: a part of the forward may run in another thread of the rank.
-_blocks: weakref.WeakKeyDictionary[World, _ContextParallelBlock] = weakref.WeakKeyDictionary()
-
-
 @contextmanager
 def context_parallel(axis: Axis = "cp", *, method: str = "ring", balanced: bool = False) -> Iterator[None]:
     """with context_parallel("cp"): run `F.scaled_dot_product_attention` of sequences split over the axis as `context_parallel_attention`.
@@ -189,26 +182,9 @@ def context_parallel(axis: Axis = "cp", *, method: str = "ring", balanced: bool 
     """
     if method not in METHODS:
         raise ValueError(f"context_parallel: method={method!r}; write one of {', '.join(map(repr, METHODS))}")
-    before = _active_block()
-    _activate_block(_ContextParallelBlock((axis,) if isinstance(axis, str) else tuple(axis), method, balanced))
-    try:
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    with current_world().attending(_ContextParallelBlock(axes, method, balanced)):
         yield
-    finally:
-        _activate_block(before)
-
-
-def _active_block() -> _ContextParallelBlock | None:
-    return _blocks.get(current_world()) if _blocks else None
-
-
-def _activate_block(block: _ContextParallelBlock | None) -> None:
-    if block is not None:
-        _blocks[current_world()] = block
-    elif _blocks:
-        _blocks.pop(current_world(), None)
-
-
-register_state(_active_block, _activate_block)
 
 
 @handler("scaled_dot_product_attention")
@@ -223,7 +199,7 @@ def _in_block(
     enable_gqa: bool = False,
 ) -> Any:
     """Run context-parallel attention inside a block; NotImplemented leaves the call to the rule."""
-    block = _active_block()
+    block: _ContextParallelBlock | None = current_world().attention
     if block is None or not all(isinstance(x, ShardedTensor) for x in (query, key, value)):
         return NotImplemented
     _check_axes(block, query)

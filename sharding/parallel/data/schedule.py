@@ -5,7 +5,6 @@ A forward is expected to have the order of the last one, the first forward that 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ....mesh.comm.thread_context import thread_context
 from ....mesh.device_mesh import DeviceMesh
 from ...autograd import engine_hooks
 from ...layout.layout import distinct_mesh_names
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _UNIT = "_shardmesh_unit"  # the attribute of a module that holds its unit
 _numbers = count()
-_running = threading.local()  # simulated ranks are threads
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -67,7 +66,7 @@ def own_modules(unit: Unit) -> Iterator[nn.Module]:
 
 def running_schedule(unit: Unit) -> Schedule:
     """Return the schedule of the running model; begin the unit's own if none is running."""
-    found = getattr(_running, "schedule", None)
+    found = thread_context.schedule
     if found is None:
         found = unit.schedule
         found.begin(unit)
@@ -100,7 +99,7 @@ class Schedule:
         if self._scanned != Schedule._made:  # new units were made
             self.set_units(units_in(root.module))
             self._scanned = Schedule._made
-        _running.schedule = self
+        thread_context.schedule = self
         if engine_hooks.current_backward() == -1:
             self._recover()
 
@@ -113,7 +112,7 @@ class Schedule:
 
     def reset(self) -> None:
         """Drop all state of the running step, accumulated gradients included: a forward or backward has failed."""
-        _running.schedule = None
+        thread_context.schedule = None
         self._running_units.clear()
         self._order = []
         self._recover()
@@ -148,7 +147,7 @@ class Schedule:
         if unit in self._running_units:
             self._running_units.remove(unit)
         if not self._running_units:
-            _running.schedule = None
+            thread_context.schedule = None
             if engine_hooks.current_backward() == -1:
                 order, self._order = self._order or self._last_order, []
                 if order and (order[0] is self.units[0] or self._last_order[:1] != self.units[:1]):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ....mesh.comm.dispatch_modes import not_recomputed
-from ....mesh.comm.tracing import tracing
+from ....mesh.comm.thread_context import thread_context
 from ....mesh.device_mesh import DeviceMesh
 from ...autograd import engine_hooks
 from ...layout.layout import Layout
@@ -459,7 +459,7 @@ class Unit:
         """Return each copy in use with a hash of its values; none if this forward does not compare them."""
         self._forwards += 1
         is_due = self._forwards in _COMPARED_FORWARDS and engine_hooks.current_backward() == -1
-        if not is_due or tracing.recorder is not None:
+        if not is_due or thread_context.recorder is not None:
             return []
         return [
             (use, bit_hash(use.local))

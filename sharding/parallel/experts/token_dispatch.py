@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.transfer.host_copies import start_to_host, to_device
-from ....mesh.comm.tracing import tracing
+from ....mesh.comm.thread_context import thread_context
 from ...autograd.engine_hooks import with_memory
 from ...layout.layout import Layout
 from ...lineage import backward_comm_context
@@ -176,7 +176,7 @@ def make_dispatch(chosen: Tensor, layout: Layout, peers: ExpertGroup, capacity: 
 
 def _start_to_host(x: Tensor) -> Callable[[], Tensor]:
     """Start copying to the host; a graph records no events, so it has an ordinary copy."""
-    return x.cpu if tracing.recorder is not None else start_to_host(x)
+    return x.cpu if thread_context.recorder is not None else start_to_host(x)
 
 
 def _valid(chosen: Tensor, experts: int) -> Tensor:

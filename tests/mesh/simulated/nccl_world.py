@@ -39,8 +39,8 @@ import pytest
 
 from shardmesh.mesh.comm import call_site
 from shardmesh.mesh.comm.group import Group
+from shardmesh.mesh.comm.thread_context import thread_context
 from shardmesh.mesh.comm.work import Work
-from shardmesh.mesh.comm.world import active_world
 from shardmesh.mesh.simulated import rendezvous, simulate
 from shardmesh.mesh.simulated.diagnosis import BlockedRank, no_rank_can_go_on
 from shardmesh.mesh.simulated.rendezvous import Arrival, Move, Rendezvous
@@ -276,7 +276,7 @@ def _make_group(world: SimulatedWorld, ranks: tuple[int, ...]) -> Group:
 
 
 def _memory() -> Memory | None:
-    world = active_world()
+    world = thread_context.world
     return world.scheduler.memory[world.rank] if isinstance(world, SimulatedWorld) and isinstance(world.scheduler, LateScheduler) else None
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.mesh.comm.current_world import current_world
-from shardmesh.sharding.ops.plain_operands import thread_state
+from shardmesh.mesh.comm.thread_context import thread_context
 from tests.sharding.ranks import every_rank, on_mesh, place
 
 
@@ -64,7 +64,7 @@ def test_plain_operands_are_replicated_as_in_forward(run: Callable[..., Any]) ->
         with sm.ops.implicit_replication():
             y = _recomputed(lambda x: (x * torch.full((4,), 2.0)).sin(), x).sum()
         run(y.backward)
-        assert not thread_state.implicit_replication
+        assert not thread_context.implicit_replication
         torch.testing.assert_close(x.grad.full_tensor(), 2 * (2 * torch.arange(4.0)).cos())  # type: ignore[union-attr]
 
     on_mesh((2,), program)
@@ -80,7 +80,7 @@ def test_state_that_a_function_sees(run: Callable[..., Any], reentrant: bool) ->
         other = sm.DeviceMesh(mesh.device_type, mesh.ranks, axis_names=("other",))
 
         def f(x: torch.Tensor) -> torch.Tensor:
-            seen.append((sm.get_mesh(), thread_state.implicit_replication, current_world()))
+            seen.append((sm.get_mesh(), thread_context.implicit_replication, current_world()))
             return x.sin()
 
         x = torch.ones(3, requires_grad=True)
@@ -125,5 +125,5 @@ def test_an_exception_in_recomputation_leaves_no_state(mesh: sm.DeviceMesh) -> N
     with pytest.raises(ZeroDivisionError):
         y.backward()
     assert sm.get_mesh() is None
-    assert not thread_state.implicit_replication
+    assert not thread_context.implicit_replication
     assert current_world() is mesh.world

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .....mesh.comm.thread_context import thread_context
 from ....layout.layout import Layout, distinct_mesh_names
-from ....lineage import drawn, with_drawn
+from ....lineage import with_drawn
 from ....tensor.autograd import backward
 from ....tensor.sharded_tensor import ShardedTensor
 from ... import methods
@@ -26,9 +27,9 @@ def _like(
     make: Callable[[Layout, torch.device], Tensor],
 ) -> Any:
     layout = without_pending(x._layout).replace(dtype=dtype)
-    before = drawn.last
+    before = thread_context.last_draw
     out = ShardedTensor._make(make(layout, _device_of_parts(x, device)), layout)
-    if drawn.last is not before:
+    if thread_context.last_draw is not before:
         out._lineage = with_drawn(x._lineage, before)
     return out.requires_grad_() if requires_grad else out
 

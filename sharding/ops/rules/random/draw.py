@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .....kernels.random import distributions, limits
+from .....mesh.comm.thread_context import thread_context
 from ....layout.layout import Layout
 from ....layout.spec import P
-from ....lineage import drawn, with_drawn
+from ....lineage import with_drawn
 from ....tensor import random
 from ....tensor.factories import arange
 from ....tensor.sharded_tensor import ShardedTensor
@@ -57,7 +58,7 @@ def _fill(x: Any, generator: Any, values: Callable[..., Tensor], *parameters: An
     """Overwrite x in place with random numbers; as in torch, its autograd history ends here."""
     _no_generator(generator)
     _check_fillable(x)
-    before = drawn.last
+    before = thread_context.last_draw
     x._local.copy_(values(x._layout, *parameters))
     x._lineage = with_drawn(x._lineage, before)
     x._sync_requires_grad()
@@ -124,7 +125,7 @@ def _bernoulli_(x: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
     _no_generator(generator)
     _check_fillable(x)
     chances = _as_operand(p, x).detach().expand(x.shape).redistribute(x.spec)
-    before, units = drawn.last, random.units(x._layout)
+    before, units = thread_context.last_draw, random.units(x._layout)
     x._lineage = with_drawn(x._lineage, before)
     if x.mesh.coordinate is not None:
         x._local.copy_(_truths(chances._local, units))

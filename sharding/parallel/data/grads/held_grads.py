@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from .....mesh.comm.tracing import tracing
+from .....mesh.comm.thread_context import thread_context
 from ....tensor.sharded_tensor import ShardedTensor
 from ..storage.gather_op import Grads
 from .grad_reduction import Bucket
@@ -17,7 +17,7 @@ def refuse_recording() -> None:
 
     Its calls would not see what an earlier one held back.
     """
-    if tracing.recorder is not None:
+    if thread_context.recorder is not None:
         raise NotImplementedError(
             "sm.jit of a backward that holds gradients back for a later call "
             "(set_requires_gradient_sync(False) or set_requires_all_reduce(False)): call backward "

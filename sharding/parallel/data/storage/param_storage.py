@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .....mesh.comm.recording.recorder import CommTag
-from .....mesh.comm.tracing import tracing
+from .....mesh.comm.thread_context import thread_context
 from ....tensor.sharded_tensor import ShardedTensor
 from ..slot import UnitOptions
 from .flat import FlatBucket
@@ -71,7 +71,7 @@ class ParamStorage:
 
     def as_shard(self, piece: Tensor) -> Tensor:
         """Return a piece of gradients on the device and in the dtype of the shard; on the host its values may come later."""
-        if self._offloaded is not None and self.shard.device != piece.device and tracing.recorder is None:  # a graph has no events
+        if self._offloaded is not None and self.shard.device != piece.device and thread_context.recorder is None:  # a graph has no events
             return self._offloaded.start(piece, self.shard.dtype)
         return piece.to(self.shard.device, self.shard.dtype)
 
@@ -114,7 +114,7 @@ class ParamStorage:
         copy = self._copies.get(axes)
         if copy is None or copy[0] != versions or (copy[1].is_inference() and not torch.is_inference_mode_enabled()):
             return None
-        recorder = tracing.recorder
+        recorder = thread_context.recorder
         if recorder is not None and axes != self._stage.parameter and recorder.node_of(copy[1]) is None:
             return None  # gathered before the recording, such as by a validation: later calls will not find it
         return copy[1]

@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel.context import attention, blockwise, flash, ring
+from shardmesh.mesh.comm.current_world import current_world
+from shardmesh.sharding.parallel.context import blockwise, flash, ring
 from shardmesh.sharding.parallel.context.attention import METHODS, context_parallel, context_parallel_attention
 from shardmesh.sharding.parallel.context.load_balance import balance_sequence, unbalance_sequence
 from tests.device import DEVICE
@@ -373,14 +374,15 @@ def test_recomputation_after_the_block_runs_as_the_forward_did(method):
         with context_parallel("a", method=method, balanced=True):
             loss = checkpoint(_model, balance_sequence(x, 1, "a"), w, use_reentrant=False).square().mean()
         backward(loss)
-        assert attention._active_block() is None
+        assert mesh.world.attention is None
         return x.grad.full_tensor(), w.grad.full_tensor()
 
     def in_another_block(loss):
         with context_parallel("a", method=other):
-            before = attention._active_block()
+            world = current_world()
+            before = world.attention
             loss.backward()
-            assert attention._active_block() is before
+            assert world.attention is before
 
     for backward in (lambda loss: loss.backward(), in_another_block, lambda loss: in_device_thread(loss.backward)):
         for found in on_mesh((2,), lambda mesh, backward=backward: program(mesh, backward)):

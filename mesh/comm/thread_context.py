@@ -1,0 +1,188 @@
+"""What the calling thread is in the middle of: all state that the library keeps for each thread.
+
+    thread_context.recorder          None, or what records a graph in this thread
+    thread_context.batch = batch     a block sets a field, and sets it back at its end
+
+    state = thread_context.function_state()        forward
+    with thread_context.running_as(state):         recomputation: f runs in the state of its forward
+        f()
+
+Threads are simulated ranks, the device threads of autograd, and those of the program. Each starts
+from the defaults below. The current mesh is not among them: it is in a context variable
+(`mesh/current_mesh.py`), so that simulated ranks take it over from their caller. What a rank is in
+the middle of, in whichever thread, such as `accumulate_grads()`, belongs to its `World`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from .transforms import transforms_active
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+class StepRecorder(Protocol):
+    """Runs functions that are not torch operators, and records them.
+
+    Attributes:
+        draws: which random numbers have been drawn; its `relative` says whether their positions
+            follow from that at the start.
+    """
+
+    draws: Any
+
+    def collective(self, group: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the method `name` of the group, record the call, and return its result."""
+
+    def draw(
+        self, part: Callable[..., Any], seed: int, stream: int, parameters: Sequence[Any]
+    ) -> Any:
+        """Return the random tensor `part(seed, stream, *parameters)`, and record that a later call
+        draws the one at its own position.
+        """
+
+    def node_of(self, x: Any) -> Any:
+        """Return what stands for a tensor in the graph; None for one that the recording has neither
+        made nor used.
+        """
+
+
+class Replacement(Protocol):
+    """A function of torch's that is replaced while any thread needs it."""
+
+    def install(self) -> None:
+        """Begin to need it, in one thread more."""
+
+    def uninstall(self) -> None:
+        """End what one `install` began."""
+
+
+class FunctionState(NamedTuple):
+    """The fields of `ThreadContext` on which the results of a function depend.
+
+    Recomputation runs it with those of its forward.
+    """
+
+    world: World | None
+    implicit_replication: bool
+    plain_attention: Replacement | None
+
+
+class ThreadContext(threading.local):
+    """The state of the calling thread.
+
+    Fields of higher layers are typed `Any`; the functions named here return them with their types.
+
+    Attributes:
+        world: the simulated or null world that the thread runs in; None in that of processes, see
+            `current_world`.
+        implicit_replication: whether plain operands count as replicated, see
+            `sm.ops.implicit_replication`.
+        plain_attention: the block that runs torch's attention of plain tensors, see
+            `compat.context_parallel`; None outside.
+
+        recorder: what records the graph that is being made; collectives and random numbers are
+            shown to it.
+        axis_env: the environment of the innermost mapped function (`current_axis_env`).
+        batch: how the innermost `vmap` has split its examples (`current_batch`).
+        level_count: number of levels of torch.func that the library has opened.
+        vmap_randomness: the `randomness` of the `vmap`s among them.
+        forward_mode_depth: number of `forward_mode` blocks around.
+        grad_depth: number of functions around that are being differentiated.
+        grad_is_nested: whether the results of `grad` are to be differentiated again.
+        starts_async: whether collectives are to be left in flight: this is a call by `async_start`.
+        schedule: that of the running `fully_shard` model (`running_schedule`).
+        segment_calls: the collectives of the compiled segment that runs, as functions of x that
+            return the result.
+        last_draw: seed and number of the last random tensor that was drawn; a new tuple after each.
+        on_stand_ins: whether the operators that run are the library's, on tensors without values
+            that stand for sharded ones.
+        outside_mesh: whether an operator runs on a rank outside of its tensors' mesh, on stand-ins
+            as well.
+        own_torch_call: whether a call of torch.distributed is the library's, which has recorded it.
+        local_map_tree: the tree of what the function of the last `local_map` returned, until its
+            caller takes it.
+    """
+
+    world: World | None = None
+    implicit_replication: bool = False
+    plain_attention: Replacement | None = None
+
+    recorder: StepRecorder | None = None
+    axis_env: Any = None
+    batch: Any = None
+    level_count: int = 0
+    vmap_randomness: tuple[str, ...] = ()
+    forward_mode_depth: int = 0
+    grad_depth: int = 0
+    grad_is_nested: bool = False
+    starts_async: bool = False
+    schedule: Any = None
+    segment_calls: Sequence[Callable[[Any], Any]] = ()
+    last_draw: tuple[int, int] | None = None
+    on_stand_ins: bool = False
+    outside_mesh: bool = False
+    own_torch_call: bool = False
+    local_map_tree: Any = None
+
+    @property
+    def needs_each_operator(self) -> bool:
+        """Whether the thread is inside of what needs operators one by one: a recording, a mapped
+        function, one that is being differentiated, a transform.
+        """
+        is_inside = self.recorder is not None or self.axis_env is not None or self.grad_depth > 0
+        return is_inside or transforms_active()
+
+    @contextmanager
+    def making_stand_ins(self) -> Iterator[None]:
+        """Set `on_stand_ins` for the block, or for the calls of a function."""
+        before, self.on_stand_ins = self.on_stand_ins, True
+        try:
+            yield
+        finally:
+            self.on_stand_ins = before
+
+    @contextmanager
+    def running_outside_mesh(self) -> Iterator[None]:
+        """Set `outside_mesh` for the block, or for the calls of a function."""
+        before, self.outside_mesh = self.outside_mesh, True
+        try:
+            yield
+        finally:
+            self.outside_mesh = before
+
+    def reset(self) -> None:
+        """Set all fields to their defaults: a new rank runs in this thread."""
+        self.__dict__.clear()
+
+    def function_state(self) -> FunctionState:
+        """Return the state in which a function runs now, for `running_as`."""
+        return FunctionState(self.world, self.implicit_replication, self.plain_attention)
+
+    @contextmanager
+    def running_as(self, state: FunctionState) -> Iterator[None]:
+        """Run the block in this state, which may be another thread's; at its end, this thread's own
+        is restored.
+        """
+        before = self.function_state()
+        self._set(state)
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _set(self, state: FunctionState) -> None:
+        before = self.plain_attention
+        if state.plain_attention is not None:
+            state.plain_attention.install()
+        self.world, self.implicit_replication, self.plain_attention = state
+        if before is not None:
+            before.uninstall()
+
+
+thread_context = ThreadContext()
