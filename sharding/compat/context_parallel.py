@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...mesh.comm.current_world import current_world
+from ...mesh.comm.first_use import first_block
 from ...mesh.comm.world import World
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh
 from ..layout.spec import P
@@ -291,6 +292,7 @@ def _restore(block: _Block | None) -> None:
 
 @contextmanager
 def _in(block: _Block) -> Iterator[None]:
+    first_block.begin()
     before = _active.block
     _restore(block)
     try:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ...mesh.comm.call_site import user_line
+from ...mesh.comm.first_use import first_block
 from ...mesh.comm.world import World
 from ...mesh.device_mesh import DeviceMesh
 from ..autograd import engine_hooks
@@ -163,6 +164,7 @@ def implicit_replication() -> Iterator[None]:
 
     Communication: none by itself.
     """
+    first_block.begin()
     before = thread_state.implicit_replication
     thread_state.implicit_replication = True
     try:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ....mesh.comm.current_world import current_world
+from ....mesh.comm.first_use import first_block
 from ....mesh.comm.world import World
 from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh
@@ -189,6 +190,7 @@ def context_parallel(axis: Axis = "cp", *, method: str = "ring", balanced: bool 
     """
     if method not in METHODS:
         raise ValueError(f"context_parallel: method={method!r}; write one of {', '.join(map(repr, METHODS))}")
+    first_block.begin()
     before = _active_block()
     _activate_block(_ContextParallelBlock((axis,) if isinstance(axis, str) else tuple(axis), method, balanced))
     try:
