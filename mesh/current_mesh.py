@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .comm.current_world import current_world
+from .comm.first_use import first_block
 from .comm.world import World
 from .errors import MeshError
 
@@ -76,6 +77,7 @@ def with_mesh(mesh: DeviceMesh | None, before: MeshContext | None) -> MeshContex
             f"{mesh!r} is a mesh of another world ({world_text(mesh.world)}), and this runs in {world_text(here)}: make the mesh "
             "there, with init_device_mesh or DeviceMesh inside the function that runs on each rank"
         )
+    first_block.begin()
     return MeshContext((*others, CurrentMesh(mesh)), before)
 
 

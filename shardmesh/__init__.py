@@ -52,6 +52,7 @@ from shardmesh.sharding.functional.typeof import typeof
 from shardmesh.sharding.layout.layout import Layout
 from shardmesh.sharding.layout.named_sharding import NamedSharding
 from shardmesh.sharding.layout.spec import P, Partial, PartitionSpec, Placement, Replicate, Shard
+from shardmesh.sharding.ops.torch_compile import mark_entry
 from shardmesh.sharding.tensor.autograd.leaf_grads import accumulate_grads
 from shardmesh.sharding.tensor.constraint import with_sharding_constraint
 from shardmesh.sharding.tensor.convert import distribute_tensor, from_local, to_local
@@ -124,8 +125,8 @@ if not TYPE_CHECKING:  # type checkers would take any name for known
         if name in _NAMESPACES:
             return import_module(f".{name}", __name__)
         if name in _MODULE_OF:
-            found = globals()[name] = getattr(import_module(_MODULE_OF[name], __name__), name)
-            return found
+            value = globals()[name] = getattr(import_module(_MODULE_OF[name], __name__), name)
+            return mark_entry(value, calls_program=True)
         there = () if name.startswith("_") else (n for n in _NAMESPACES if name in import_module(f".{n}", __name__).__all__)
         hint = next((f"; did you mean {__name__}.{n}.{name}?" for n in there), "")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
@@ -215,3 +216,6 @@ __all__ = [
     "with_sharding_constraint",
     "zeros",
 ]
+
+for _name in set(__all__) & set(globals()):
+    mark_entry(globals()[_name])

@@ -38,6 +38,103 @@ def test_import_loads_only_what_it_names():
     assert seen == {"loaded": ["shardmesh"], "group": False, "cuda": False, "threads": True}
 
 
+UNCHANGED = """
+import gc, sys, threading
+import torch, numpy, einops
+import torch.distributed as dist
+from torch.optim import optimizer as torch_optimizer
+import torch.distributed.tensor  # adds DTensor to the types of foreach
+import torch.utils._foreach_utils, torch.utils.checkpoint
+
+def state():
+    owners = [
+        torch_optimizer, torch.optim.Optimizer, torch.utils._foreach_utils, torch.utils.checkpoint,
+        torch.utils.checkpoint._CheckpointFrame, torch.utils.checkpoint.CheckpointFunction, torch.nn.Module, torch.Tensor, torch.nn.functional,
+        dist, dist.distributed_c10d, dist.ProcessGroup, dist.Work, torch.autograd.Function,
+    ]
+    found = {}
+    for owner in owners:
+        for name, value in vars(owner).items():
+            items = repr(list(value)) if isinstance(value, (list, dict, set)) and not name.startswith("__") else None
+            found[f"{owner.__name__}.{name}"] = id(value), items
+    found["meta_path"], found["path_hooks"] = list(sys.meta_path), list(sys.path_hooks)
+    found["excepthooks"] = sys.excepthook, threading.excepthook
+    found["gc"] = gc.isenabled(), gc.get_threshold()
+    return found
+
+def check(when):
+    now = state()
+    changed = [name for name in {*before, *now} if before.get(name) != now.get(name)]
+    # modules of torch that are loaded by now are attributes of their packages
+    changed = [name for name in changed if not isinstance(getattr(sys.modules.get(name.rpartition(".")[0]), name.rpartition(".")[2], None), type(sys))]
+    assert not changed, (when, changed)
+
+before = state()
+import shardmesh as sm
+check("import")
+for name in NAMESPACES:
+    getattr(sm, name)
+check("namespaces")
+sm.shard_map, sm.grad, sm.jit, sm.scan
+check("transforms")
+
+def program():
+    mesh = sm.init_device_mesh("cpu", (2,), axis_names=("a",))
+    x = sm.device_put(torch.arange(4.0), mesh, sm.P("a"))
+    assert (x * 2).sum().item() == 12
+    check("a mesh")
+
+sm.simulate(2)(program)()
+check("simulate")
+with sm.debug.null_world(2):
+    mesh = sm.init_device_mesh("cpu", (2,), axis_names=("a",))
+    sm.zeros((4,), mesh, sm.P("a")) + 1
+    check("null_world")
+check("the end")
+""".replace("NAMESPACES", repr(NAMESPACES))
+
+
+def test_nothing_of_torch_and_the_interpreter_is_changed():
+    """By the import, by namespaces, by meshes of simulated and null worlds and by operators on their tensors."""
+    done = python(UNCHANGED)
+    assert done.returncode == 0, done.stderr
+
+
+STEP = """
+import torch, shardmesh as sm
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import checkpoint
+
+def is_wrapped():
+    return hasattr(checkpoint._CheckpointFrame.__init__, "__wrapped__")
+
+def is_hooked():
+    return len(torch_optimizer._global_optimizer_pre_hooks) > 0
+
+def program():
+    grouping = torch_optimizer._group_tensors_by_device_and_dtype
+    mesh = sm.init_device_mesh("cpu", (1,), axis_names=("a",))
+    USE
+    assert torch_optimizer._group_tensors_by_device_and_dtype is grouping
+
+sm.simulate(1)(program)()
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "assert not is_hooked(); torch.nn.Parameter(sm.zeros(4, device_mesh=mesh)); assert is_hooked() and is_wrapped()",
+        "x = sm.zeros(4, device_mesh=mesh); assert not is_hooked(); x.grad = x; assert is_hooked(); torch.optim.AdamW([x]).step()",
+        "assert not is_wrapped()\n    with mesh: assert is_wrapped()",
+        "assert not is_wrapped()\n    with sm.ops.implicit_replication(): assert is_wrapped()",
+    ],
+)
+def test_what_a_program_needs_is_installed_when_it_needs_it(use):
+    done = python(STEP.replace("USE", use))
+    assert done.returncode == 0, done.stderr
+
+
 def test_import_prints_nothing():
     done = python("import shardmesh")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...mesh.comm.current_world import current_world
+from ...mesh.comm.first_use import first_block
 from ...mesh.comm.group import Group
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.transforms import outside_of_transforms
@@ -105,6 +106,7 @@ class AxisEnv:
     """
 
     def __init__(self, root: DeviceMesh, names: tuple[str, ...]) -> None:
+        first_block.begin()
         self.root, self.names = root, names
         self.checker: TypeChecker | None = None
         self.captures: Captures | None = None

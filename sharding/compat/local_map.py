@@ -16,6 +16,7 @@ from ..layout.bounded_cache import HEAVY_LIMIT, keep
 from ..layout.layout import Layout
 from ..layout.mesh_layouts import MeshLayouts
 from ..layout.spec import P, SpecLike
+from ..ops.torch_compile import keep_compiler_out, not_compiled
 from ..tensor.convert import with_grad_layout
 from ..tensor.sharded_tensor import ShardedTensor
 
@@ -71,8 +72,10 @@ def local_map(
         )  # fmt: skip
     function: Callable[..., Any] = func
 
+    @not_compiled("it calls a function of the program outside of any graph", calls_program=True)
     @functools.wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
+        keep_compiler_out()
         flat, tree = pytree.tree_flatten(args)
         first = next((x for x in flat if isinstance(x, ShardedTensor)), None)
         if first is None:

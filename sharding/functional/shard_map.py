@@ -33,6 +33,7 @@ from ..layout.bounded_cache import HEAVY_LIMIT, keep
 from ..layout.mesh_layouts import MeshLayouts
 from ..layout.spec import P
 from ..lineage import comm_context, mixed, seed_of
+from ..ops.torch_compile import keep_compiler_out, not_compiled
 from ..tensor.autograd.local_part import known_local
 from ..tensor.sharded_tensor import ShardedTensor
 from .captures import Captures, replace_captures
@@ -165,7 +166,9 @@ class Mapped:
         self._calls: dict[Any, CachedCall] = {}  # on the mesh of this function; others are kept on their mesh, see `_calls_on`
         self._checks_once = check in (True, False)  # the first call with a signature, not every call
 
+    @not_compiled("it calls a function of the program outside of any graph", calls_program=True)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        keep_compiler_out()
         sharded = [x for x in args if type(x) is ShardedTensor]
         if len(sharded) < len(args):
             sharded = [x for x in pytree.tree_leaves(args) if type(x) is ShardedTensor]

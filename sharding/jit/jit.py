@@ -19,6 +19,7 @@ from ...mesh.comm.world import World
 from ..autograd import engine_hooks
 from ..functional.signature import flatten_tree, unflatten_tree
 from ..functional.trees import pytree
+from ..ops.torch_compile import keep_compiler_out, not_compiled
 from ..tensor.autograd.leaf_grads import is_accumulating
 from ..tensor.device_put import device_put
 from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
@@ -162,7 +163,9 @@ class JitFunction:
     def __repr__(self) -> str:
         return f"jit({getattr(self._f, '__qualname__', self._f)})"
 
+    @not_compiled("it calls a function of the program outside of any graph", calls_program=True)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        keep_compiler_out()
         args = args if self._in is None else _placed(args, self._in)
         leaves, tree = self._flatten(args, kwargs)
         world = current_world()

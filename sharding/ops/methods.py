@@ -21,7 +21,7 @@ from ..tensor.autograd import leaf_grads
 from ..tensor.autograd.local_part import check_gradient_known, known_local
 from ..tensor.redistribute import redistribute
 from ..tensor.sharded_tensor import ShardedTensor
-from . import custom_function, dispatch, torch_transforms
+from . import custom_function, dispatch, torch_compile, torch_transforms
 
 # -- parts and whole tensors -------------------------------------------------------------------------------------------
 
@@ -184,15 +184,16 @@ for _method in (
     __contains__, __iter__, __reversed__, __repr__, requires_grad_, backward, leaf_grads.register_hook,
     leaf_grads.register_post_accumulate_grad_hook, redistribute, convert.to_local,
 ):  # fmt: skip
-    setattr(ShardedTensor, _method.__name__, _method)
+    setattr(ShardedTensor, _method.__name__, torch_compile.mark_entry(_method, calls_program=_method is backward))
 
 for _name, _attribute in {
     "__create_write_items__": torch_checkpoint.create_write_items,
     "__create_chunk_list__": torch_checkpoint.create_chunk_list,
     "__get_tensor_shard__": torch_checkpoint.get_tensor_shard,
     "__hash__": torch_checkpoint.tensor_hash,
+    "__tensor_flatten__": property(torch_compile.flattening),
     "_take_over_history": custom_function.take_over,
-    "from_local": staticmethod(convert.from_local),
+    "from_local": staticmethod(torch_compile.mark_entry(convert.from_local)),
     "addressable_shards": property(process_data.addressable_shards, doc=_OWN_SHARDS),
     "global_shards": property(process_data.global_shards, doc=_ALL_SHARDS),
     "requires_grad": property(_requires_grad, requires_grad_),  # pyright: ignore

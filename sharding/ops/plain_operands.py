@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ...mesh.comm.call_site import user_line
+from ...mesh.comm.first_use import first_block
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.world import World
 from ...mesh.device_mesh import DeviceMesh
@@ -160,6 +161,7 @@ def implicit_replication() -> Iterator[None]:
 
     Communication: none by itself.
     """
+    first_block.begin()
     before = thread_context.implicit_replication
     thread_context.implicit_replication = True
     try:

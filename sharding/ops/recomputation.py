@@ -17,6 +17,7 @@ from typing import Any
 from torch.utils import checkpoint as torch_checkpoint
 
 from ...mesh.comm.current_world import current_world
+from ...mesh.comm.first_use import first_block, first_leaf
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.current_mesh import mesh_context
 
@@ -44,6 +45,8 @@ def in_present_state(f: Callable[..., Any]) -> Callable[..., Any]:
 
 # -- both forms of checkpoint ------------------------------------------------------------------------------------------
 
+# Installed before the first block that a function may see, and before the first sharded leaf.
+
 _torchs_frame = torch_checkpoint._CheckpointFrame.__init__
 _torchs_forward = torch_checkpoint.CheckpointFunction.forward
 
@@ -56,5 +59,11 @@ def _forward(ctx: Any, run_function: Callable[..., Any], *args: Any, **kwargs: A
     return _torchs_forward(ctx, in_present_state(run_function), *args, **kwargs)
 
 
-torch_checkpoint._CheckpointFrame.__init__ = functools.wraps(_torchs_frame)(_frame)
-torch_checkpoint.CheckpointFunction.forward = staticmethod(functools.wraps(_torchs_forward)(_forward))
+def _install() -> None:
+    if torch_checkpoint._CheckpointFrame.__init__ is _torchs_frame:
+        torch_checkpoint._CheckpointFrame.__init__ = functools.wraps(_torchs_frame)(_frame)
+        torch_checkpoint.CheckpointFunction.forward = staticmethod(functools.wraps(_torchs_forward)(_forward))
+
+
+first_block.before(_install)
+first_leaf.before(_install)

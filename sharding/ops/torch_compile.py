@@ -3,19 +3,18 @@
 Dynamo runs the library's code as Python, with a graph break: collectives, hooks and dispatch depend on state that Dynamo does not guard
 (gathered parameters, collectives in flight). Code that the library calls, such as a module's forward, is compiled.
 
-Importing Dynamo takes seconds, so it is not imported here: its rules are set when it is, before or after this library. With
-`fullgraph=True` a graph break is an error, whose hints are replaced by one that says what to do.
+    marks     on functions that compiled code may call: the graph breaks there, and with `fullgraph=True` the error says why
+    rules     Dynamo's list of files that it does not compile gets the library's, when Dynamo first meets a `ShardedTensor` or calls a
+              function from which the library calls the program
+
+Nothing of this happens at import, and Dynamo, whose import takes seconds, is not imported here.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.abc
-import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -23,33 +22,65 @@ import torch
 from ...mesh.comm.call_site import _OURS
 
 F = TypeVar("F", bound=Callable[..., Any])
-_HINT = (
+_ADVICE = (
     "torch.compile runs operators on ShardedTensors, and all other code of shardmesh, eagerly: a graph breaks here. Leave out "
     "fullgraph=True; or compile modules that see plain tensors, such as the blocks under fully_shard; or compile the whole step, with its "
     "collectives and the optimizer, by sm.jit(step). For torch's flex_attention, which compiles itself, call sm.ops.flex_attention"
 )
-_reasons: list[str] = []  # of functions that are not compiled
 _RULES = "torch._dynamo.trace_rules"
+_frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]  # the part of Dynamo in C++, which is always there
+_SKIP, _DEFAULT = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
+
+
+class _Rules:
+    are_set = False
 
 
 def keep_compiler_out() -> None:
-    """Make Dynamo run the library's code as Python, now if it is imported, else when it is."""
-    rules = sys.modules.get(_RULES)
-    if rules is not None and hasattr(rules, "_recompile_re"):
-        _add_rules(rules)
-    elif not any(isinstance(finder, _DynamoFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _DynamoFinder())
+    """Make Dynamo, if it is imported, run the library's code as Python from now on."""
+    if not _Rules.are_set and _RULES in sys.modules:
+        rules: Any = sys.modules[_RULES]
+        if hasattr(rules, "_recompile_re"):  # else it is being imported
+            package = __name__.rpartition(".sharding")[0]
+            for folder in ("mesh", "sharding", "kernels"):
+                rules.add(f"{package}.{folder}")
+            _Rules.are_set = True
 
 
-def not_compiled(reason: str) -> Callable[[F], F]:
-    """Mark a function that compiled code may call; with `fullgraph=True` Dynamo's error shows the reason."""
+def not_compiled(reason: str, *, calls_program: bool = False) -> Callable[[F], F]:
+    """Mark a function that compiled code may call; with `fullgraph=True` Dynamo's error shows the reason.
+
+    Args:
+        reason: why it is not compiled.
+        calls_program: whether it calls functions of the program, which are compiled. It should begin with `keep_compiler_out()`.
+    """
 
     def mark(f: F) -> F:
-        _reasons.append(reason)
-        f._torchdynamo_disable, f._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
+        f._torchdynamo_disable, f._torchdynamo_disable_msg = True, f"{reason}. {_ADVICE}"  # type: ignore[attr-defined]
+        if f.__code__.co_filename.startswith(_OURS):  # else it is contextlib's
+            strategy = _frames._FrameExecStrategy(_SKIP, _DEFAULT if calls_program else _SKIP)  # of its frame; of those that it calls
+            _frames.set_code_exec_strategy(f.__code__, strategy)
         return f
 
     return mark
+
+
+def mark_entry(value: F, *, calls_program: bool = False) -> F:
+    """Mark a public function, or the constructor of a public class, as `not_compiled`; return it."""
+    f = vars(value).get("__init__") if isinstance(value, type) else value
+    if type(f) is FunctionType and not hasattr(f, "_torchdynamo_disable"):
+        not_compiled("shardmesh depends on state that compiled code does not see", calls_program=calls_program)(f)
+    return value
+
+
+def flattening(x: Any) -> Any:
+    """`x.__tensor_flatten__`, which `torch.compile` asks for when it meets a tensor: there is none.
+
+    Raises:
+        AttributeError: always.
+    """
+    keep_compiler_out()
+    raise AttributeError(f"{type(x).__name__} has no __tensor_flatten__: torch.compile runs operators on it eagerly")
 
 
 def refuse_jit_trace() -> None:
@@ -63,49 +94,3 @@ def refuse_jit_trace() -> None:
             "torch.jit.trace records neither ShardedTensors nor collectives; trace or export a plain model loaded from "
             "sm.checkpoint.full_state_dict(model) on one rank, or use torch.compile"
         )
-
-
-def _add_rules(rules: Any) -> None:
-    package = __name__.rpartition(".sharding")[0]
-    for folder in ("mesh", "sharding", "kernels"):
-        rules.add(f"{package}.{folder}")
-    _explain_breaks()
-
-
-def _explain_breaks() -> None:
-    """Replace the hints of graph breaks at this library's code and objects."""
-    from torch._dynamo import exc
-
-    describe = getattr(exc, "format_graph_break_message", None)
-    if describe is None or hasattr(describe, "__wrapped__"):
-        return
-
-    @functools.wraps(describe)
-    def described(gb_type: str, context: str, explanation: str, hints: list[str]) -> str:
-        text = f"{context} {explanation}"
-        is_ours = "ShardedTensor" in text or any(part in text for part in (*_OURS, *_reasons))
-        return describe(gb_type, context, explanation, [_HINT] if is_ours else hints)
-
-    exc.format_graph_break_message = described
-
-
-class _DynamoFinder(importlib.abc.MetaPathFinder):
-    """An import hook that sets the rules once Dynamo's module of rules has run, and removes itself."""
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != _RULES:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def run_and_add(module: ModuleType) -> None:
-                run(module)
-                _add_rules(module)
-
-            spec.loader.exec_module = run_and_add  # type: ignore[method-assign]
-        return spec
-
-
-keep_compiler_out()

@@ -27,6 +27,7 @@ from ...autograd import engine_hooks
 from ...autograd.named_axes import AxisEnv, current_axis_env
 from ...layout.layout import Layout
 from ...layout.spec import P
+from ...ops.torch_compile import keep_compiler_out, not_compiled
 from ...redistribute.autograd import redistribute_local
 from ...tensor.autograd.local_part import known_local, part_of
 from ...tensor.convert import from_local
@@ -93,7 +94,9 @@ class custom_vjp:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
+    @not_compiled("it calls a function of the program outside of any graph", calls_program=True)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        keep_compiler_out()
         if self.fwd is None or self.bwd is None:
             raise AttributeError(f"custom_vjp({self.name}) was called before {self.name}.defvjp(fwd, bwd), which sets its gradient")
         given = self._by_position(args, kwargs)

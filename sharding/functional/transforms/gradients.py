@@ -24,6 +24,7 @@ from ....mesh.comm.call_site import DESCRIBERS
 from ....mesh.comm.thread_context import thread_context
 from ...autograd.engine_hooks import transforms_active
 from ...autograd.named_axes import AxisEnv, current_axis_env, current_captures
+from ...ops.torch_compile import keep_compiler_out, not_compiled
 from ...tensor.autograd import backward
 from ...tensor.random import replay_random
 from ...tensor.sharded_tensor import ShardedTensor
@@ -61,8 +62,10 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_
         >>> loss, grads = sm.value_and_grad(loss_fn)(params, batch)
     """
 
+    @not_compiled("it calls a function of the program outside of any graph", calls_program=True)
     @functools.wraps(f)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
+        keep_compiler_out()
         return _evaluated(f, argnums, has_aux, args, kwargs)
 
     return evaluated
@@ -117,8 +120,10 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool 
     """
     both = value_and_grad(f, argnums, has_aux)
 
+    @not_compiled("it calls a function of the program outside of any graph", calls_program=True)
     @functools.wraps(f)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
+        keep_compiler_out()
         value, found = both(*args, **kwargs)
         return (found, value[1]) if has_aux else found
 
@@ -213,8 +218,10 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         >>> y = sm.remat(block)(params, x)
     """
 
+    @not_compiled("it calls a function of the program outside of any graph", calls_program=True)
     @functools.wraps(f)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
+        keep_compiler_out()
         return torch_checkpoint.checkpoint(f, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 
     return recomputed

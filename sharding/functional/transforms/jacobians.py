@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ....kernels.box import slices
+from ...ops.torch_compile import keep_compiler_out, not_compiled
 from ...tensor.sharded_tensor import ShardedTensor
 from ..trees import flatten_without_none
 from .forward import jvp
@@ -40,8 +41,10 @@ def jacfwd(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False)
         >>> sm.jacfwd(lambda x: x.sin())(x)
     """
 
+    @not_compiled("it calls a function of the program outside of any graph", calls_program=True)
     @functools.wraps(fun)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
+        keep_compiler_out()
         arguments = _Arguments("jacfwd", argnums, args, lambda *given: fun(*given, **kwargs))
         basis = _basis(arguments.leaves)
         kept: list[Results] = []
@@ -68,8 +71,10 @@ def jacrev(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False)
     Communication: that of f, and of its backward for the whole batch at once.
     """
 
+    @not_compiled("it calls a function of the program outside of any graph", calls_program=True)
     @functools.wraps(fun)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
+        keep_compiler_out()
         arguments = _Arguments("jacrev", argnums, args, lambda *given: fun(*given, **kwargs))
         result, back, *aux = vjp(arguments.call, *arguments.leaves, has_aux=has_aux)
         outs, tree = flatten_without_none(result)

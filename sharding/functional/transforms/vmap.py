@@ -25,6 +25,7 @@ from ...layout.layout import Layout
 from ...layout.spec import Cut, P
 from ...lineage import mixed, seed_of
 from ...ops.plain_operands import tensors_in
+from ...ops.torch_compile import keep_compiler_out, not_compiled
 from ...redistribute.autograd import redistribute_local, redistribute_locals
 from ...tensor.autograd.local_part import known_local
 from ...tensor.convert import from_local
@@ -103,7 +104,9 @@ class _Batched:
         self._seed = seed_of(f"vmap {self.name}")
         self._searched: set[Any] = set()
 
+    @not_compiled("it calls a function of the program outside of any graph", calls_program=True)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        keep_compiler_out()
         leaves, tree = pytree.tree_flatten((args, kwargs))
         axes = self._axes(args, kwargs, leaves)
         size = self._size(leaves, axes, args, kwargs)

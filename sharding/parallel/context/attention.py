@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ....mesh.comm.current_world import current_world
+from ....mesh.comm.first_use import first_block
 from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.bounded_cache import keep
@@ -182,6 +183,7 @@ def context_parallel(axis: Axis = "cp", *, method: str = "ring", balanced: bool 
     """
     if method not in METHODS:
         raise ValueError(f"context_parallel: method={method!r}; write one of {', '.join(map(repr, METHODS))}")
+    first_block.begin()
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     with current_world().attending(_ContextParallelBlock(axes, method, balanced)):
         yield

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...ops.torch_compile import not_compiled
+from ...ops.torch_compile import keep_compiler_out, not_compiled
 from .schedule import unit_of
 
 _CALL, _COMPILED, _COMPILE = "_call_impl", "_compiled_call_impl", "compile"  # names of nn.Module
@@ -68,8 +68,9 @@ class CallInterception:
         self._compiled[at] = torch.compile(MethodType(type(module)._call_impl, module), *args, **kwargs)
 
 
-@not_compiled("fully_shard and data_parallel gather a unit's parameters here, outside of any graph")
+@not_compiled("fully_shard and data_parallel gather a unit's parameters here, outside of any graph", calls_program=True)
 def _call_unit(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    keep_compiler_out()
     _check_caller(module, sys._getframe(1))
     return unit_of(module).call(module, args, kwargs)  # type: ignore[union-attr]
 
@@ -90,8 +91,9 @@ class _ForwardMethod:
     def __wrapped__(self) -> Callable[..., Any]:
         return self._instead or MethodType(getattr(type(self._module), self._name), self._module)
 
-    @not_compiled("fully_shard and data_parallel gather a unit's parameters here, outside of any graph")
+    @not_compiled("fully_shard and data_parallel gather a unit's parameters here, outside of any graph", calls_program=True)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        keep_compiler_out()
         method, unit = self.__wrapped__, unit_of(self._module)
         if unit is None or unit.calls.is_stopped:
             return method(*args, **kwargs)

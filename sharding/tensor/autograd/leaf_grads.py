@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ....mesh.comm.current_world import current_world
+from ....mesh.comm.first_use import first_leaf
 from ....mesh.comm.recording.recorder import CommTag
 from ....mesh.comm.world import World
 from ...autograd import engine_hooks
@@ -202,6 +203,7 @@ def drop_started(world: World) -> None:
 
 def register_leaf(leaf: ShardedTensor) -> None:
     """Reduce this leaf's gradient at the end of each backward, if it needs a reduction."""
+    first_leaf.begin()
     if not _needs_no_reduction(leaf):
         _register_hooks(leaf)
 
@@ -390,6 +392,8 @@ def _accumulated(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
 
 def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
     """Replace the gradient of `x`; assignment to `.grad`."""
+    if value is not None:
+        first_leaf.begin()
     if value is not None and not isinstance(value, ShardedTensor):
         raise TypeError(
             "the gradient of a ShardedTensor is a ShardedTensor; place the plain tensor with distribute_tensor"

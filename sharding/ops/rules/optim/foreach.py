@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ....layout.layout import Layout
 from ....layout.mesh_layouts import cached_on_mesh
@@ -216,12 +215,9 @@ def _register_by_element() -> None:
 _register_by_element()
 
 
-def _step_one_by_one(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def step_one_by_one(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Make ASGD step tensor by tensor: over lists it creates numbers on the device that C++ sees, which for a wrapper is "meta"."""
     if isinstance(optimizer, torch.optim.ASGD):
         for group in optimizer.param_groups:
             if group["foreach"] and any(isinstance(p, ShardedTensor) for p in group["params"]):
                 group["foreach"] = False
-
-
-register_optimizer_step_pre_hook(_step_one_by_one)

@@ -6,12 +6,17 @@
 
 Torch uses the loop on the CPU, since an operator costs little there. One on a `ShardedTensor` costs more, and the fused kernels read
 each element once instead of eight times. `foreach=False` still selects the loop.
+
+The first sharded leaf installs this: hooks of optimizer steps, by torch's public functions, and a type in torch's lists of types
+that foreach takes. torch's function that groups tensors by device is replaced while optimizers with sharded parameters step.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,9 +24,10 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 from torch.utils import _foreach_utils as foreach_utils
 
+from .....mesh.comm.first_use import first_leaf
 from ....lineage import mixed, piece_of, seed_of, set_pieces, step_lineages
 from ....tensor.sharded_tensor import ShardedTensor
-from .foreach import aligned, check_writable
+from .foreach import aligned, check_writable, step_one_by_one
 
 _LOOPS = (torch.optim.Adafactor,)  # by default on every device: foreach takes more memory
 _CHOSEN = "_shardmesh_chosen"  # under this name an optimizer that steps has the options that were chosen for it
@@ -29,15 +35,40 @@ _STEP = seed_of("optimizer step")
 Group = dict[str, Any]
 
 
-def register() -> None:
-    """Make torch use its foreach and fused implementations for sharded parameters. A second call does nothing."""
+def _install() -> None:
+    """Make torch use its foreach and fused implementations for sharded parameters."""
     for types in (torch_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types):
-        if ShardedTensor not in types:
-            types.append(ShardedTensor)
-    if torch_optimizer._group_tensors_by_device_and_dtype is not _by_local_device:
-        torch_optimizer._group_tensors_by_device_and_dtype = _by_local_device  # type: ignore[assignment]
-        torch_optimizer.register_optimizer_step_pre_hook(_choose)
-        torch_optimizer.register_optimizer_step_post_hook(_finish)
+        types.append(ShardedTensor)
+    torch_optimizer.register_optimizer_step_pre_hook(step_one_by_one)
+    torch_optimizer.register_optimizer_step_pre_hook(_begin_step)
+    torch_optimizer.register_optimizer_step_post_hook(_end_step)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+_stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # with sharded parameters; a step may contain another one
+_lock = threading.Lock()
+
+
+def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Replace torch's grouping, and choose the implementation, for the step that begins."""
+    if any(type(x) is ShardedTensor for group in optimizer.param_groups for x in group["params"]):
+        with _lock:
+            _stepping.add(optimizer)
+            torch_optimizer._group_tensors_by_device_and_dtype = _by_local_device  # type: ignore[assignment]
+    _choose(optimizer)
+
+
+def _end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Undo what `_begin_step` did.
+
+    After a step that has raised this is not called; its optimizer's next step undoes it, or any step once that optimizer is gone.
+    """
+    _finish(optimizer)
+    with _lock:
+        _stepping.discard(optimizer)
+        if not _stepping and torch_optimizer._group_tensors_by_device_and_dtype is _by_local_device:
+            torch_optimizer._group_tensors_by_device_and_dtype = _torchs_grouping
 
 
 # -- tensors of one device ---------------------------------------------------------------------------------------------
@@ -113,7 +144,7 @@ def _note_step(lists: list[list[Any]]) -> None:
 # -- defaults ----------------------------------------------------------------------------------------------------------
 
 
-def _choose(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _choose(optimizer: torch.optim.Optimizer) -> None:
     """Choose for the step that begins."""
     _restore(optimizer)  # a step before may have raised
     chosen = []
@@ -138,7 +169,7 @@ def _restore(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Group, list[int
     return [(group, before) for group, _, before in chosen]
 
 
-def _finish(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _finish(optimizer: torch.optim.Optimizer) -> None:
     """Restore the groups, and set lineages that do not depend on what was chosen: memory may be contiguous on some ranks only."""
     for group, before in _restore(optimizer):
         for x, lineage in zip(group["params"], before, strict=True):
@@ -180,4 +211,4 @@ def _is_number(y: Any) -> bool:
     return not isinstance(y, torch.Tensor) or (y.ndim == 0 and y.dtype is torch.float32)
 
 
-register()
+first_leaf.before(_install)

@@ -139,13 +139,29 @@ def test_sharded_and_plain_parameters_in_one_list(mesh: sm.DeviceMesh) -> None:
         torch.testing.assert_close(part.detach(), torch.full_like(part, 0.899).detach())
 
 
+class Grouping(torch.optim.Optimizer):
+    """An optimizer whose step groups the lists in `lists`, as torch's do."""
+
+    def __init__(self, params: list[Any]) -> None:
+        super().__init__(params, {})
+        self.lists: Any = None
+        self.before_end: Any = lambda: None
+
+    def step(self) -> Any:  # type: ignore[override]
+        groups = torch.optim.Optimizer._group_tensors_by_device_and_dtype(self.lists, True)
+        self.before_end()
+        return groups
+
+
 @every_rank(2)
 def test_lists_are_grouped_by_device(mesh: sm.DeviceMesh) -> None:
     """As on a GPU, where `step` lies beside the part and the wrapper says "meta": float64 stands for the other device."""
     dtypes = (torch.float32, torch.float64, torch.float32)
     xs: list[Any] = [sm.distribute_tensor(torch.ones(2, dtype=dtype), mesh, P("a")) for dtype in dtypes]
     steps: list[Any] = [torch.zeros((), device=x._local.device) for x in xs]
-    found: Any = torch.optim.Optimizer._group_tensors_by_device_and_dtype([xs, [None, None, xs[2]], [], steps], True)
+    optimizer = Grouping([x.requires_grad_() for x in xs])
+    optimizer.lists = [xs, [None, None, xs[2]], [], steps]
+    found: Any = optimizer.step()
     assert {(str(device), dtype): numbers for (device, dtype), (_, numbers) in found.items()} == {
         ("cpu", torch.float32): [0, 2], ("cpu", torch.float64): [1],
     }  # fmt: skip
@@ -153,12 +169,71 @@ def test_lists_are_grouped_by_device(mesh: sm.DeviceMesh) -> None:
     assert [list(map(id, tensors)) for tensors in lists] == [list(map(id, tensors)) for tensors in expected]
 
 
-def test_torch_default_is_foreach() -> None:
-    """On a GPU its own default is foreach then."""
-    assert ShardedTensor in torch_optimizer._foreach_supported_types
+@every_rank(2)
+def test_torch_default_is_foreach(mesh: sm.DeviceMesh) -> None:
+    """On a GPU its own default is foreach then; a second leaf installs nothing."""
+    sharded(mesh)
+    assert torch_optimizer._foreach_supported_types.count(ShardedTensor) == 1
     before = len(torch_optimizer._global_optimizer_pre_hooks)
-    implementation.register()
+    sharded(mesh)
     assert len(torch_optimizer._global_optimizer_pre_hooks) == before
+
+
+def replaced() -> bool:
+    return torch_optimizer._group_tensors_by_device_and_dtype is implementation._by_local_device
+
+
+def test_grouping_is_replaced_while_any_rank_steps() -> None:
+    """A rank that ends its step leaves the function to those whose step waits in a collective."""
+
+    def program(mesh: sm.DeviceMesh) -> None:
+        params = sharded(mesh)
+        optimizer = Grouping(params)
+        optimizer.lists = [params]
+
+        ends: list[bool] = []
+        optimizer.before_end = lambda: (mesh.group().barrier(), ends.append(replaced()))
+        for _ in range(2):
+            optimizer.step()
+        mesh.group().barrier()
+        assert ends == [True, True]
+        assert not replaced()
+
+    on_mesh((2, 2), program)
+
+
+@every_rank(1)
+def test_grouping_is_torchs_again_after_a_step_that_raised(mesh: sm.DeviceMesh) -> None:
+    params = sharded(mesh)
+    optimizer = Grouping(params)
+    optimizer.lists = [params]
+    optimizer.before_end = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    optimizer.before_end = lambda: None
+    optimizer.step()
+    assert not replaced()
+
+
+@every_rank(1)
+def test_a_step_within_a_step_leaves_the_grouping_to_the_outer_one(mesh: sm.DeviceMesh) -> None:
+    params = sharded(mesh)
+    outer, inner = Grouping(params), MAKERS["AdamW"](params[:1])
+    outer.lists, seen = [params], []
+    outer.before_end = lambda: (inner.step(), seen.append(replaced()))
+    outer.step()
+    assert seen == [True]
+    assert not replaced()
+
+
+@every_rank(1)
+def test_steps_of_plain_parameters_are_left_alone(mesh: sm.DeviceMesh) -> None:
+    sharded(mesh)
+    optimizer = Grouping([nn.Parameter(torch.ones(2))])
+    optimizer.lists, seen = [[torch.ones(2)]], []
+    optimizer.before_end = lambda: seen.append(replaced())
+    optimizer.step()
+    assert seen == [False]
 
 
 @pytest.mark.parametrize("inf_on", [None, 0, 1])
