@@ -529,7 +529,7 @@ def tiny_model(dtype: torch.dtype = torch.float32) -> nn.Module:
             eos_token_id=2,
             initializer_range=0.2,
         )
-        model: nn.Module = transformers.LlamaForCausalLM(config)
+        model: Any = transformers.LlamaForCausalLM(config)
         return model.to(dtype)
 
 

@@ -49,7 +49,8 @@ import torch.utils._foreach_utils, torch.utils.checkpoint
 def state():
     owners = [
         torch_optimizer, torch.optim.Optimizer, torch.utils._foreach_utils, torch.utils.checkpoint,
-        torch.utils.checkpoint._CheckpointFrame, torch.utils.checkpoint.CheckpointFunction, torch.nn.Module, torch.Tensor, torch.nn.functional,
+        torch.utils.checkpoint._CheckpointFrame, torch.utils.checkpoint.CheckpointFunction,
+        torch.nn.Module, torch.Tensor, torch.nn.functional,
         dist, dist.distributed_c10d, dist.ProcessGroup, dist.Work, torch.autograd.Function,
     ]
     found = {}
@@ -66,7 +67,10 @@ def check(when):
     now = state()
     changed = [name for name in {*before, *now} if before.get(name) != now.get(name)]
     # modules of torch that are loaded by now are attributes of their packages
-    changed = [name for name in changed if not isinstance(getattr(sys.modules.get(name.rpartition(".")[0]), name.rpartition(".")[2], None), type(sys))]
+    def is_module(name):
+        owner, _, attribute = name.rpartition(".")
+        return isinstance(getattr(sys.modules.get(owner), attribute, None), type(sys))
+    changed = [name for name in changed if not is_module(name)]
     assert not changed, (when, changed)
 
 before = state()

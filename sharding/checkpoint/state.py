@@ -77,8 +77,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], optimizer: Optim
         if "optimizer" not in state:
             raise ValueError(f"load_state_dict: the state has {list(state)} and no 'optimizer'; pass none, or a state made with one")
         numbered = _numbered(state["optimizer"], _names(model, optimizer), optimizer)
-    own: dict[str, str] = {str(plain_name(model, name)): name for name in model.state_dict()}
-    named: dict[str, Any] = {own.get(_unwrapped(name), name): value for name, value in state["model"].items()}
+    own = {plain_name(model, name): name for name in model.state_dict()}
+    named = {own[key] if (key := _unwrapped(name)) in own else name: value for name, value in state["model"].items()}
     model.load_state_dict(named, strict=strict)
     if optimizer is not None and numbered is not None:
         optimizer.load_state_dict(numbered)

@@ -70,7 +70,7 @@ def mark_entry(value: F, *, calls_program: bool = False) -> F:
     f = vars(value).get("__init__") if isinstance(value, type) else value
     if type(f) is FunctionType and not hasattr(f, "_torchdynamo_disable"):
         not_compiled("shardmesh depends on state that compiled code does not see", calls_program=calls_program)(f)
-    return value
+    return value  # pyright: ignore[reportReturnType]
 
 
 def flattening(x: Any) -> Any:

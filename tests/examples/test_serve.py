@@ -107,9 +107,9 @@ class Server:
         assert (last, rest) == ("data: end", "")
         return [int(event.removeprefix("data: ")) for event in events]
 
-    def interrupt(self) -> int:
-        """Press Ctrl-C, as a terminal does for all processes; return the exit status."""
-        os.killpg(self.process.pid, signal.SIGINT)
+    def end_by(self, number: signal.Signals) -> int:
+        """Send a signal to all processes, as a terminal does for Ctrl-C; return the exit status."""
+        os.killpg(self.process.pid, number)
         rest, _ = self.process.communicate(timeout=END_S)
         self.output += rest
         return self.process.returncode
@@ -264,13 +264,25 @@ def test_client_that_goes_away(server: Server) -> None:
         assert list(answers) == answered_by_one_process(asked)
 
 
-def test_ctrl_c_ends_all_ranks(server: Server) -> None:
-    """It comes while the server is idle."""
-    assert server.interrupt() in (0, 130)
+def test_sigterm_ends_all_ranks(server: Server) -> None:
+    """It comes while the server is idle; `launch` waits for the ranks as long as they need."""
+    assert server.end_by(signal.SIGTERM) == 0
     ended = re.findall(r"rank (\d) has ended after (\d+) turns", server.output)
     assert sorted(rank for rank, _ in ended) == ["0", "1", "2", "3"], server.output
     assert len({turns for _, turns in ended}) == 1
     assert "Traceback" not in server.output
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_server() -> None:
+    """The ranks have five seconds to end; later `launch` kills them."""
+    server = Server(2)
+    try:
+        assert server.end_by(signal.SIGINT) in (0, 130)
+        assert "the server has ended" in server.output
+        assert "Traceback" not in server.output
+    finally:
+        server.kill()
 
 
 # -- its parts -------------------------------------------------------------------------------------

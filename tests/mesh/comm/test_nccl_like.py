@@ -131,7 +131,9 @@ def test_the_device_stays_bound_after_an_error(bound_world: ProcessWorld, monkey
     assert distributed_c10d._get_default_group().bound_device_id == GPU
 
 
-@pytest.mark.parametrize(("backends", "seconds"), [("cuda:nccl", 360.0), ("cpu:gloo,cuda:nccl", 360.0), ("cpu:gloo,cuda:gloo", 604800.0)])
+@pytest.mark.parametrize(
+    ("backends", "seconds"), [("cuda:nccl", 360.0), ("cpu:gloo,cuda:nccl", 360.0), ("cpu:gloo,cuda:gloo", 3650 * 86400.0)]
+)
 def test_groups_have_the_timeout_of_their_backends(
     backends: str, seconds: float, two: list[DrivenRank], bound_world: ProcessWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

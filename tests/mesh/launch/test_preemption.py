@@ -207,6 +207,7 @@ def test_sigterm_raises_system_exit(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sighup_raises_system_exit(capfd: pytest.CaptureFixture[str]) -> None:
+    under_nohup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     before = signal.getsignal(signal.SIGHUP)
     with pytest.raises(SystemExit) as caught, ending_in_order():
         os.kill(os.getpid(), signal.SIGHUP)
@@ -214,6 +215,7 @@ def test_sighup_raises_system_exit(capfd: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 129
     assert "shardmesh: SIGHUP: ends with code 129" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGHUP) == before
+    signal.signal(signal.SIGHUP, under_nohup)
 
 
 def test_nohup_is_left_alone() -> None:

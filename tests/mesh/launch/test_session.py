@@ -391,6 +391,7 @@ def test_an_interrupted_job_says_one_line_and_leaves_nothing(how: str, number: s
 
 def _listen_to_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make background processes ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as nohup does
 
 
 def test_a_rank_that_has_reported_its_failure_is_not_waited_for() -> None:
