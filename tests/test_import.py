@@ -157,20 +157,6 @@ def test_unused_modules_are_not_loaded():
     assert len(loaded) < 290
 
 
-@pytest.mark.parametrize("before", ["enable", "disable"])
-def test_garbage_collection_waits_for_the_imports(before):
-    done = python(
-        "import gc, sys, torch, numpy, einops\n"
-        f"gc.{before}()\n"
-        "def begins(phase, info):\n"
-        "    if 'shardmesh.mesh' in sys.modules and 'shardmesh.sharding.tensor.redistribute' not in sys.modules: print(phase)\n"
-        "gc.callbacks.append(begins)\n"
-        "import shardmesh\n"
-        "print(gc.isenabled())"
-    )
-    assert done.stdout == f"{before == 'enable'}\n", done.stderr
-
-
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", NAMESPACES)
 def test_a_namespace_is_loaded_when_it_is_used(name):
