@@ -67,10 +67,7 @@ def check(when):
     now = state()
     changed = [name for name in {*before, *now} if before.get(name) != now.get(name)]
     # modules of torch that are loaded by now are attributes of their packages
-    def is_module(name):
-        owner, _, attribute = name.rpartition(".")
-        return isinstance(getattr(sys.modules.get(owner), attribute, None), type(sys))
-    changed = [name for name in changed if not is_module(name)]
+    changed = [name for name in changed if name not in sys.modules]
     assert not changed, (when, changed)
 
 before = state()
@@ -129,7 +126,7 @@ sm.simulate(1)(program)()
     "use",
     [
         "assert not is_hooked(); torch.nn.Parameter(sm.zeros(4, device_mesh=mesh)); assert is_hooked() and is_wrapped()",
-        "x = sm.zeros(4, device_mesh=mesh); assert not is_hooked(); x.grad = x; assert is_hooked(); torch.optim.AdamW([x]).step()",
+        "x = sm.zeros(4, device_mesh=mesh); assert not is_hooked(); x.grad = x + 1; assert is_hooked(); torch.optim.AdamW([x]).step()",
         "assert not is_wrapped()\n    with mesh: assert is_wrapped()",
         "assert not is_wrapped()\n    with sm.ops.implicit_replication(): assert is_wrapped()",
     ],
@@ -158,20 +155,6 @@ def test_unused_modules_are_not_loaded():
     unused += [f"shardmesh.{name}" for name in NAMESPACES]
     assert [m for m in loaded if m.startswith(tuple(unused))] == []
     assert len(loaded) < 290
-
-
-@pytest.mark.parametrize("before", ["enable", "disable"])
-def test_garbage_collection_waits_for_the_imports(before):
-    done = python(
-        "import gc, sys, torch, numpy, einops\n"
-        f"gc.{before}()\n"
-        "def begins(phase, info):\n"
-        "    if 'shardmesh.mesh' in sys.modules and 'shardmesh.sharding.tensor.redistribute' not in sys.modules: print(phase)\n"
-        "gc.callbacks.append(begins)\n"
-        "import shardmesh\n"
-        "print(gc.isenabled())"
-    )
-    assert done.stdout == f"{before == 'enable'}\n", done.stderr
 
 
 @pytest.mark.one_in(7)

@@ -58,16 +58,16 @@ def not_compiled(reason: str, *, calls_program: bool = False) -> Callable[[F], F
     def mark(f: F) -> F:
         f._torchdynamo_disable, f._torchdynamo_disable_msg = True, f"{reason}. {_ADVICE}"  # type: ignore[attr-defined]
         if f.__code__.co_filename.startswith(_OURS):  # else it is contextlib's
-            strategy = _frames._FrameExecStrategy(_SKIP, _DEFAULT if calls_program else _SKIP)  # of its frame; of those that it calls
-            _frames.set_code_exec_strategy(f.__code__, strategy)
+            of_calls = _DEFAULT if calls_program else _SKIP
+            _frames.set_code_exec_strategy(f.__code__, _frames._FrameExecStrategy(_SKIP, of_calls))
         return f
 
     return mark
 
 
-def mark_entry(value: F, *, calls_program: bool = False) -> F:
+def mark_entry(value: Any, *, calls_program: bool = False) -> Any:
     """Mark a public function, or the constructor of a public class, as `not_compiled`; return it."""
-    f = vars(value).get("__init__") if isinstance(value, type) else value
+    f: Any = vars(value).get("__init__") if isinstance(value, type) else value
     if type(f) is FunctionType and not hasattr(f, "_torchdynamo_disable"):
         not_compiled("shardmesh depends on state that compiled code does not see", calls_program=calls_program)(f)
     return value  # pyright: ignore[reportReturnType]
