@@ -142,6 +142,9 @@ def data_parallel(
     Raises:
         ValueError: as `fully_shard`; parameters split over axes that do not split the optimizer; gradients split over other axes than it.
 
+    With plain inputs, buffers that forward writes (the running statistics of batch norm) are each rank's own: unlike DDP, nothing
+    broadcasts rank 0's. See `docs/parallel.md`.
+
     Communication: as the table in `docs/parallel.md` says.
 
     Example:
