@@ -15,7 +15,7 @@ from tests.public import public_names
 
 ROOT = Path(__file__).parent.parent
 MODULES = [
-    "layout.spec", "layout.layout", "redistribute.plan.planner", "redistribute.plan.command", "debug.explain", "debug.picture",
+    "layout.spec", "layout.layout", "redistribute.plan.planner", "debug.plan_command", "debug.explain", "debug.picture",
     "debug.visualize", "ops.rules.notation",
 ]  # fmt: skip
 

@@ -47,7 +47,7 @@ def test_examples_scale_with_profile() -> None:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("number", range(9))
 def test_mark(number: int, request: pytest.FixtureRequest) -> None:
-    cases = [item for item in request.session.items if item.name.startswith("test_mark")]
+    cases = [item for item in request.session.items if item.name.startswith("test_mark[")]
     slow = [item for item in cases if item.get_closest_marker("slow")]
     if len(cases) == 9:
         assert len(slow) == 6

@@ -135,15 +135,19 @@ def test_steps_cost_no_text(four: list[DrivenRank]) -> None:
 # -- processes -------------------------------------------------------------------------------------
 
 
-def outputs(ended: list[Ended], status: int = 0) -> list[str]:
-    assert [rank.status for rank in ended] == [status] * len(ended), "\n".join(
-        rank.output for rank in ended
-    )
+def outputs(ended: list[Ended], status: int | None = 0) -> list[str]:
+    """Return what the ranks have printed; None: they have failed, if only when gloo's threads ended."""
+    statuses = [rank.status for rank in ended]
+    printed = "\n".join(rank.output for rank in ended)
+    if status is None:
+        assert all(statuses), printed
+    else:
+        assert statuses == [status] * len(ended), printed
     return [" ".join(rank.output.split()) for rank in ended]
 
 
 def test_request_that_fails_on_one_rank(forked: Forked) -> None:
-    for output in outputs(forked(programs.serves_requests, 2, 2), status=1):
+    for output in outputs(forked(programs.serves_requests, 2, 2), status=None):
         assert "answered 0" in output
         assert "answered 1" not in output
         assert (

@@ -201,7 +201,8 @@ class StepCosts:
         ranks = self.size(*self.case.data)
         if self.tp > 1:
             per_token = 2 * (self.tp - 1) * self.tokens_here() * 8 // self.tp
-            found = {"all_reduce": (5, 3 * per_token + 2 * _scalar(self.tp))}
+            scalars = 2 if ranks == 1 else 0  # else reduced with the sum over the data axes
+            found = {"all_reduce": (3 + scalars, 3 * per_token + scalars * _scalar(self.tp))}
         return plus(found, {"all_reduce": (int(ranks > 1), _scalar(ranks))})
 
 

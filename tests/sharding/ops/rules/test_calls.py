@@ -148,7 +148,6 @@ def warned(monkeypatch):
 GATHERED = {
     "mask of rows": (torch.Tensor.__getitem__, (X, (b(4), slice(1, None)))),
     "repeats": (torch.repeat_interleave, (X, i(4, low=1, high=3), 0)),
-    "strange keyword": (lambda x: torch.sum(x, 0, keepdims=True), (X,)),
     "change of size": (lambda x: x.view(torch.int32), (X,)),
 }
 

@@ -36,7 +36,7 @@ ELSEWHERE = (
 )  # fmt: skip
 # Refusals, which are tested where the others are, and what has another name here.
 WITHOUT_SAMPLES = (
-    "Tensor.cuda", "torch._pack_padded_sequence",  "linalg.eig",
+    "Tensor.cuda", "Tensor.requires_grad_", "torch._pack_padded_sequence",  "linalg.eig",
 )  # fmt: skip
 
 
