@@ -28,7 +28,8 @@ pytest.importorskip("uvicorn")
 
 import serve  # noqa: E402
 
-pytestmark = pytest.mark.timeout(420)  # the four processes import transformers first
+# The four processes import transformers first; one worker runs all tests, so that there is one server.
+pytestmark = [pytest.mark.timeout(420), pytest.mark.xdist_group("tour")]
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "serve.py"
 START_S, END_S = 240.0, 60.0

@@ -59,6 +59,7 @@ def test_processes_with_inductor(world4: Pool) -> None:
         assert_same(found, expected, 1e-5)
 
 
+@pytest.mark.timeout(300)  # Inductor compiles
 def test_inductor() -> None:
     case = Composition("ddp", "tp", "global", EVEN, (1, 2))
     for expected, found in zip(sm.simulate(2)(composed)(case, None), sm.simulate(2)(composed)(case, "inductor"), strict=True):
