@@ -89,10 +89,9 @@ def null_world(size: int, rank: int = 0) -> Iterator[World]:
         raise errors.MeshError(f"null_world: a world has at most {MOST_RANKS} ranks.")
     if size < 1 or not 0 <= rank < size:
         raise errors.MeshError(f"null_world(size={size}, rank={rank}): rank must be from 0 to size - 1.")
-    before, world = thread_context.world, NullWorld(rank, size, list(current_world().observers))
-    thread_context.world = world
+    world = NullWorld(rank, size, list(current_world().observers))
     try:
-        yield world
+        with thread_context.setting(world=world):
+            yield world
     finally:
-        thread_context.world = before
         world.end()

@@ -1,7 +1,8 @@
 """What the calling thread is in the middle of: all state that the library keeps for each thread.
 
     thread_context.recorder          None, or what records a graph in this thread
-    thread_context.batch = batch     a block sets a field, and sets it back at its end
+    with thread_context.setting(batch=batch):      a block sets a field, and sets it back at its end
+        ...
 
     state = thread_context.function_state()        forward
     with thread_context.running_as(state):         recomputation: f runs in the state of its forward
@@ -139,22 +140,18 @@ class ThreadContext(threading.local):
         return is_inside or transforms_active()
 
     @contextmanager
-    def making_stand_ins(self) -> Iterator[None]:
-        """Set `on_stand_ins` for the block, or for the calls of a function."""
-        before, self.on_stand_ins = self.on_stand_ins, True
-        try:
-            yield
-        finally:
-            self.on_stand_ins = before
+    def setting(self, **fields: Any) -> Iterator[None]:
+        """Set fields for the block, or for the calls of a function, and set them back at its end.
 
-    @contextmanager
-    def running_outside_mesh(self) -> Iterator[None]:
-        """Set `outside_mesh` for the block, or for the calls of a function."""
-        before, self.outside_mesh = self.outside_mesh, True
+        Raises:
+            AttributeError: there is no such field.
+        """
+        before = {name: getattr(self, name) for name in fields}
+        self.__dict__.update(fields)
         try:
             yield
         finally:
-            self.outside_mesh = before
+            self.__dict__.update(before)
 
     def reset(self) -> None:
         """Set all fields to their defaults: a new rank runs in this thread."""

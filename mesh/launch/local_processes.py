@@ -37,6 +37,7 @@ import torch.distributed as dist
 from ..monitor.recording.cleanup import remove_jobs_of
 from .child_process import RESULT, RankFailure, callable_name, child_main
 from .job_store import loopback_listener
+from .preemption import unhandled_signals
 
 T = TypeVar("T")
 
@@ -45,7 +46,6 @@ _TERM_GRACE_S = 5.0  # from SIGTERM, which a child may catch to save its work, t
 _FIRST_FAILURE_S = 0.5  # after a failure, wait this long for earlier ones: a killed rank breaks its peers' connections
 _POLL_S = 1.0  # check exit statuses as well as pipes, which a child's own children can hold open after it died
 _NO_GUARD_EXIT = 79  # exit status of a rank that called launch() while it imported the script
-_FORWARDED = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else ()))
 _RESERVED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 _environ_lock = threading.Lock()
@@ -335,8 +335,7 @@ def _forwarding_signals(ranks: Sequence[_LocalRank]) -> Iterator[list[int]]:
                 if r.process.exitcode is None and r.process.pid is not None:
                     os.kill(r.process.pid, number)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = [number for number in _FORWARDED if is_main and signal.getsignal(number) == signal.SIG_DFL]
+    numbers = unhandled_signals()
     for number in numbers:
         signal.signal(number, forward)
     try:

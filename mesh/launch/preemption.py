@@ -285,10 +285,7 @@ def ending_in_order() -> Iterator[None]:
 
     So Ctrl-C raises KeyboardInterrupt. A second signal kills. A handler of the program is left in place, and so is `nohup`.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL]
+    numbers = unhandled_signals()
     for number in numbers:
         _install(number)
     try:
@@ -297,6 +294,13 @@ def ending_in_order() -> Iterator[None]:
         for number in numbers:
             if number != signal.SIGTERM or not _is_listening:
                 _reset(number)
+
+
+def unhandled_signals() -> list[int]:
+    """Return which of SIGTERM and SIGHUP the program leaves to Python's default; none outside the main thread, which alone handles them."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    return [number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL]
 
 
 def _install(number: int) -> None:

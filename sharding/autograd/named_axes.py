@@ -180,11 +180,8 @@ class AxisEnv:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Make this environment the current one in the block."""
-        before, thread_context.axis_env = thread_context.axis_env, self
-        try:
+        with thread_context.setting(axis_env=self):
             yield
-        finally:
-            thread_context.axis_env = before
 
 
 _live: weakref.WeakKeyDictionary[Any, weakref.WeakSet[AxisEnv]] = weakref.WeakKeyDictionary()

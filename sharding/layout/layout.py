@@ -236,7 +236,7 @@ class Layout:
             outside_of_transforms(),
             outside_of_program_modes(),
             torch.inference_mode(False),
-            thread_context.making_stand_ins(),
+            thread_context.setting(on_stand_ins=True),
         ):
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
 

@@ -27,7 +27,7 @@ from .strategy import FOUND, OpStrategy, name_of, with_values
 _CASTS = frozenset(functions("to", "type"))
 
 
-@thread_context.running_outside_mesh()
+@thread_context.setting(outside_mesh=True)
 def run(
     func: Callable[..., Any],
     strategy: OpStrategy,
@@ -62,13 +62,13 @@ class _StandIn(torch.autograd.Function):
     """Replace a tensor in the graph by one of another shape and device, without values."""
 
     @staticmethod
-    @thread_context.running_outside_mesh()
+    @thread_context.setting(outside_mesh=True)
     def forward(ctx: Any, x: Tensor, shape: Sequence[int], device: Any) -> Tensor:
         ctx.shape, ctx.device = x.shape, x.device
         return x.new_empty(shape, device=device)
 
     @staticmethod
-    @thread_context.running_outside_mesh()
+    @thread_context.setting(outside_mesh=True)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return _stand_in(grads[0], ctx.shape, ctx.device), None, None
 
@@ -86,12 +86,12 @@ class _StandInMap(Linear):
     def batched(self, count: int) -> _StandInMap:
         return _StandInMap(*(((*shape, count), device) for shape, device in (self.before, self.after)))
 
-    @thread_context.running_outside_mesh()
+    @thread_context.setting(outside_mesh=True)
     def __call__(self, x: Tensor) -> Tensor:
         return x.new_zeros(self.after[0], device=self.after[1])
 
 
-@thread_context.running_outside_mesh()
+@thread_context.setting(outside_mesh=True)
 def _stand_in(x: Tensor, shape: Sequence[int], device: Any) -> Tensor:
     if transforming():
         return under_transforms(x, _StandInMap((x.shape, x.device), (shape, device)))
@@ -107,7 +107,7 @@ def _part_on(x: ShardedTensor) -> Callable[[Tensor], Any]:
     return lambda whole: _stand_in(whole, (0,), device)
 
 
-@thread_context.running_outside_mesh()
+@thread_context.setting(outside_mesh=True)
 def unknown(layout: Layout, *sources: ShardedTensor) -> ShardedTensor:
     """Return a result with an empty part, for a rank outside the mesh, in the graph of the tensors that it is made of."""
     on = _part_on(sources[0])

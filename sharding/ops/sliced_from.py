@@ -68,7 +68,6 @@ def check_bases(tensors: Iterable[Any]) -> None:
         )
 
 
-
 def _version(x: ShardedTensor) -> _Version:
     """Return a token that changes when x is written; None for an inference tensor, which has no version counter."""
     return None if x._local.is_inference() else (x._local._version, x._data_accesses)

@@ -97,7 +97,7 @@ def choose_strategy(
 
     Communication: none.
     """
-    with outside_of_transforms(), outside_of_program_modes(), thread_context.making_stand_ins():
+    with outside_of_transforms(), outside_of_program_modes(), thread_context.setting(on_stand_ins=True):
         layouts = [x._layout for x in operands]
         check_one_mesh(func, layouts)
         metas = [operand_meta(layout) for layout in layouts]

@@ -70,7 +70,7 @@ def mark_entry(value: Any, *, calls_program: bool = False) -> Any:
     f: Any = vars(value).get("__init__") if isinstance(value, type) else value
     if type(f) is FunctionType and not hasattr(f, "_torchdynamo_disable"):
         not_compiled("shardmesh depends on state that compiled code does not see", calls_program=calls_program)(f)
-    return value  # pyright: ignore[reportReturnType]
+    return value
 
 
 def flattening(x: Any) -> Any:

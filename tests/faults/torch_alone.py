@@ -116,15 +116,19 @@ def alone_ends_before_a_group_is_made(ctx: RankContext) -> Any:
 # -- a rank that dies, a child that is no rank -------------------------------------------------------------------------
 
 
+def _kill_outlier(ctx: RankContext) -> None:
+    if ctx.is_outlier():
+        time.sleep(0.3)  # the others wait
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 @fault("lost", 2, mesh={}, ends=-signal.SIGKILL, says="all_reduce")
 def alone_dies_while_others_reduce(ctx: RankContext) -> Any:
     """A rank is killed while the others wait in dist.all_reduce"""
     _start(ctx)
     t = torch.ones(4)
     dist.barrier()  # <- outlier
-    if ctx.is_outlier():
-        time.sleep(0.3)  # the others wait
-        os.kill(os.getpid(), signal.SIGKILL)
+    _kill_outlier(ctx)
     dist.all_reduce(t)  # <- others
     return 0
 
@@ -135,9 +139,7 @@ def alone_dies_while_others_reduce_by_an_operator(ctx: RankContext) -> Any:
     _start(ctx)
     t = torch.ones(4)
     dist.barrier()  # <- outlier
-    if ctx.is_outlier():
-        time.sleep(0.3)  # the others wait
-        os.kill(os.getpid(), signal.SIGKILL)
+    _kill_outlier(ctx)
     return (functional.all_reduce(t, "sum", dist.group.WORLD) + 0).tolist()  # <- others
 
 

@@ -53,11 +53,8 @@ def current_batch() -> Batch | None:
 @contextmanager
 def use_batch(batch: Batch | None) -> Iterator[None]:
     """Split examples in the block as `batch` says."""
-    before, thread_context.batch = thread_context.batch, batch
-    try:
+    with thread_context.setting(batch=batch):
         yield
-    finally:
-        thread_context.batch = before
 
 
 def _is_p(x: Any) -> bool:

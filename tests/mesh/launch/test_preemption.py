@@ -196,26 +196,18 @@ def test_simulated_ranks_stop_in_the_same_step() -> None:
     assert len(set(simulate(4)(stop_where)())) == 1
 
 
-def test_sigterm_raises_system_exit(capfd: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as caught, ending_in_order():
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(LIMIT_S)
-    assert caught.value.code == 143
-    assert "shardmesh: SIGTERM: ends with code 143" in capfd.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_sighup_raises_system_exit(capfd: pytest.CaptureFixture[str]) -> None:
-    under_nohup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    before = signal.getsignal(signal.SIGHUP)
-    with pytest.raises(SystemExit) as caught, ending_in_order():
-        os.kill(os.getpid(), signal.SIGHUP)
-        time.sleep(LIMIT_S)
-    assert caught.value.code == 129
-    assert "shardmesh: SIGHUP: ends with code 129" in capfd.readouterr().err
-    assert signal.getsignal(signal.SIGHUP) == before
-    signal.signal(signal.SIGHUP, under_nohup)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signal_raises_system_exit(number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    of_the_run = signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
+    try:
+        with pytest.raises(SystemExit) as caught, ending_in_order():
+            os.kill(os.getpid(), number)
+            time.sleep(LIMIT_S)
+        assert caught.value.code == code
+        assert f"shardmesh: {number.name}: ends with code {code}" in capfd.readouterr().err
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, of_the_run)
 
 
 def test_nohup_is_left_alone() -> None:
