@@ -43,7 +43,11 @@ import shardmesh as sm
 from shardmesh import P
 
 OURS, THEIRS = "shardmesh", "torch.distributed.checkpoint"
-CUTS = {"load": 0, "load replicated": None, "load other cut": 1}  # the sharded dim; None for replicated
+CUTS = {
+    "load": 0,
+    "load replicated": None,
+    "load other cut": 1,
+}  # the sharded dim; None for replicated
 AXIS = "x"
 
 Call = Callable[[], Any]
@@ -51,7 +55,13 @@ Call = Callable[[], Any]
 
 def shapes(width: int, layers: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a transformer's parameters."""
-    layer = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width), "norm": (width,)}
+    layer = {
+        "qkv": (3 * width, width),
+        "out": (width, width),
+        "up": (4 * width, width),
+        "down": (width, 4 * width),
+        "norm": (width,),
+    }
     found = {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
     return {"embedding": (vocabulary, width), **found}
 
@@ -74,20 +84,34 @@ class CheckpointSetup:
 
     def our(self, dim: int | None, whole: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return the state as ShardedTensors sharded along `dim`; tensors without this dim are replicated."""
-        specs = {name: P() if dim is None or dim >= x.dim() else P(*[None] * dim, AXIS) for name, x in whole.items()}
-        return {name: sm.distribute_tensor(x, self.ours, specs[name], src_data_rank=None) for name, x in whole.items()}
+        specs = {
+            name: P() if dim is None or dim >= x.dim() else P(*[None] * dim, AXIS)
+            for name, x in whole.items()
+        }
+        return {
+            name: sm.distribute_tensor(x, self.ours, specs[name], src_data_rank=None)
+            for name, x in whole.items()
+        }
 
     def their(self, dim: int | None, whole: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return the same as DTensors."""
-        kinds = {name: dt.Replicate() if dim is None or dim >= x.dim() else dt.Shard(dim) for name, x in whole.items()}
-        return {name: dt.distribute_tensor(x, self.theirs, [kinds[name]], src_data_rank=None) for name, x in whole.items()}
+        kinds = {
+            name: dt.Replicate() if dim is None or dim >= x.dim() else dt.Shard(dim)
+            for name, x in whole.items()
+        }
+        return {
+            name: dt.distribute_tensor(x, self.theirs, [kinds[name]], src_data_rank=None)
+            for name, x in whole.items()
+        }
 
     def saves(self) -> dict[str, Call]:
         """Return a save by each implementation."""
         ours, theirs = self.our(0, self.whole), self.their(0, self.whole)
         return {
             OURS: lambda: sm.checkpoint.save(ours, self.folders[OURS], step=0),
-            THEIRS: lambda: dcp.save(theirs, storage_writer=dcp.FileSystemWriter(self.folders[THEIRS], overwrite=True)),
+            THEIRS: lambda: dcp.save(
+                theirs, storage_writer=dcp.FileSystemWriter(self.folders[THEIRS], overwrite=True)
+            ),
         }
 
     def loads(self, dim: int | None) -> dict[str, Call]:
@@ -100,7 +124,10 @@ class CheckpointSetup:
             return {name: x._local_tensor for name, x in theirs.items()}
 
         return {
-            OURS: lambda: {name: x.to_local() for name, x in sm.checkpoint.load(self.folders[OURS], like=like).items()},
+            OURS: lambda: {
+                name: x.to_local()
+                for name, x in sm.checkpoint.load(self.folders[OURS], like=like).items()
+            },
             THEIRS: theirs_loaded,
         }
 
@@ -108,18 +135,29 @@ class CheckpointSetup:
         """Check that both load bitwise what was saved."""
         expected = {name: x._local_tensor for name, x in self.their(dim, self.whole).items()}
         for who, load in loads.items():
-            wrong = [name for name, x in load().items() if not torch.equal(x.view(torch.int32), expected[name].view(torch.int32))]
+            wrong = [
+                name
+                for name, x in load().items()
+                if not torch.equal(x.view(torch.int32), expected[name].view(torch.int32))
+            ]
             if wrong:
-                raise RuntimeError(f"{who}: the loaded values of {wrong[:3]} differ from the saved ones")
+                raise RuntimeError(
+                    f"{who}: the loaded values of {wrong[:3]} differ from the saved ones"
+                )
 
     def check_each_other(self) -> None:
         """Check that each implementation loads what the other saved."""
-        expected, zeros = self.their(0, self.whole), {name: torch.zeros_like(x) for name, x in self.whole.items()}
+        expected, zeros = (
+            self.their(0, self.whole),
+            {name: torch.zeros_like(x) for name, x in self.whole.items()},
+        )
         theirs = self.their(0, zeros)
         dcp.load(theirs, checkpoint_id=self.folders[OURS] / "step-00000000")
         ours = sm.checkpoint.load(self.folders[THEIRS], like=self.our(0, zeros))
         for name, x in expected.items():
-            if not torch.equal(theirs[name]._local_tensor, x._local_tensor) or not torch.equal(ours[name].to_local(), x._local_tensor):
+            if not torch.equal(theirs[name]._local_tensor, x._local_tensor) or not torch.equal(
+                ours[name].to_local(), x._local_tensor
+            ):
                 raise RuntimeError(f"{name} differs from what the other implementation saved")
 
 
@@ -135,7 +173,9 @@ def timed(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
     return {name: seconds[1:] for name, seconds in found.items()}
 
 
-def measured(sizes: tuple[int, int, int], folder: Path, rounds: int) -> tuple[int, dict[str, dict[str, list[float]]]]:
+def measured(
+    sizes: tuple[int, int, int], folder: Path, rounds: int
+) -> tuple[int, dict[str, dict[str, list[float]]]]:
     """Return the bytes of the state, and this rank's seconds per round by operation and implementation."""
     setup = CheckpointSetup(sizes, folder)
     found = {"save": timed(setup.saves(), rounds)}
@@ -150,7 +190,9 @@ def measured(sizes: tuple[int, int, int], folder: Path, rounds: int) -> tuple[in
 
 def main() -> None:
     """Measure, print the table and write the files asked for."""
-    parser = argparse.ArgumentParser(description="Save and load: shardmesh compared with torch.distributed.checkpoint")
+    parser = argparse.ArgumentParser(
+        description="Save and load: shardmesh compared with torch.distributed.checkpoint"
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=10, help="of each implementation")
     parser.add_argument("--dir", help="where to write; a temporary folder by default")
@@ -168,15 +210,26 @@ def main() -> None:
     report(results, options)
 
 
-def report(results: list[tuple[int, dict[str, dict[str, list[float]]]]], options: argparse.Namespace) -> None:
+def report(
+    results: list[tuple[int, dict[str, dict[str, list[float]]]]], options: argparse.Namespace
+) -> None:
     """Print the table, and write the files asked for."""
     nbytes, first = results[0]
-    times = {what: {who: slowest([Times(tuple(found[what][who])) for _, found in results]) for who in (OURS, THEIRS)} for what in first}
+    times = {
+        what: {
+            who: slowest([Times(tuple(found[what][who])) for _, found in results])
+            for who in (OURS, THEIRS)
+        }
+        for what in first
+    }
     columns = ("", f"{THEIRS}, ms", f"{OURS}, ms", "ratio of medians", "of minima")
     rows = [
         (
             what,
-            *(f"{times[what][who].median * 1e3:.0f} (min {times[what][who].best * 1e3:.0f})" for who in (THEIRS, OURS)),
+            *(
+                f"{times[what][who].median * 1e3:.0f} (min {times[what][who].best * 1e3:.0f})"
+                for who in (THEIRS, OURS)
+            ),
             f"{times[what][OURS].median / times[what][THEIRS].median:.2f}x",
             f"{times[what][OURS].best / times[what][THEIRS].best:.2f}x",
         )
@@ -186,9 +239,14 @@ def report(results: list[tuple[int, dict[str, dict[str, list[float]]]]], options
     show(title, columns, rows)
     env = environment()
     print(f"\n{environment_line(env)}")
-    figures = {what: {who: found.as_dict() for who, found in by.items()} for what, by in times.items()}
+    figures = {
+        what: {who: found.as_dict() for who, found in by.items()} for what, by in times.items()
+    }
     write_json(options.json, {"environment": env, "times": figures})
-    write_markdown(options.markdown, f"# Checkpoints: {title}\n\n{markdown(columns, rows)}\n\n{environment_line(env)}")
+    write_markdown(
+        options.markdown,
+        f"# Checkpoints: {title}\n\n{markdown(columns, rows)}\n\n{environment_line(env)}",
+    )
 
 
 if __name__ == "__main__":

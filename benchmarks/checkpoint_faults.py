@@ -63,7 +63,10 @@ def calls() -> dict[tuple[str, int], int]:
             for kind in ("save", "replace", "async"):
                 for rank in (0, 1):
                     outcome = runner.run(FAULTS[f"{kind} one {rank} {NEVER} before"])
-                    must([r.status for r in outcome.ranks] == [0] * 4, f"{kind} without a kill: {outcome}")
+                    must(
+                        [r.status for r in outcome.ranks] == [0] * 4,
+                        f"{kind} without a kill: {outcome}",
+                    )
                     found[kind, rank] = int(outcome.ranks[rank].value)
     return found
 
@@ -71,7 +74,11 @@ def calls() -> dict[tuple[str, int], int]:
 def call_names() -> Iterator[str]:
     for (kind, rank), count in calls().items():
         for who in ("one", "all"):
-            yield from (f"{kind} {who} {rank} {call} {how}" for call in range(count) for how in ("before", "half"))
+            yield from (
+                f"{kind} {who} {rank} {call} {how}"
+                for call in range(count)
+                for how in ("before", "half")
+            )
 
 
 def moment_names(count: int) -> Iterator[str]:
@@ -86,8 +93,13 @@ def killed(names: Sequence[str], at_once: int) -> Counter[str]:
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="shardmesh-kills-") as base:
         os.environ[VARIABLE] = base
-        with Runner("tests.sharding.checkpoint.kills") as runner, ThreadPoolExecutor(at_once) as pool:
-            for name, outcome in zip(names, pool.map(lambda name: runner.run(FAULTS[name]), names), strict=True):
+        with (
+            Runner("tests.sharding.checkpoint.kills") as runner,
+            ThreadPoolExecutor(at_once) as pool,
+        ):
+            for name, outcome in zip(
+                names, pool.map(lambda name: runner.run(FAULTS[name]), names), strict=True
+            ):
                 must(not outcome.killed, f"{name}: ranks {outcome.killed} hung")
                 dead = sum(rank.status == -9 for rank in outcome.ranks)
                 found[f"{dead} ranks killed"] += 1
@@ -113,8 +125,15 @@ def outcome_of(folder: Path) -> str:
 
     def program() -> int:
         mesh = sm.init_device_mesh("cpu", (3,), axis_names=("a",))
-        found = load(folder, {"x": sm.Layout.of(mesh, P("a"), X.shape), "whole": torch.empty_like(X), "step": None})
-        must(torch.equal(found["x"].full_tensor(), X + found["step"]) and torch.equal(found["whole"], X * found["step"]), "a mix")
+        found = load(
+            folder,
+            {"x": sm.Layout.of(mesh, P("a"), X.shape), "whole": torch.empty_like(X), "step": None},
+        )
+        must(
+            torch.equal(found["x"].full_tensor(), X + found["step"])
+            and torch.equal(found["whole"], X * found["step"]),
+            "a mix",
+        )
         return found["step"]
 
     try:
@@ -146,7 +165,10 @@ def _on_small_disk(folder: Path) -> list[str]:
         return [outcome_of(folder)]
     except CheckpointError as error:
         must("No space left on device" in str(error), str(error))
-        must(all(".tmp-" not in path.name for path in folder.iterdir()), f"{folder} still has temporary files")
+        must(
+            all(".tmp-" not in path.name for path in folder.iterdir()),
+            f"{folder} still has temporary files",
+        )
         there = outcome_of(folder) if any(folder.iterdir()) else "nothing is there"
         return ["the save raised", there]
 
@@ -204,10 +226,16 @@ def pairs(count: int) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a few of each")
-    parser.add_argument("--only", action="append", choices=["calls", "moments", "disks", "damage", "pairs"])
-    parser.add_argument("--at-once", type=int, default=3, help="number of concurrent jobs of four processes")
+    parser.add_argument(
+        "--only", action="append", choices=["calls", "moments", "disks", "damage", "pairs"]
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=3, help="number of concurrent jobs of four processes"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

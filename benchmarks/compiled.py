@@ -43,12 +43,17 @@ TOLERANCE = 1e-4
 Weights = list[tuple[Tensor, Tensor, Tensor]]
 
 
-def weights(place: Callable[[Tensor, int | None], Tensor], layers: int = LAYERS, width: int = WIDTH) -> Weights:
+def weights(
+    place: Callable[[Tensor, int | None], Tensor], layers: int = LAYERS, width: int = WIDTH
+) -> Weights:
     """Return norm, up and down projection of each block; up is sharded by output features, down by input features."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for _ in range(layers):
-        up, down = torch.randn(4 * width, width, generator=generator) / 8, torch.randn(width, 4 * width, generator=generator) / 16
+        up, down = (
+            torch.randn(4 * width, width, generator=generator) / 8,
+            torch.randn(width, 4 * width, generator=generator) / 16,
+        )
         made.append((place(torch.ones(width), None), place(up, 0), place(down, 1)))
     return [tuple(w.requires_grad_() for w in block) for block in made]  # type: ignore[misc]
 
@@ -59,7 +64,9 @@ def forward(x: Tensor, blocks: Weights, whole: Callable[[Tensor], Tensor]) -> Te
     return x.square().mean()
 
 
-def step_of(blocks: Weights, whole: Callable[[Tensor], Tensor], compute: Callable[..., Tensor] = forward) -> Callable[[Tensor], Any]:
+def step_of(
+    blocks: Weights, whole: Callable[[Tensor], Tensor], compute: Callable[..., Tensor] = forward
+) -> Callable[[Tensor], Any]:
     """Return a function that runs forward and backward, and returns the loss and the gradients."""
     leaves = [w for block in blocks for w in block]
 
@@ -79,11 +86,22 @@ def host_time(rounds: int) -> dict[str, float]:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    theirs, ours = init_torch_mesh("cpu", (WORLD,), mesh_dim_names=("tp",)), sm.init_device_mesh("cpu", (WORLD,), axis_names=("tp",))
+    theirs, ours = (
+        init_torch_mesh("cpu", (WORLD,), mesh_dim_names=("tp",)),
+        sm.init_device_mesh("cpu", (WORLD,), axis_names=("tp",)),
+    )
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
     plain = weights(lambda w, dim: w if dim is None else w.chunk(WORLD, dim)[0].clone())
-    theirs_w = weights(lambda w, d: dt.distribute_tensor(w, theirs, [dt.Replicate() if d is None else dt.Shard(d)], src_data_rank=None))
-    ours_w = weights(lambda w, dim: sm.distribute_tensor(w, ours, [sm.Replicate() if dim is None else sm.Shard(dim)], src_data_rank=None))
+    theirs_w = weights(
+        lambda w, d: dt.distribute_tensor(
+            w, theirs, [dt.Replicate() if d is None else dt.Shard(d)], src_data_rank=None
+        )
+    )
+    ours_w = weights(
+        lambda w, dim: sm.distribute_tensor(
+            w, ours, [sm.Replicate() if dim is None else sm.Shard(dim)], src_data_rank=None
+        )
+    )
     x_dt = dt.DTensor.from_local(x, theirs, [dt.Replicate()])
     x_sm = sm.device_put(x, ours, P(), src_data_rank=None)
 
@@ -98,11 +116,15 @@ def host_time(rounds: int) -> dict[str, float]:
         "plain, torch.compile": _bound(step_of(plain, _same, compiled), x),
         "plain, torch.compile, cpp_wrapper": _bound(step_of(plain, _same, in_cpp), x),
         "DTensor, eager": _bound(step_of(theirs_w, to_replicated), x_dt),
-        "DTensor, torch.compile": _bound(step_of(theirs_w, to_replicated, torch.compile(forward, dynamic=False)), x_dt),
+        "DTensor, torch.compile": _bound(
+            step_of(theirs_w, to_replicated, torch.compile(forward, dynamic=False)), x_dt
+        ),
         "ours, eager": _bound(eager, x_sm),
         "ours, sm.jit, eager backend": _bound(sm.jit(eager, backend="eager"), x_sm),
         "ours, sm.jit, Inductor": _bound(sm.jit(eager, backend="inductor"), x_sm),
-        "ours, sm.jit, Inductor, cpp_wrapper": _bound(sm.jit(eager, compiler_options={"cpp_wrapper": True}), x_sm),
+        "ours, sm.jit, Inductor, cpp_wrapper": _bound(
+            sm.jit(eager, compiler_options={"cpp_wrapper": True}), x_sm
+        ),
     }
     losses = {name: _value(step()[0]) for name, step in steps.items()}
     check({name: loss for name, loss in losses.items() if not name.startswith("plain")})
@@ -149,7 +171,14 @@ LONGEST_RECORDING = 10  # eager steps that a recording should take at most
 
 def rows_of(found: dict[str, Found]) -> list[list[str]]:
     return [
-        [name, f"{x.times.median * 1e3:.1f}", str(x.calls), f"{x.received / 1e6:.2f}", f"{x.peak / 1e6:.2f}", f"{x.recording:.2f}"]
+        [
+            name,
+            f"{x.times.median * 1e3:.1f}",
+            str(x.calls),
+            f"{x.received / 1e6:.2f}",
+            f"{x.peak / 1e6:.2f}",
+            f"{x.recording:.2f}",
+        ]
         for name, x in found.items()
     ]
 
@@ -157,30 +186,62 @@ def rows_of(found: dict[str, Found]) -> list[list[str]]:
 def ratios_of(form: Form, found: dict[str, Found]) -> list[tuple[str, float, float]]:
     """Return what `sm.jit` is compared with, the ratio, and what it should be at most."""
     ours, eager = found[INDUCTOR if INDUCTOR in found else EAGER_BACKEND], found[OURS]
-    goals = [(name, goal) for name, goal in zip((form.peer, OURS), form.goals, strict=True) if name in found]
+    goals = [
+        (name, goal)
+        for name, goal in zip((form.peer, OURS), form.goals, strict=True)
+        if name in found
+    ]
     rows = [(f"time: {name}", _ratio(ours, found[name]), goal) for name, goal in goals]
-    rows += [(f"{what}: {OURS}", getattr(ours, what) / getattr(eager, what), 1.0) for what in ("calls", "received", "peak")]
-    return [*rows, (f"recording: a step of {OURS}", found[EAGER_BACKEND].recording / eager.times.median, LONGEST_RECORDING)]
+    rows += [
+        (f"{what}: {OURS}", getattr(ours, what) / getattr(eager, what), 1.0)
+        for what in ("calls", "received", "peak")
+    ]
+    return [
+        *rows,
+        (
+            f"recording: a step of {OURS}",
+            found[EAGER_BACKEND].recording / eager.times.median,
+            LONGEST_RECORDING,
+        ),
+    ]
 
 
 def _ratio(ours: Found, other: Found) -> float:
     """The middle one of the rounds' ratios: what the machine did in a round, it did to both."""
-    return statistics.median(a / b for a, b in zip(ours.times.rounds, other.times.rounds, strict=True))
+    return statistics.median(
+        a / b for a, b in zip(ours.times.rounds, other.times.rounds, strict=True)
+    )
 
 
 def on_processes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     """Measure, print and return tables and figures of all forms."""
-    size = Size(options.layers, options.width, heads=4, f=-(-options.width * 8 // 48) * 16, s=64, b=options.processes)
+    size = Size(
+        options.layers,
+        options.width,
+        heads=4,
+        f=-(-options.width * 8 // 48) * 16,
+        s=64,
+        b=options.processes,
+    )
     quiet = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
-    found = sm.launch(on_process, options.processes, (size, options.rounds, options.inductor), env=quiet)[0]
+    found = sm.launch(
+        on_process, options.processes, (size, options.rounds, options.inductor), env=quiet
+    )[0]
     tables, figures = [], {}
     for form in FORMS:
         rows, ratios = rows_of(found[form.name]), ratios_of(form, found[form.name])
         ratio_rows = [(what, f"{ratio:.2f}", f"{goal:.2f}") for what, ratio, goal in ratios]
-        show(f"{form.name}: {options.layers} layers, {options.processes} gloo processes", COLUMNS, rows)
+        show(
+            f"{form.name}: {options.layers} layers, {options.processes} gloo processes",
+            COLUMNS,
+            rows,
+        )
         show(form.name, RATIO_COLUMNS, ratio_rows)
         tables += [f"**{form.name}**", markdown(COLUMNS, rows), markdown(RATIO_COLUMNS, ratio_rows)]
-        figures[form.name] = {"implementations": {name: asdict(x) for name, x in found[form.name].items()}, "ratios": ratios}
+        figures[form.name] = {
+            "implementations": {name: asdict(x) for name, x in found[form.name].items()},
+            "ratios": ratios,
+        }
     return tables, figures
 
 
@@ -197,11 +258,21 @@ def host_times(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--processes", type=int, default=0, help="train on this many gloo processes instead of measuring host time")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=0,
+        help="train on this many gloo processes instead of measuring host time",
+    )
     parser.add_argument("--rounds", type=int, help="40 for host time, 10 on processes")
     parser.add_argument("--layers", type=int, default=12, help="on processes")
     parser.add_argument("--width", type=int, default=256, help="of the model, on processes")
-    parser.add_argument("--inductor", action=argparse.BooleanOptionalAction, default=True, help="on processes, also what compiles")
+    parser.add_argument(
+        "--inductor",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on processes, also what compiles",
+    )
     parser.add_argument("--json")
     parser.add_argument("--markdown")
     options = parser.parse_args(arguments)

@@ -38,7 +38,11 @@ import shardmesh as sm
 
 TOLERANCE = 1e-4  # of losses, relative
 FIRST_STEPS = 4  # two until the optimizer has its state and a graph is recorded, two that run it
-OURS, EAGER_BACKEND, INDUCTOR = "ours, eager", "ours, sm.jit, eager backend", "ours, sm.jit, Inductor"
+OURS, EAGER_BACKEND, INDUCTOR = (
+    "ours, eager",
+    "ours, sm.jit, eager backend",
+    "ours, sm.jit, Inductor",
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,10 @@ def compiled_tensor_parallel(setup: Setup) -> Training:
 
 DTENSOR, FSDP2 = "DTensor, torch.compile", "FSDP2, blocks under torch.compile"
 _DTENSORS = {"DTensor, eager": their_tensor_parallel, DTENSOR: compiled_tensor_parallel}
-_FSDP2S = {"FSDP2, eager": lambda setup: their_fsdp(setup, True), FSDP2: lambda setup: their_fsdp(setup, True, compiled=True)}
+_FSDP2S = {
+    "FSDP2, eager": lambda setup: their_fsdp(setup, True),
+    FSDP2: lambda setup: their_fsdp(setup, True, compiled=True),
+}
 FORMS = (
     Form("TP + SP", our_tensor_parallel, _DTENSORS, DTENSOR, (0.5, 0.85)),
     Form("FSDP", lambda setup: our_fsdp(setup, True), _FSDP2S, FSDP2, (0.8, 0.9)),
@@ -94,7 +101,10 @@ class Found:
     @staticmethod
     def of_ranks(each: list[Found]) -> Found:
         """Return what was found on all ranks."""
-        most = {name: max(getattr(one, name) for one in each) for name in ("calls", "received", "peak", "recording")}
+        most = {
+            name: max(getattr(one, name) for one in each)
+            for name in ("calls", "received", "peak", "recording")
+        }
         return Found(slowest([one.times for one in each]), **most)
 
 
@@ -104,7 +114,9 @@ class Steps:
     def __init__(self, training: Training, backend: str | None = None, **options: Any) -> None:
         self._training, self._done, self._eager = training, 0, backend is None
         update = _updated(training.model, training.optimizer)
-        self._update = self._eagerly if backend is None else sm.jit(update, backend=backend, **options)
+        self._update = (
+            self._eagerly if backend is None else sm.jit(update, backend=backend, **options)
+        )
         self.recording = 0.0
 
     def _eagerly(self, inputs: Any, targets: Any) -> Tensor:
@@ -122,7 +134,9 @@ class Steps:
         return loss
 
 
-def _updated(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any, Any], Tensor]:
+def _updated(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[Any, Any], Tensor]:
     def update(inputs: Any, targets: Any) -> Tensor:
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
@@ -140,15 +154,26 @@ def measure(form: Form, size: Size, ranks: int, rounds: int, inductor: bool) -> 
     """
     setup = Setup(size, ranks)
     backends = {EAGER_BACKEND: "eager"} | ({INDUCTOR: "inductor"} if inductor else {})
-    steps = {name: Steps(make(setup)) for name, make in form.theirs.items() if inductor or name != form.peer}
-    steps |= {OURS: Steps(form.ours(setup))} | {name: Steps(form.ours(setup), backend) for name, backend in backends.items()}
-    losses = {name: [loss_of_batch(one.step()) for _ in range(FIRST_STEPS)] for name, one in steps.items()}
+    steps = {
+        name: Steps(make(setup))
+        for name, make in form.theirs.items()
+        if inductor or name != form.peer
+    }
+    steps |= {OURS: Steps(form.ours(setup))} | {
+        name: Steps(form.ours(setup), backend) for name, backend in backends.items()
+    }
+    losses = {
+        name: [loss_of_batch(one.step()) for _ in range(FIRST_STEPS)] for name, one in steps.items()
+    }
     check_losses(losses)
     peaks = {name: peak_of(one.step) for name, one in steps.items()}
     sent = {name: collectives_of(one.step, name in form.theirs) for name, one in steps.items()}
     calls: dict[str, Call] = {name: one.step for name, one in steps.items()}
     times = interleaved(calls, rounds=rounds, batch_s=0, together=dist.barrier)
-    return {name: Found(times[name], *sent[name], peaks[name], one.recording) for name, one in steps.items()}
+    return {
+        name: Found(times[name], *sent[name], peaks[name], one.recording)
+        for name, one in steps.items()
+    }
 
 
 def check_losses(losses: dict[str, list[float]]) -> None:
@@ -167,7 +192,9 @@ def collectives_of(call: Call, theirs: bool) -> tuple[int, int]:
         return counted.calls, counted.received
     with sm.debug.comm_budget() as used:
         call()
-    return sum(calls for calls, _ in used.by_op.values()), sum(received for _, received in used.by_op.values())
+    return sum(calls for calls, _ in used.by_op.values()), sum(
+        received for _, received in used.by_op.values()
+    )
 
 
 def peak_of(call: Call) -> int:
@@ -180,7 +207,9 @@ def _peak_of_one(call: Call) -> int:
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]  # type: ignore[union-attr]
     now = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()  # type: ignore[attr-defined]
@@ -190,7 +219,9 @@ def _peak_of_one(call: Call) -> int:
 
 def on_process(size: Size, rounds: int, inductor: bool) -> dict[str, dict[str, Found]]:
     """Measure all forms, as every process does; what was found on all of them."""
-    atexit.register(os._exit, 0)  # after DTensor, gloo's threads now and then abort a process that takes its interpreter down
+    atexit.register(
+        os._exit, 0
+    )  # after DTensor, gloo's threads now and then abort a process that takes its interpreter down
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)
@@ -200,6 +231,8 @@ def on_process(size: Size, rounds: int, inductor: bool) -> dict[str, dict[str, F
         mine = measure(form, size, dist.get_world_size(), rounds, inductor)
         all_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(all_ranks, mine)
-        found[form.name] = {name: Found.of_ranks([each[name] for each in all_ranks]) for name in mine}
+        found[form.name] = {
+            name: Found.of_ranks([each[name] for each in all_ranks]) for name in mine
+        }
         torch.compiler.reset()
     return found

@@ -84,7 +84,9 @@ def implementations() -> dict[str, Implementation]:
     ours = sm.init_device_mesh("cpu", (WORLD,), axis_names=("all",))
 
     def place_dtensor(local: Tensor, dim: int | None) -> Tensor:
-        return dt.DTensor.from_local(local, theirs, [dt.Replicate() if dim is None else dt.Shard(dim)])
+        return dt.DTensor.from_local(
+            local, theirs, [dt.Replicate() if dim is None else dt.Shard(dim)]
+        )
 
     def place_ours(local: Tensor, dim: int | None) -> Tensor:
         placement = sm.Replicate() if dim is None else sm.Shard(dim)
@@ -121,7 +123,8 @@ class Operands:
         rows, width = self.size.rows, self.size.width
         generator = torch.Generator().manual_seed(0)
         x, y, w, b = (
-            torch.randn(s, generator=generator) for s in ((rows, width), (rows, width), (width, width), (width,))
+            torch.randn(s, generator=generator)
+            for s in ((rows, width), (rows, width), (width, width), (width,))
         )
         self.x, self.y = self.impl.leaf(x, 0, self.grad), self.impl.leaf(y, 0, self.grad)
         self.w, self.b = self.impl.leaf(w, None, self.grad), self.impl.leaf(b, None, self.grad)
@@ -157,7 +160,9 @@ def time_operators(impls: dict[str, Implementation], size: Size) -> Iterator[Cas
         operands = {name: Operands(impl, size, grad) for name, impl in impls.items()}
         for operator, run in OPERATORS.items():
             calls = {name: bound(run, t) for name, t in operands.items()}
-            yield CaseTimes(f"{operator}{', grad' if grad else ''}", interleaved(calls, rounds=size.rounds))
+            yield CaseTimes(
+                f"{operator}{', grad' if grad else ''}", interleaved(calls, rounds=size.rounds)
+            )
 
 
 def bound(run: Callable[[Any], Any], argument: Any) -> Call:
@@ -179,7 +184,10 @@ def time_handling(impls: dict[str, Implementation], size: Size) -> Iterator[Case
         "x.device": lambda t: t.x.device,
     }
     for what, read in reads.items():
-        yield CaseTimes(what, interleaved({name: bound(read, t) for name, t in operands.items()}, rounds=size.rounds))
+        yield CaseTimes(
+            what,
+            interleaved({name: bound(read, t) for name, t in operands.items()}, rounds=size.rounds),
+        )
     for what, calls in _handling_calls(impls, operands, torch.randn(size.rows, size.width)).items():
         yield CaseTimes(what, interleaved(calls, rounds=size.rounds))
 
@@ -218,7 +226,10 @@ def _handling_calls(
 
 def time_moves(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes]:
     """Time redistribute and the raw collective that it needs ("plain"), on contiguous buffers."""
-    x, full = torch.randn(size.rows * WORLD, size.width), torch.Size((size.rows * WORLD, size.width))
+    x, full = (
+        torch.randn(size.rows * WORLD, size.width),
+        torch.Size((size.rows * WORLD, size.width)),
+    )
     group, splits = dist.group.WORLD, [size.rows * size.width // WORLD] * WORLD
     rows, columns = x.chunk(WORLD)[0].contiguous(), x.chunk(WORLD, 1)[0].contiguous()
     flat = rows.view(-1)
@@ -245,13 +256,24 @@ def time_moves(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTim
         ("replicated -> rows", x, whole, 0, lambda: None),
     ]
     for what, local, src, dst, raw in cases:
-        yield CaseTimes(what, interleaved(_move_calls(impls, local, full, src, dst) | {PLAIN: raw}, rounds=size.rounds))
+        yield CaseTimes(
+            what,
+            interleaved(
+                _move_calls(impls, local, full, src, dst) | {PLAIN: raw}, rounds=size.rounds
+            ),
+        )
 
 
-def _move_calls(impls: dict[str, Implementation], local: Tensor, full: torch.Size, src: Any, dst: Any) -> dict[str, Call]:
+def _move_calls(
+    impls: dict[str, Implementation], local: Tensor, full: torch.Size, src: Any, dst: Any
+) -> dict[str, Call]:
     def placements(module: Any, where: Any) -> list[Any]:
         return [
-            module.Partial() if where == "partial" else module.Replicate() if where is None else module.Shard(where)
+            module.Partial()
+            if where == "partial"
+            else module.Replicate()
+            if where is None
+            else module.Shard(where)
         ]
 
     theirs, ours = impls[DTENSOR].mesh, impls[OURS].mesh
@@ -259,7 +281,10 @@ def _move_calls(impls: dict[str, Implementation], local: Tensor, full: torch.Siz
     their_x = dt.DTensor.from_local(local, theirs, placements(dt, src), shape=full, stride=stride)
     our_x = sm.from_local(local, ours, placements(sm, src), shape=full)
     their_dst, our_dst = placements(dt, dst), placements(sm, dst)
-    return {DTENSOR: lambda: their_x.redistribute(theirs, their_dst), OURS: lambda: our_x.redistribute(our_dst)}
+    return {
+        DTENSOR: lambda: their_x.redistribute(theirs, their_dst),
+        OURS: lambda: our_x.redistribute(our_dst),
+    }
 
 
 # -- new shapes --------------------------------------------------------------------------------------------------------
@@ -276,7 +301,11 @@ def time_new_shapes(impls: dict[str, Implementation], size: Size) -> Iterator[Ca
         theirs = init_torch_mesh("cpu", mesh_shape, mesh_dim_names=names)
         ours = sm.init_device_mesh("cpu", mesh_shape, axis_names=names)
         for what, operator in (("linear", F.linear), ("x + x", lambda x, w: x + x)):
-            placers = {PLAIN: lambda local, dim: local, DTENSOR: _dtensor_placer(theirs), OURS: _our_placer(ours)}
+            placers = {
+                PLAIN: lambda local, dim: local,
+                DTENSOR: _dtensor_placer(theirs),
+                OURS: _our_placer(ours),
+            }
             if len(mesh_shape) > 3:
                 del placers[DTENSOR]
             calls = {name: _on_new_shapes(operator, place, size) for name, place in placers.items()}
@@ -309,7 +338,9 @@ IN_A_ROW = 4
 _rows = itertools.count(1)
 
 
-def _on_new_shapes(operator: Callable[[Tensor, Tensor], Any], place: Callable[..., Tensor], size: Size) -> Call:
+def _on_new_shapes(
+    operator: Callable[[Tensor, Tensor], Any], place: Callable[..., Tensor], size: Size
+) -> Call:
     """Return the operator on an x with more rows in each call; operands are created in advance."""
     weight = place(torch.randn(size.width, size.width), None)
     fresh = iter([place(torch.randn(next(_rows), size.width), 0) for _ in range(12 + 3 * IN_A_ROW)])
@@ -332,14 +363,20 @@ def time_mlp(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes
     calls = {
         PLAIN: _mlp_step(impls[PLAIN], x, w1, w2, lambda y: y),
         "by hand": _mlp_step(impls[PLAIN], x, w1, w2, lambda y: _AllReduce.apply(y)),
-        DTENSOR: _mlp_step(impls[DTENSOR], x, w1, w2, lambda y: y.redistribute(placements=[dt.Replicate()])),
+        DTENSOR: _mlp_step(
+            impls[DTENSOR], x, w1, w2, lambda y: y.redistribute(placements=[dt.Replicate()])
+        ),
         "DTensor modules": _module_step(impls[DTENSOR].mesh, x, size),
         OURS: _mlp_step(impls[OURS], x, w1, w2, lambda y: y.redistribute([sm.Replicate()])),
     }
-    yield CaseTimes("TP MLP, forward + backward", interleaved(calls, rounds=2 * size.rounds, batch_s=1e-3))
+    yield CaseTimes(
+        "TP MLP, forward + backward", interleaved(calls, rounds=2 * size.rounds, batch_s=1e-3)
+    )
 
 
-def _mlp_step(impl: Implementation, x: Tensor, w1: Tensor, w2: Tensor, reduce: Callable[[Any], Any]) -> Call:
+def _mlp_step(
+    impl: Implementation, x: Tensor, w1: Tensor, w2: Tensor, reduce: Callable[[Any], Any]
+) -> Call:
     x, w1, w2 = impl.leaf(x, None, False), impl.leaf(w1, 0, True), impl.leaf(w2, 1, True)
 
     def step() -> None:
@@ -391,7 +428,10 @@ def time_stack(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTim
     """
     tokens, width = min(4 * size.rows, 256), min(8 * size.width, 512)
     calls = {name: _stack_step(impl, tokens, width) for name, impl in impls.items()}
-    yield CaseTimes("12 blocks, forward + backward + AdamW", interleaved(calls, rounds=size.rounds, batch_s=1e-3))
+    yield CaseTimes(
+        "12 blocks, forward + backward + AdamW",
+        interleaved(calls, rounds=size.rounds, batch_s=1e-3),
+    )
 
 
 class _TensorParallelBlock:
@@ -404,10 +444,15 @@ class _TensorParallelBlock:
         self.ranks, self.inner = impl.ranks, width // WORLD
         self.norms = [impl.leaf(torch.ones(width), None, True) for _ in range(2)]
         self.query, self.key, self.value = (weight(self.inner, width, 0) for _ in range(3))
-        self.out, self.up, self.down = weight(width, self.inner, 1), weight(4 * self.inner, width, 0), weight(width, 4 * self.inner, 1)
-        self.whole = {PLAIN: lambda y: y, DTENSOR: lambda y: y.redistribute(placements=[dt.Replicate()])}.get(
-            impl.name, lambda y: y.redistribute([sm.Replicate()])
+        self.out, self.up, self.down = (
+            weight(width, self.inner, 1),
+            weight(4 * self.inner, width, 0),
+            weight(width, 4 * self.inner, 1),
         )
+        self.whole = {
+            PLAIN: lambda y: y,
+            DTENSOR: lambda y: y.redistribute(placements=[dt.Replicate()]),
+        }.get(impl.name, lambda y: y.redistribute([sm.Replicate()]))
 
     def parameters(self) -> list[Tensor]:
         return [*self.norms, self.query, self.key, self.value, self.out, self.up, self.down]
@@ -415,8 +460,13 @@ class _TensorParallelBlock:
     def __call__(self, x: Tensor) -> Tensor:
         shape, heads = x.shape[-1:], HEADS * self.ranks
         h = F.rms_norm(x, shape, self.norms[0])
-        q, k, v = (F.linear(h, w).unflatten(-1, (heads, -1)).transpose(1, 2) for w in (self.query, self.key, self.value))
-        mixed = (torch.softmax(q @ k.transpose(2, 3), -1) @ v).transpose(1, 2).flatten(2)  # DTensor has no fused form on CPU
+        q, k, v = (
+            F.linear(h, w).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for w in (self.query, self.key, self.value)
+        )
+        mixed = (
+            (torch.softmax(q @ k.transpose(2, 3), -1) @ v).transpose(1, 2).flatten(2)
+        )  # DTensor has no fused form on CPU
         x = x + self.whole(F.linear(mixed, self.out))
         h = F.rms_norm(x, shape, self.norms[1])
         return x + self.whole(F.linear(F.silu(F.linear(h, self.up)), self.down))
@@ -425,7 +475,9 @@ class _TensorParallelBlock:
 def _stack_step(impl: Implementation, tokens: int, width: int) -> Call:
     blocks = [_TensorParallelBlock(impl, width) for _ in range(LAYERS)]
     x = impl.leaf(torch.randn(1, tokens, width), None, False)
-    optimizer = torch.optim.AdamW([p for block in blocks for p in block.parameters()], lr=1e-3, foreach=True)
+    optimizer = torch.optim.AdamW(
+        [p for block in blocks for p in block.parameters()], lr=1e-3, foreach=True
+    )
 
     def step() -> None:
         optimizer.zero_grad()
@@ -441,14 +493,21 @@ def _stack_step(impl: Implementation, tokens: int, width: int) -> Call:
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 PARAMETERS = 100
-IMPLEMENTATIONS: dict[str, dict[str, bool]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
 
 
 def time_optimizers(impls: dict[str, Implementation], size: Size) -> Iterator[CaseTimes]:
     """Time a step of AdamW on 100 parameters, split by rows, in each of torch's implementations."""
     for implementation, options in IMPLEMENTATIONS.items():
         calls = {name: _adamw_step(impl, size, options) for name, impl in impls.items()}
-        yield CaseTimes(f"AdamW, {PARAMETERS} parameters, {implementation}", interleaved(calls, rounds=size.rounds, batch_s=1e-3))
+        yield CaseTimes(
+            f"AdamW, {PARAMETERS} parameters, {implementation}",
+            interleaved(calls, rounds=size.rounds, batch_s=1e-3),
+        )
 
 
 def _adamw_step(impl: Implementation, size: Size, options: dict[str, Any]) -> Call:
@@ -483,8 +542,14 @@ class CaseTimes:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the times for the JSON file."""
-        over = {n: round(v, 3) for n in self.times if n != PLAIN and (v := self.above(n)) is not None}
-        return {"case": self.case, "times": {n: t.as_dict() for n, t in self.times.items()}, "over_plain_us": over}
+        over = {
+            n: round(v, 3) for n in self.times if n != PLAIN and (v := self.above(n)) is not None
+        }
+        return {
+            "case": self.case,
+            "times": {n: t.as_dict() for n, t in self.times.items()},
+            "over_plain_us": over,
+        }
 
 
 def merged(passes: Sequence[Sequence[CaseTimes]]) -> list[CaseTimes]:
@@ -509,14 +574,19 @@ COLUMNS = (
 
 def table_row(found: CaseTimes) -> list[str]:
     """Return a row of the tables: minima, differences of minima, ratios of medians."""
-    minima = [_number(found.times[n].best * 1e6 if n in found.times else None) for n in (PLAIN, DTENSOR, OURS)]
+    minima = [
+        _number(found.times[n].best * 1e6 if n in found.times else None)
+        for n in (PLAIN, DTENSOR, OURS)
+    ]
     above = [_number(found.above(n)) for n in (DTENSOR, OURS)]
     ratios = [_number(found.ratio(DTENSOR, OURS), "x"), _number(found.ratio(OURS, PLAIN), "x")]
     return [found.case, *minima, *above, *ratios]
 
 
 def _number(value: float | None, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.2f}{unit}" if abs(value) < 100 else f"{value:.0f}{unit}"
+    return (
+        "-" if value is None else f"{value:.2f}{unit}" if abs(value) < 100 else f"{value:.0f}{unit}"
+    )
 
 
 MLP_COLUMNS = ("implementation", "min us", "median us", "x plain", "x by hand")
@@ -536,8 +606,13 @@ def mlp_rows(found: CaseTimes) -> list[list[str]]:
     ]
 
 
-SECTIONS: dict[str, tuple[str, Callable[[dict[str, Implementation], Size], Iterator[CaseTimes]]]] = {
-    "operators": ("Operators, x split by rows over 8 ranks, no communication needed", time_operators),
+SECTIONS: dict[
+    str, tuple[str, Callable[[dict[str, Implementation], Size], Iterator[CaseTimes]]]
+] = {
+    "operators": (
+        "Operators, x split by rows over 8 ranks, no communication needed",
+        time_operators,
+    ),
     "handling": ("Attributes, conversion to and from local tensors, meshes", time_handling),
     "moves": ("redistribute; plain is the raw collective on ready buffers", time_moves),
     "shapes": ("The first call on a shape", time_new_shapes),
@@ -554,12 +629,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", module=r"torch\.")
     impls, size = implementations(), SIZES[options.size]
     chosen = {name: SECTIONS[name] for name in options.only or SECTIONS}
-    passes = [{name: list(run(impls, size)) for name, (_, run) in chosen.items()} for _ in range(PASSES)]
+    passes = [
+        {name: list(run(impls, size)) for name, (_, run) in chosen.items()} for _ in range(PASSES)
+    ]
     figures, document = {}, []
     for section, (title, _) in chosen.items():
         found = merged([timed[section] for timed in passes])
         columns, rows = (
-            (MLP_COLUMNS, mlp_rows(found[0])) if section == "mlp" else (COLUMNS, [table_row(f) for f in found])
+            (MLP_COLUMNS, mlp_rows(found[0]))
+            if section == "mlp"
+            else (COLUMNS, [table_row(f) for f in found])
         )
         show(title, columns, rows)
         document.append(f"### {title}\n\n{markdown(columns, rows)}\n")
@@ -572,12 +651,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--size", choices=SIZES, default="small", help="small: host time dominates; large: arithmetic counts"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", choices=SECTIONS, action="append", help="a section to run; may be given several times"
+        "--size",
+        choices=SIZES,
+        default="small",
+        help="small: host time dominates; large: arithmetic counts",
+    )
+    parser.add_argument(
+        "--only",
+        choices=SECTIONS,
+        action="append",
+        help="a section to run; may be given several times",
     )
     parser.add_argument("--json", metavar="PATH", help="write all figures here")
     parser.add_argument("--markdown", metavar="PATH", help="write the tables here")

@@ -41,8 +41,14 @@ def redistribution(
 
     `DTensor.redistribute` does not support `Partial` as the destination; the internal function that DTensor uses in backward does.
     """
-    x = dt.DTensor.from_local(local, mesh, src, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
-    return _to_pending(x, dst) if any(p.is_partial() for p in dst) else lambda: x.redistribute(mesh, dst).to_local()
+    x = dt.DTensor.from_local(
+        local, mesh, src, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+    )
+    return (
+        _to_pending(x, dst)
+        if any(p.is_partial() for p in dst)
+        else lambda: x.redistribute(mesh, dst).to_local()
+    )
 
 
 def _to_pending(x: dt.DTensor, dst: Sequence[Any]) -> Call:
@@ -72,7 +78,9 @@ class CountFunctional(TorchDispatchMode):
         placement_types.shard_dim_alltoall = self._shard_dim_alltoall
         super().__exit__(*error)
 
-    def _all_to_all(self, x: Tensor, gather_dim: int, shard_dim: int, mesh: TorchMesh, mesh_dim: int) -> Tensor:
+    def _all_to_all(
+        self, x: Tensor, gather_dim: int, shard_dim: int, mesh: TorchMesh, mesh_dim: int
+    ) -> Tensor:
         before, n = self.received, mesh.size(mesh_dim)
         out = self._shard_dim_alltoall(x, gather_dim, shard_dim, mesh, mesh_dim)
         self.saved_on_gpu += self.received - before - x.nbytes * (n - 1) // n
@@ -81,7 +89,10 @@ class CountFunctional(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if func.namespace in ("_c10d_functional", "_dtensor", "c10d") and name not in _MOVES_NOTHING:
+        if (
+            func.namespace in ("_c10d_functional", "_dtensor", "c10d")
+            and name not in _MOVES_NOTHING
+        ):
             self.launches += 1
             self.received += _received(name, args, out)
         return out

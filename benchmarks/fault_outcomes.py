@@ -1,7 +1,7 @@
 """Short descriptions of the outcomes of a fault, and the latencies of errors.
 
-    torch       "nothing", "wrong result", "hang", "connection closed", "abort" ...; whether a message names the outlier
-    shardmesh   the error, the ranks that it names and the difference, or "wrong"
+torch       "nothing", "wrong result", "hang", "connection closed", "abort" ...; whether a message names the outlier
+shardmesh   the error, the ranks that it names and the difference, or "wrong"
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from tests.faults.fault import RANKS, Fault
 from tests.faults.runner import Outcome, RankOutcome
 
 WRONG, NOTHING, HANG = "wrong result", "nothing", "hang"
-CLOSED, MISMATCH, MISSING, ABORT = "connection closed", "mismatch reported", "missing rank reported", "abort"
+CLOSED, MISMATCH, MISSING, ABORT = (
+    "connection closed",
+    "mismatch reported",
+    "missing rank reported",
+    "abort",
+)
 # Meaning of torch's errors by words in them; the first match counts.
 _MEANINGS = {
     "mismatch between collectives": MISMATCH,
@@ -58,8 +63,12 @@ def torch_outcome(fault: Fault, outcome: Outcome, expected: Sequence[Any]) -> To
     ranks = [rank for rank in range(RANKS) if not (fault.ends and rank in fault.outliers)]
     kinds = {kind for rank in ranks for kind in _kinds(outcome, rank, expected[rank])}
     text = "\n".join(outcome.ranks[rank].text + outcome.ranks[rank].output for rank in ranks)
-    line = any(place in text for place in fault.places("outlier") if place not in fault.places("others"))
-    return TorchOutcome(tuple(sorted(kinds or {NOTHING}, key=_order)), _names_outliers(fault, text), line)
+    line = any(
+        place in text for place in fault.places("outlier") if place not in fault.places("others")
+    )
+    return TorchOutcome(
+        tuple(sorted(kinds or {NOTHING}, key=_order)), _names_outliers(fault, text), line
+    )
 
 
 def _order(kind: str) -> int:
@@ -70,7 +79,9 @@ def _order(kind: str) -> int:
 def _kinds(outcome: Outcome, rank: int, expected: Any) -> Iterable[str]:
     found = outcome.ranks[rank]
     if found.error:
-        yield next((meaning for words, meaning in _MEANINGS.items() if words in found.text), found.error)
+        yield next(
+            (meaning for words, meaning in _MEANINGS.items() if words in found.text), found.error
+        )
     elif rank in outcome.killed:
         yield HANG
     elif found.status and found.status < 0:
@@ -83,7 +94,9 @@ def _names_outliers(fault: Fault, text: str) -> bool:
     """Return whether torch's DETAIL names the outliers: it shows the calls of two different ranks, or lists missing ranks."""
     differing = set(re.findall(r"Rank (\d+) is running collective", text))
     missing = re.search(r"Ranks ([\d, ]+) failed to pass", text)
-    return {str(rank) for rank in fault.outliers} <= differing | set(re.findall(r"\d+", missing[1]) if missing else ())
+    return {str(rank) for rank in fault.outliers} <= differing | set(
+        re.findall(r"\d+", missing[1]) if missing else ()
+    )
 
 
 # -- ours --------------------------------------------------------------------------------------------------------------
@@ -110,21 +123,29 @@ class MonitoredOutcome:
     line: bool
 
 
-def monitored_outcome(fault: Fault, outcomes: Sequence[Outcome], expected: Sequence[Any]) -> MonitoredOutcome:
+def monitored_outcome(
+    fault: Fault, outcomes: Sequence[Outcome], expected: Sequence[Any]
+) -> MonitoredOutcome:
     """Summarize several runs with shardmesh."""
     wrong = tuple(problem for outcome in outcomes for problem in problems(fault, outcome))
     ranks = [outcome.ranks[rank] for outcome in outcomes for rank in ranks_that_raise(fault)]
     latencies = tuple(rank.latency_s for rank in ranks if rank.latency_s is not None)
-    kinds = frozenset(kind for outcome in outcomes for kind in torch_outcome(fault, outcome, expected).kinds)
+    kinds = frozenset(
+        kind for outcome in outcomes for kind in torch_outcome(fault, outcome, expected).kinds
+    )
     named, line = not wrong and bool(fault.named), not wrong and bool(fault.places("outlier"))
-    return MonitoredOutcome("wrong" if wrong else _message(fault, ranks), latencies, wrong, kinds, named, line)
+    return MonitoredOutcome(
+        "wrong" if wrong else _message(fault, ranks), latencies, wrong, kinds, named, line
+    )
 
 
 def _message(fault: Fault, ranks: Sequence[RankOutcome]) -> str:
     found = next(rank for rank in ranks if rank.error)
     verdict = found.verdict or {}
     named = verdict.get("ranks") or []
-    ranks_text = f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))}" if named else "equal votes"
+    ranks_text = (
+        f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))}" if named else "equal votes"
+    )
     field = f", {verdict['field']}" if verdict.get("field") and fault.fields else ""
     return f"`{found.error}`: {ranks_text}{field}"
 

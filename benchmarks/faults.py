@@ -60,7 +60,15 @@ PARTS = {
     "torch_endings": "A rank raises, dies, ends or hangs while others are in torch.distributed calls",
 }
 # Target latency by kind of verdict, in seconds.
-TARGETS = {"mismatch": 0.1, "mesh": 0.1, "deadlock": None, "left": 0.3, "lost": 0.3, "raised": 0.3, "stall": STALL_S + 1}
+TARGETS = {
+    "mismatch": 0.1,
+    "mesh": 0.1,
+    "deadlock": None,
+    "left": 0.3,
+    "lost": 0.3,
+    "raised": 0.3,
+    "stall": STALL_S + 1,
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,9 @@ class FaultRow:
 def measured(runner: Runner, fault: Fault, passes: int, torch: bool) -> FaultRow:
     """Run a fault all three ways."""
     healthy = runner.run(fault, healthy=True)
-    found = monitored_outcome(fault, [runner.run(fault) for _ in range(passes)], [rank.value for rank in healthy.ranks])
+    found = monitored_outcome(
+        fault, [runner.run(fault) for _ in range(passes)], [rank.value for rank in healthy.ranks]
+    )
     theirs = _of_torch(runner, fault) if torch and fault.in_torch else (None, None)
     return FaultRow(fault, *theirs, found, not is_well(healthy))
 
@@ -125,9 +135,18 @@ def summary(rows: Sequence[FaultRow]) -> tuple[Sequence[str], list[list[str]]]:
     }
     lines = [["faults", *(str(len(column)) for column in found.values())]]
     for kind in (NOTHING, WRONG, HANG, CLOSED, ABORT):
-        lines.append([kind, *(str(sum(kind in one.kinds for one in column)) for column in found.values())])
-    lines.append(["the outlier is named", *(str(sum(one.named for one in column)) for column in found.values())])
-    lines.append(["its line is named", *(str(sum(one.line for one in column)) for column in found.values())])
+        lines.append(
+            [kind, *(str(sum(kind in one.kinds for one in column)) for column in found.values())]
+        )
+    lines.append(
+        [
+            "the outlier is named",
+            *(str(sum(one.named for one in column)) for column in found.values()),
+        ]
+    )
+    lines.append(
+        ["its line is named", *(str(sum(one.line for one in column)) for column in found.values())]
+    )
     return ("", *found), lines
 
 
@@ -140,7 +159,9 @@ def latencies(rows: Sequence[FaultRow]) -> tuple[Sequence[str], list[list[str]]]
     for kind, times in by_kind.items():
         target = TARGETS[kind]
         ms = [f"{percentile(times, p) * 1000:.0f}" for p in (50, 99, 100)] if times else ["-"] * 3
-        lines.append([kind, str(len(times)), *ms, "-" if target is None else f"{target * 1000:.0f}"])
+        lines.append(
+            [kind, str(len(times)), *ms, "-" if target is None else f"{target * 1000:.0f}"]
+        )
     return ("kind", "errors", "p50 ms", "p99 ms", "slowest ms", "target, p99"), lines
 
 
@@ -177,7 +198,9 @@ def document(rows: Sequence[FaultRow], alarms: Sequence[str], tried: int, comman
     text += ["## In numbers\n", markdown(*summary(rows)), ""]
     text += ["Time from the fault to the error:\n", markdown(*latencies(rows)), ""]
     healthy = "those of `tests/faults/healthy.py`, and the ones above without their fault"
-    line = f"False alarms: {len(alarms)} in {tried} healthy programs ({healthy}). {', '.join(alarms)}"
+    line = (
+        f"False alarms: {len(alarms)} in {tried} healthy programs ({healthy}). {', '.join(alarms)}"
+    )
     text += [line.rstrip() + "\n", f"`{command}`, {environment_line(environment())}."]
     return "\n".join(text)
 
@@ -198,9 +221,15 @@ def main() -> None:
     show("In numbers", *summary(rows))
     show("Time from the fault to the error", *latencies(rows))
     print(f"false alarms: {len(alarms)} in {len(chosen)} {', '.join(alarms)}")
-    found = {"environment": environment(), "rows": [figures(row) for row in rows], "false_alarms": alarms}
+    found = {
+        "environment": environment(),
+        "rows": [figures(row) for row in rows],
+        "false_alarms": alarms,
+    }
     write_json(given.json, found)
-    write_markdown(given.markdown, document(rows, alarms, len(chosen), "python benchmarks/faults.py"))
+    write_markdown(
+        given.markdown, document(rows, alarms, len(chosen), "python benchmarks/faults.py")
+    )
 
 
 def print_row(row: FaultRow) -> None:
@@ -214,15 +243,30 @@ def figures(row: FaultRow) -> Mapping[str, Any]:
     """Return the figures of a row for the JSON file."""
     times = [round(t, 4) for t in row.ours.latencies_s]
     theirs = {"torch": row.torch, "detail": row.detail}
-    torch = {name: found and {"kinds": found.kinds, "named": found.named} for name, found in theirs.items()}
-    return {"fault": row.fault.name, **torch, "ours": row.ours.text, "latencies_s": times, "wrong": row.ours.wrong}
+    torch = {
+        name: found and {"kinds": found.kinds, "named": found.named}
+        for name, found in theirs.items()
+    }
+    return {
+        "fault": row.fault.name,
+        **torch,
+        "ours": row.ours.text,
+        "latencies_s": times,
+        "wrong": row.ours.wrong,
+    }
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=list(FAULTS), metavar="NAME", help="one program")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", action="append", choices=list(FAULTS), metavar="NAME", help="one program"
+    )
     parser.add_argument("--ours", action="store_true", help="shardmesh only")
-    parser.add_argument("--passes", type=int, default=PASSES, help="number of runs of each program with shardmesh")
+    parser.add_argument(
+        "--passes", type=int, default=PASSES, help="number of runs of each program with shardmesh"
+    )
     parser.add_argument("--json", help="write all figures here")
     parser.add_argument("--markdown", help="write the document here")
     return parser.parse_args()

@@ -36,7 +36,12 @@ from torch.distributed.tensor.experimental import local_map
 import shardmesh as sm
 from shardmesh import P
 
-ONCE, NEVER, ALWAYS, OUR_LOCAL_MAP = "check=True", "check=False", 'check="always"', "sm.compat.local_map"
+ONCE, NEVER, ALWAYS, OUR_LOCAL_MAP = (
+    "check=True",
+    "check=False",
+    'check="always"',
+    "sm.compat.local_map",
+)
 FUNCTIONAL, SPMD, SPMD_CHECKED = "functional", "spmd_types", "spmd_types checked"
 CHECKS = {ONCE: True, NEVER: False, ALWAYS: "always"}
 
@@ -50,13 +55,20 @@ class FunctionalConfig:
     batch_s: float
 
 
-FULL, QUICK = FunctionalConfig(rounds=20, passes=3, batch_s=2e-3), FunctionalConfig(rounds=1, passes=1, batch_s=0)
+FULL, QUICK = (
+    FunctionalConfig(rounds=20, passes=3, batch_s=2e-3),
+    FunctionalConfig(rounds=1, passes=1, batch_s=0),
+)
 
 
-def timed(case: str, calls: dict[str, Call], config: FunctionalConfig, count: int = IN_A_ROW) -> CaseTimes:
+def timed(
+    case: str, calls: dict[str, Call], config: FunctionalConfig, count: int = IN_A_ROW
+) -> CaseTimes:
     """Return the time per call, where each implementation makes `count` calls in a row."""
     times = interleaved(calls, rounds=config.rounds, batch_s=config.batch_s)
-    return CaseTimes(case, {name: Times(tuple(s / count for s in t.rounds)) for name, t in times.items()})
+    return CaseTimes(
+        case, {name: Times(tuple(s / count for s in t.rounds)) for name, t in times.items()}
+    )
 
 
 # -- entering and leaving ----------------------------------------------------------------------------------------------
@@ -100,7 +112,9 @@ def _all_of(params: dict[str, Tensor]) -> dict[str, Tensor]:
 _EVERY: tuple[int | None, ...] = (None,) * PARAMETERS
 BOUNDARIES = (
     Boundary("2 arguments, 1 result", lambda x, w: x.view_as(x), (0, None), (0,)),
-    Boundary("2 arguments, 2 results", lambda x, w: (x.view_as(x), w.view_as(w)), (0, None), (0, None)),
+    Boundary(
+        "2 arguments, 2 results", lambda x, w: (x.view_as(x), w.view_as(w)), (0, None), (0, None)
+    ),
     Boundary("x * y, forward + backward", lambda x, y: x * y, (0, 0), (0,), backward=True),
     Boundary(f"{PARAMETERS} parameters, 1 result", _first_of, _EVERY, (None,), in_dict=True),
     Boundary(f"{PARAMETERS} parameters in and out", _all_of, _EVERY, _EVERY, in_dict=True),
@@ -112,14 +126,21 @@ def time_boundary(setup: Setup, config: FunctionalConfig) -> Iterator[CaseTimes]
     for boundary in BOUNDARIES:
         for grad in (True,) if boundary.backward else (False, True):
             calls = _boundary_calls(setup, boundary, grad)
-            yield timed(f"{boundary.name}{', grad' if grad and not boundary.backward else ''}", calls, config)
+            yield timed(
+                f"{boundary.name}{', grad' if grad and not boundary.backward else ''}",
+                calls,
+                config,
+            )
 
 
 def _boundary_calls(setup: Setup, boundary: Boundary, grad: bool) -> dict[str, Call]:
     local = [torch.randn(4, 8, requires_grad=grad) for _ in boundary.dims]
     ours = [setup.our(x, dim) for x, dim in zip(local, boundary.dims, strict=True)]
     theirs = [setup.their(x, dim) for x, dim in zip(local, boundary.dims, strict=True)]
-    calls = {PLAIN: _bound(boundary, boundary.f, local), DTENSOR: _bound(boundary, _their_map(boundary), theirs)}
+    calls = {
+        PLAIN: _bound(boundary, boundary.f, local),
+        DTENSOR: _bound(boundary, _their_map(boundary), theirs),
+    }
     mapped = {name: _our_map(setup, boundary, check) for name, check in CHECKS.items()}
     mapped[OUR_LOCAL_MAP] = _our_local_map(boundary)
     calls |= {name: _bound(boundary, f, ours) for name, f in mapped.items()}
@@ -145,15 +166,22 @@ def _tree(boundary: Boundary, leaves: Sequence[Any]) -> Any:
 def _our_map(setup: Setup, boundary: Boundary, check: Any) -> Callable[..., Any]:
     in_specs = boundary.arguments([our_spec(dim) for dim in boundary.dims])
     out_specs = _tree(boundary, [our_spec(dim) for dim in boundary.outs])
-    return sm.shard_map(boundary.f, mesh=setup.ours, in_specs=in_specs, out_specs=out_specs, check=check)
+    return sm.shard_map(
+        boundary.f, mesh=setup.ours, in_specs=in_specs, out_specs=out_specs, check=check
+    )
 
 
 def _our_local_map(boundary: Boundary) -> Callable[..., Any]:
-    return sm.compat.local_map(boundary.f, tuple(map(our_spec, boundary.outs)), tuple(map(our_spec, boundary.dims)))
+    return sm.compat.local_map(
+        boundary.f, tuple(map(our_spec, boundary.outs)), tuple(map(our_spec, boundary.dims))
+    )
 
 
 def _their_map(boundary: Boundary) -> Callable[..., Any]:
-    ins, outs = tuple(map(their_placements, boundary.dims)), tuple(map(their_placements, boundary.outs))
+    ins, outs = (
+        tuple(map(their_placements, boundary.dims)),
+        tuple(map(their_placements, boundary.outs)),
+    )
     return local_map(boundary.f, outs, ins)
 
 
@@ -161,9 +189,12 @@ def _spmd_boundary(setup: Setup, boundary: Boundary, local: Sequence[Tensor]) ->
     """Return calls of spmd_types' `local_map`, which takes local tensors; its checker ignores backward."""
     spmd, group = setup.spmd, setup.group
     ins, outs = (
-        [{group: spmd.R if dim is None else spmd.S(dim)} for dim in dims] for dims in (boundary.dims, boundary.outs)
+        [{group: spmd.R if dim is None else spmd.S(dim)} for dim in dims]
+        for dims in (boundary.dims, boundary.outs)
     )
-    mapped = spmd.local_map(in_types=boundary.arguments(ins), out_types=_tree(boundary, outs))(boundary.f)
+    mapped = spmd.local_map(in_types=boundary.arguments(ins), out_types=_tree(boundary, outs))(
+        boundary.f
+    )
     call = _bound(boundary, mapped, local)
     rows = {SPMD: in_a_row(call)}
     if not boundary.backward:
@@ -183,15 +214,28 @@ def time_collectives(setup: Setup, config: FunctionalConfig) -> Iterator[CaseTim
         yield timed(case.name, _collective_calls(setup, case, False, False), config)
         if case.differentiable:
             yield timed(f"{case.name}, grad", _collective_calls(setup, case, True, False), config)
-            yield timed(f"{case.name}, forward + backward", _collective_calls(setup, case, True, True), config)
+            yield timed(
+                f"{case.name}, forward + backward",
+                _collective_calls(setup, case, True, True),
+                config,
+            )
 
 
-def _collective_calls(setup: Setup, case: CollectiveCase, grad: bool, backward: bool) -> dict[str, Call]:
+def _collective_calls(
+    setup: Setup, case: CollectiveCase, grad: bool, backward: bool
+) -> dict[str, Call]:
     x = torch.randn(case.shape, requires_grad=grad)
     raw = ByHand(case.raw, case.back) if grad else case.raw
     known = case.back is not None  # only our pmax has a gradient
-    theirs = {PLAIN: raw if known or not grad else None, FUNCTIONAL: case.functional if known or not backward else None}
-    calls = {name: in_a_row(_step(partial(f, setup.group), x, backward)) for name, f in theirs.items() if f is not None}
+    theirs = {
+        PLAIN: raw if known or not grad else None,
+        FUNCTIONAL: case.functional if known or not backward else None,
+    }
+    calls = {
+        name: in_a_row(_step(partial(f, setup.group), x, backward))
+        for name, f in theirs.items()
+        if f is not None
+    }
     for name, check in ((NEVER, False), (ALWAYS, "always")):
         if not (backward and check):
             calls[name] = _inside(setup, case.ours, x, backward, check)
@@ -212,7 +256,9 @@ def _step(run: Callable[[Tensor], Any], x: Tensor, backward: bool) -> Call:
     return lambda: torch.autograd.grad(run(x), x, seed)
 
 
-def _inside(setup: Setup, run: Callable[[Tensor], Any], x: Tensor, backward: bool, check: Any) -> Call:
+def _inside(
+    setup: Setup, run: Callable[[Tensor], Any], x: Tensor, backward: bool, check: Any
+) -> Call:
     """Return a call of a mapped function that makes many calls."""
 
     def body(x: Tensor) -> Tensor:
@@ -238,8 +284,15 @@ def time_operators(setup: Setup, config: FunctionalConfig) -> Iterator[CaseTimes
     """Time an operator inside a mapped function: (body of 1001 operators - body of 1) / 1000."""
     for grad in (False, True):
         for name, operator in OPERATORS.items():
-            bodies = {count: _operator_calls(setup, _repeated(operator, count), grad) for count in (1, MANY)}
-            calls = {f"{count} {who}": call for count, each in bodies.items() for who, call in each.items()}
+            bodies = {
+                count: _operator_calls(setup, _repeated(operator, count), grad)
+                for count in (1, MANY)
+            }
+            calls = {
+                f"{count} {who}": call
+                for count, each in bodies.items()
+                for who, call in each.items()
+            }
             times = interleaved(calls, rounds=config.rounds, batch_s=config.batch_s)
             slopes = {who: _slope(times[f"1 {who}"], times[f"{MANY} {who}"]) for who in bodies[1]}
             yield CaseTimes(f"{name}{', grad' if grad else ''}", slopes)
@@ -250,7 +303,9 @@ def _slope(one: Times, many: Times) -> Times:
     return Times(tuple((s - one.median) / (MANY - 1) for s in many.rounds))
 
 
-def _repeated(operator: Callable[[Tensor, Tensor], Tensor], count: int) -> Callable[[Tensor, Tensor], Tensor]:
+def _repeated(
+    operator: Callable[[Tensor, Tensor], Tensor], count: int
+) -> Callable[[Tensor, Tensor], Tensor]:
     def body(x: Tensor, w: Tensor) -> Tensor:
         for _ in range(count):
             x = operator(x, w)
@@ -259,19 +314,28 @@ def _repeated(operator: Callable[[Tensor, Tensor], Tensor], count: int) -> Calla
     return body
 
 
-def _operator_calls(setup: Setup, body: Callable[[Tensor, Tensor], Tensor], grad: bool) -> dict[str, Call]:
-    x, w = torch.randn(8, 8, requires_grad=grad), torch.eye(8, requires_grad=grad)  # values do not grow
+def _operator_calls(
+    setup: Setup, body: Callable[[Tensor, Tensor], Tensor], grad: bool
+) -> dict[str, Call]:
+    x, w = (
+        torch.randn(8, 8, requires_grad=grad),
+        torch.eye(8, requires_grad=grad),
+    )  # values do not grow
     our_x, our_w = setup.our(x, 0), setup.our(w, None)
     calls: dict[str, Call] = {PLAIN: lambda: body(x, w)}
     for name, check in CHECKS.items():
-        mapped = sm.shard_map(body, mesh=setup.ours, in_specs=(P(AXIS), P()), out_specs=P(AXIS), check=check)
+        mapped = sm.shard_map(
+            body, mesh=setup.ours, in_specs=(P(AXIS), P()), out_specs=P(AXIS), check=check
+        )
         calls[name] = partial(mapped, our_x, our_w)
     if setup.spmd is not None:
         calls[SPMD_CHECKED] = partial(_spmd_body, setup, body, x, w)
     return calls
 
 
-def _spmd_body(setup: Setup, body: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor) -> None:
+def _spmd_body(
+    setup: Setup, body: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor
+) -> None:
     with setup.checked():
         setup.spmd.assert_type(x, {setup.group: setup.spmd.V})
         setup.spmd.assert_type(w, {setup.group: setup.spmd.R})
@@ -301,11 +365,16 @@ class Section:
 
     @property
     def columns(self) -> list[str]:
-        over, ratios = (f"{name} over plain" for name in self.over), (" / ".join(pair) for pair in self.ratios)
+        over, ratios = (
+            (f"{name} over plain" for name in self.over),
+            (" / ".join(pair) for pair in self.ratios),
+        )
         return ["case", *(f"{name} us" for name in self.shown), *over, *ratios]
 
     def row(self, found: CaseTimes) -> list[str]:
-        times = [found.times[name].best * 1e6 if name in found.times else None for name in self.shown]
+        times = [
+            found.times[name].best * 1e6 if name in found.times else None for name in self.shown
+        ]
         differences = [found.above(name) for name in self.over]
         return [
             found.case,
@@ -316,7 +385,9 @@ class Section:
 
 def number(value: float | None, unit: str = "") -> str:
     """Format a cell of a table."""
-    return "-" if value is None else f"{value:.2f}{unit}" if abs(value) < 100 else f"{value:.0f}{unit}"
+    return (
+        "-" if value is None else f"{value:.2f}{unit}" if abs(value) < 100 else f"{value:.0f}{unit}"
+    )
 
 
 SECTIONS = {
@@ -344,7 +415,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", module=r"torch\.|spmd_types\.")
     setup, config = Setup(), QUICK if options.quick else FULL
     chosen = {name: SECTIONS[name] for name in options.only or SECTIONS}
-    passes = [{name: list(part.run(setup, config)) for name, part in chosen.items()} for _ in range(config.passes)]
+    passes = [
+        {name: list(part.run(setup, config)) for name, part in chosen.items()}
+        for _ in range(config.passes)
+    ]
     figures, document = {}, []
     for name, part in chosen.items():
         found = merged([each[name] for each in passes])
@@ -361,11 +435,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", choices=SECTIONS, action="append", help="a section to run; may be given several times"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="one round of everything, as a smoke test")
+    parser.add_argument(
+        "--only",
+        choices=SECTIONS,
+        action="append",
+        help="a section to run; may be given several times",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of everything, as a smoke test"
+    )
     parser.add_argument("--json", metavar="PATH", help="write all figures here")
     parser.add_argument("--markdown", metavar="PATH", help="write the tables here")
     return parser.parse_args(arguments)

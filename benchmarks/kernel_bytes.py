@@ -48,9 +48,23 @@ from torch.utils._pytree import tree_leaves
 from shardmesh.kernels.backend import using_kernels
 
 MB = 1 << 20
-SECTOR, WARP, VECTOR = 32, 32, 16  # bytes of a sector, lanes of a warp, bytes that a lane moves at a time
+SECTOR, WARP, VECTOR = (
+    32,
+    32,
+    16,
+)  # bytes of a sector, lanes of a warp, bytes that a lane moves at a time
 RESULTS = Path(__file__).parent / "results"
-COLUMNS = ("case", "who", "launches", "read B", "written B", "of ours", "sectors used, loads", "stores", "from memory B")
+COLUMNS = (
+    "case",
+    "who",
+    "launches",
+    "read B",
+    "written B",
+    "of ours",
+    "sectors used, loads",
+    "stores",
+    "from memory B",
+)
 
 
 @dataclass
@@ -114,7 +128,9 @@ def vector_width(flat: np.ndarray, mask: np.ndarray, itemsize: int) -> int:
     while count > 1:
         if flat.size % count == 0:
             groups = flat.reshape(-1, count)[mask.reshape(-1, count).any(1)]
-            if (np.diff(groups, axis=1) == itemsize).all() and (groups[:, 0] % (count * itemsize) == 0).all():
+            if (np.diff(groups, axis=1) == itemsize).all() and (
+                groups[:, 0] % (count * itemsize) == 0
+            ).all():
                 return count
         count //= 2
     return 1
@@ -163,10 +179,16 @@ class KernelTraffic(Traffic):
 def traffic_of(work: Work) -> KernelTraffic:
     """Return the traffic of our kernels on the case's tensors."""
     accesses: list[Access] = []
-    with using_kernels(), recording(accesses) as launches, np.errstate(all="ignore"):  # a GPU does not warn
+    with (
+        using_kernels(),
+        recording(accesses) as launches,
+        np.errstate(all="ignore"),
+    ):  # a GPU does not warn
         made = tensors_in(work.ours(*work.inputs))
     traffic = KernelTraffic(len(launches))
-    data = [(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in (*work.inputs, *made)]
+    data = [
+        (x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in (*work.inputs, *made)
+    ]
     for access in accesses:
         first = int(access.addresses[access.mask].flat[0])
         if any(start <= first < stop for start, stop in data):
@@ -180,14 +202,20 @@ def recording(accesses: list[Access]) -> Iterator[list[str]]:
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     launches: list[str] = []
-    run, load, store = GridExecutor.__call__, InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    run, load, store = (
+        GridExecutor.__call__,
+        InterpreterBuilder.create_masked_load,
+        InterpreterBuilder.create_masked_store,
+    )
 
     def record(op: str, builder: Any, pointers: Any, mask: Any) -> None:
         addresses = np.atleast_1d(pointers.data).astype(np.int64)
         where = np.broadcast_to(mask.data, addresses.shape)
         if where.any():
             itemsize = pointers.get_element_ty().primitive_bitwidth // 8
-            accesses.append(Access(op, (len(launches), builder.grid_idx), addresses, where, itemsize))
+            accesses.append(
+                Access(op, (len(launches), builder.grid_idx), addresses, where, itemsize)
+            )
 
     def recorded_run(executor: Any, *args: Any, **kwargs: Any) -> None:
         launches.append(executor.fn.__name__)
@@ -228,13 +256,25 @@ class TrafficMode(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         name, targets = func.overloadpacket.__name__, written_arguments(func, args, kwargs)
-        overwritten = set() if name.endswith("_") and name not in OVERWRITING else {id(x) for x in targets}
+        overwritten = (
+            set() if name.endswith("_") and name not in OVERWRITING else {id(x) for x in targets}
+        )
         self.moved.launches += 1
-        self.moved.read += sum(distinct_bytes(x) for x in leaves((args, kwargs)) if id(x) not in overwritten)
+        self.moved.read += sum(
+            distinct_bytes(x) for x in leaves((args, kwargs)) if id(x) not in overwritten
+        )
         self.moved.written += sum(distinct_bytes(x) for x in (targets or leaves(made)))
 
 
-FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_reshape_alias", "_unsafe_view"}
+FREE = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_reshape_alias",
+    "_unsafe_view",
+}
 OVERWRITING = {"copy_", "fill_", "zero_"}  # in place, without reading the old values
 
 
@@ -245,13 +285,17 @@ def leaves(tree: Any) -> list[Tensor]:
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the arguments that an operation writes to."""
     given = {**dict(zip([a.name for a in func._schema.arguments], args, strict=False)), **kwargs}
-    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    names = [
+        a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
     return leaves([given.get(name) for name in names])
 
 
 def distinct_bytes(x: Tensor) -> int:
     """Return the bytes of a tensor's elements, expanded ones counted once."""
-    return x.itemsize * math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride or n == 0)
+    return x.itemsize * math.prod(
+        n for n, stride in zip(x.shape, x.stride(), strict=True) if stride or n == 0
+    )
 
 
 def moved_by_torch(call: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Traffic:
@@ -283,10 +327,20 @@ class CaseTraffic:
 
     def rows(self) -> list[list[str]]:
         """Return a row of the table for ours and one for each peer."""
-        sectors = [percent(self.ours, "load"), percent(self.ours, "store"), figure(self.ours.from_memory, self.elements)]
+        sectors = [
+            percent(self.ours, "load"),
+            percent(self.ours, "store"),
+            figure(self.ours.from_memory, self.elements),
+        ]
         first = [self.name, "ours", *amounts(self.ours, self.elements), "", *sectors]
         others = self.peers.items()
-        return [first, *([self.name, who, *amounts(them, self.elements), ratio(them, self.ours), "", "", ""] for who, them in others)]
+        return [
+            first,
+            *(
+                [self.name, who, *amounts(them, self.elements), ratio(them, self.ours), "", "", ""]
+                for who, them in others
+            ),
+        ]
 
 
 def count(case: KernelCase, size: int) -> CaseTraffic:
@@ -297,7 +351,12 @@ def count(case: KernelCase, size: int) -> CaseTraffic:
 
 def summary(found: Sequence[CaseTraffic]) -> str:
     least = sum(one.ours.bytes <= one.needed for one in found)
-    ratios = [moved.bytes / one.ours.bytes for one in found if one.ours.bytes for moved in one.peers.values()]
+    ratios = [
+        moved.bytes / one.ours.bytes
+        for one in found
+        if one.ours.bytes
+        for moved in one.peers.values()
+    ]
     line = f"Ours moves no more than the inputs and the results, each once, in {least} of {len(found)} cases"
     if not ratios:
         return line + "."
@@ -347,16 +406,31 @@ def triton_version() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose names contain this")
-    parser.add_argument("--size", type=float, default=1, metavar="MB", help="size of the full tensor (default 1)")
-    parser.add_argument("--markdown", metavar="FILE", help="where to write (default: benchmarks/results, by date)")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="cases whose names contain this"
+    )
+    parser.add_argument(
+        "--size", type=float, default=1, metavar="MB", help="size of the full tensor (default 1)"
+    )
+    parser.add_argument(
+        "--markdown", metavar="FILE", help="where to write (default: benchmarks/results, by date)"
+    )
     args = parser.parse_args()
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, below
-    chosen = [case for case in CASES if not args.only or any(text in case.name for text in args.only)]
+    chosen = [
+        case for case in CASES if not args.only or any(text in case.name for text in args.only)
+    ]
     found = [count(case, int(args.size * MB)) for case in chosen]
-    show("Bytes per element of the full tensor", COLUMNS, [row for one in found for row in one.rows()])
+    show(
+        "Bytes per element of the full tensor",
+        COLUMNS,
+        [row for one in found for row in one.rows()],
+    )
     print(summary(found))
-    write_markdown(args.markdown or str(RESULTS / f"{date.today().isoformat()}-kernel-bytes.md"), document(found, args.size))
+    write_markdown(
+        args.markdown or str(RESULTS / f"{date.today().isoformat()}-kernel-bytes.md"),
+        document(found, args.size),
+    )
 
 
 if __name__ == "__main__":

@@ -25,17 +25,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardmesh.kernels.box import Box
-from shardmesh.kernels.copy import Pack, Unpack, compile_pack, compile_unpack, pack_many, unpack_many
-from shardmesh.kernels.quantize import BLOCK, FORMATS, compile_dequantize, compile_quantize, record_bytes
+from shardmesh.kernels.copy import (
+    Pack,
+    Unpack,
+    compile_pack,
+    compile_unpack,
+    pack_many,
+    unpack_many,
+)
+from shardmesh.kernels.quantize import (
+    BLOCK,
+    FORMATS,
+    compile_dequantize,
+    compile_quantize,
+    record_bytes,
+)
 from shardmesh.kernels.random import normal, uniform
 from shardmesh.kernels.reduce import combine_many, compile_combine
 
 RANKS = 8
 BF16, FP32 = torch.bfloat16, torch.float32
 SHORT = {BF16: "bf16", FP32: "fp32"}
-SCALE = 1 / RANKS  # of a mean over ranks; a power of two, so that the order of scaling and rounding does not matter
+SCALE = (
+    1 / RANKS
+)  # of a mean over ranks; a power of two, so that the order of scaling and rounding does not matter
 
-BOX_COPY, TINY, FUSED, QUANTIZED = 0.90, 0.75, 0.88, 0.85  # targets on an H200, as fractions of the copy rate
+BOX_COPY, TINY, FUSED, QUANTIZED = (
+    0.90,
+    0.75,
+    0.88,
+    0.85,
+)  # targets on an H200, as fractions of the copy rate
 TWICE = 2.0
 
 Call = Callable[..., Any]
@@ -111,7 +131,11 @@ def storage_of(x: Tensor) -> int:
 def disagreeing(case: KernelCase, work: Work) -> list[str]:
     """Return the peers whose results differ from ours."""
     made = tensors_in(work.ours(*work.inputs))
-    return [name for name, peer in work.peers.items() if not agree(made, peer.exact(peer.call(*work.inputs)), case.same)]
+    return [
+        name
+        for name, peer in work.peers.items()
+        if not agree(made, peer.exact(peer.call(*work.inputs)), case.same)
+    ]
 
 
 def agree(ours: Sequence[Tensor], theirs: Any, same: bool | None) -> bool:
@@ -130,7 +154,10 @@ def chunks(shape: Sequence[int], dim: int) -> list[Box]:
     """Return the box of each rank when this dim is split as in torch.chunk; empty for ranks without a part."""
     step, n = -(-shape[dim] // RANKS), shape[dim]
     bounds = [(min(r * step, n), min(r * step + step, n)) for r in range(RANKS)]
-    return [(*((0, m) for m in shape[:dim]), rows, *((0, m) for m in shape[dim + 1 :])) for rows in bounds]
+    return [
+        (*((0, m) for m in shape[:dim]), rows, *((0, m) for m in shape[dim + 1 :]))
+        for rows in bounds
+    ]
 
 
 def random(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -178,11 +205,18 @@ UNEVEN = (
 SINGLE = (*((split, True) for split in EVEN), *((split, False) for split in UNEVEN))
 
 
-def packing(split: Split, even: bool, dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
+def packing(
+    split: Split, even: bool, dtype: torch.dtype, size: int, device: torch.device | str
+) -> Work:
     """Return the work before a reduce_scatter along a dim."""
     x = random(split.shape(size // dtype.itemsize), dtype, device)
     pack = compile_pack(x.shape, chunks(x.shape, split.dim))
-    return Work(x.numel(), (x,), pack, pack_peers(split.dim) if even else uneven_pack_peers(x.shape, split.dim))
+    return Work(
+        x.numel(),
+        (x,),
+        pack,
+        pack_peers(split.dim) if even else uneven_pack_peers(x.shape, split.dim),
+    )
 
 
 def pack_peers(dim: int) -> dict[str, Peer]:
@@ -191,7 +225,8 @@ def pack_peers(dim: int) -> dict[str, Peer]:
     return {
         "DTensor: cat of chunks": Peer(lambda x: cat_of_chunks(x, dim).view(-1), compiled=True),
         "movedim().contiguous()": Peer(
-            lambda x: x.unflatten(dim, (RANKS, -1)).movedim(dim, 0).contiguous().view(-1), compiled=True
+            lambda x: x.unflatten(dim, (RANKS, -1)).movedim(dim, 0).contiguous().view(-1),
+            compiled=True,
         ),
     }
 
@@ -202,11 +237,20 @@ def uneven_pack_peers(shape: Sequence[int], dim: int) -> dict[str, Peer]:
 
     def without_padding(made: Tensor) -> Tensor:
         parts = made.view(RANKS, *padded).unbind()
-        return torch.cat([part.narrow(dim, 0, box[dim][1] - box[dim][0]).reshape(-1) for part, box in zip(parts, boxes, strict=True)])
+        return torch.cat(
+            [
+                part.narrow(dim, 0, box[dim][1] - box[dim][0]).reshape(-1)
+                for part, box in zip(parts, boxes, strict=True)
+            ]
+        )
 
     return {
-        "DTensor: pad, cat, cat": Peer(partial(dtensor_pack, dim=dim), without_padding, compiled=True, least=TWICE),
-        "cat of flattened chunks": Peer(lambda x: torch.cat([c.reshape(-1) for c in x.chunk(RANKS, dim)])),
+        "DTensor: pad, cat, cat": Peer(
+            partial(dtensor_pack, dim=dim), without_padding, compiled=True, least=TWICE
+        ),
+        "cat of flattened chunks": Peer(
+            lambda x: torch.cat([c.reshape(-1) for c in x.chunk(RANKS, dim)])
+        ),
     }
 
 
@@ -227,7 +271,9 @@ def pad(x: Tensor, dim: int, more: int) -> Tensor:
     return F.pad(x, [*[0, 0] * (x.ndim - 1 - dim), 0, more]) if more else x
 
 
-def unpacking(split: Split, even: bool, dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
+def unpacking(
+    split: Split, even: bool, dtype: torch.dtype, size: int, device: torch.device | str
+) -> Work:
     """Return the work after an all_gather along a dim; every rank's part is padded to the same number of elements."""
     shape, dim = split.shape(size // dtype.itemsize), split.dim
     part = (*shape[:dim], -(-shape[dim] // RANKS), *shape[dim + 1 :])
@@ -243,17 +289,30 @@ def unpack_peers(shape: Sequence[int], dim: int, part: Sequence[int]) -> dict[st
         return flat.view(RANKS, *part).movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
     also = {"movedim().contiguous()": Peer(moved, compiled=True)} if dim else {}
-    return {"DTensor: cat of chunks": Peer(partial(dtensor_unpack, shape=shape, dim=dim, part=part), compiled=True), **also}
+    return {
+        "DTensor: cat of chunks": Peer(
+            partial(dtensor_unpack, shape=shape, dim=dim, part=part), compiled=True
+        ),
+        **also,
+    }
 
 
-def uneven_unpack_peers(flat: Tensor, boxes: Sequence[Box], dim: int, part: Sequence[int]) -> dict[str, Peer]:
+def uneven_unpack_peers(
+    flat: Tensor, boxes: Sequence[Box], dim: int, part: Sequence[int]
+) -> dict[str, Peer]:
     """Return the peer on the same values: DTensor pads each part along the dim, ours after the part's elements."""
     padded = []
     for values, box in zip(flat.view(RANKS, -1), boxes, strict=True):
         sizes = [stop - start for start, stop in box]
-        padded.append(pad(values[: math.prod(sizes)].view(sizes), dim, part[dim] - sizes[dim]).reshape(-1))
+        padded.append(
+            pad(values[: math.prod(sizes)].view(sizes), dim, part[dim] - sizes[dim]).reshape(-1)
+        )
     theirs, shape = torch.cat(padded), [box[1] for box in boxes[-1]]
-    return {"DTensor: cat, cut": Peer(lambda flat: dtensor_unpack(theirs, shape, dim, part), compiled=True, least=TWICE)}
+    return {
+        "DTensor: cat, cut": Peer(
+            lambda flat: dtensor_unpack(theirs, shape, dim, part), compiled=True, least=TWICE
+        )
+    }
 
 
 def dtensor_unpack(flat: Tensor, shape: Sequence[int], dim: int, part: Sequence[int]) -> Tensor:
@@ -281,7 +340,14 @@ def casting(split: Split, size: int, device: torch.device | str) -> Work:
 
 # -- many tensors ------------------------------------------------------------------------------------------------------
 
-LAYER = ((4, 1), (1, 4), (1, 1), (1, 1), (1, 1), (1, 1))  # matrices of a transformer layer, in multiples of its width
+LAYER = (
+    (4, 1),
+    (1, 4),
+    (1, 1),
+    (1, 1),
+    (1, 1),
+    (1, 1),
+)  # matrices of a transformer layer, in multiples of its width
 
 
 def layer(elements: int, even: bool) -> list[tuple[int, ...]]:
@@ -320,16 +386,27 @@ class Bucket:
     def offsets(self) -> list[list[int]]:
         """Return the offsets of every rank's part, for each tensor."""
         total, starts = sum(self.sizes), accumulate(self.sizes, initial=0)
-        return [[r * total + start for r in range(RANKS)] for start, _ in zip(starts, self.shapes, strict=False)]
+        return [
+            [r * total + start for r in range(RANKS)]
+            for start, _ in zip(starts, self.shapes, strict=False)
+        ]
 
     def packs(self) -> list[Pack]:
-        return [compile_pack(s, chunks(s, self.dim), o) for s, o in zip(self.shapes, self.offsets(), strict=True)]
+        return [
+            compile_pack(s, chunks(s, self.dim), o)
+            for s, o in zip(self.shapes, self.offsets(), strict=True)
+        ]
 
     def unpacks(self) -> list[Unpack]:
-        return [compile_unpack(s, chunks(s, self.dim), o) for s, o in zip(self.shapes, self.offsets(), strict=True)]
+        return [
+            compile_unpack(s, chunks(s, self.dim), o)
+            for s, o in zip(self.shapes, self.offsets(), strict=True)
+        ]
 
 
-def bucket_packing(dim: int, even: bool, to: torch.dtype, size: int, device: torch.device | str) -> Work:
+def bucket_packing(
+    dim: int, even: bool, to: torch.dtype, size: int, device: torch.device | str
+) -> Work:
     """Return the work of FSDP on a layer's gradients before the reduce_scatter."""
     bucket = Bucket([s for s in layer(size // 2, even) if len(s) > dim], dim)
     gradients = tuple(random(shape, BF16, device) for shape in bucket.shapes)
@@ -343,7 +420,9 @@ def bucket_packing(dim: int, even: bool, to: torch.dtype, size: int, device: tor
         return out
 
     peers = {"FSDP2: _chunk_cat": Peer(fsdp)}
-    return Work(bucket.elements, gradients, lambda *gradients: pack_many(packs, gradients, buffer), peers)
+    return Work(
+        bucket.elements, gradients, lambda *gradients: pack_many(packs, gradients, buffer), peers
+    )
 
 
 def bucket_unpacking(dim: int, even: bool, size: int, device: torch.device | str) -> Work:
@@ -356,14 +435,18 @@ def bucket_unpacking(dim: int, even: bool, size: int, device: torch.device | str
         outs = [gathered.new_empty(RANKS * n) for n in bucket.sizes]
         out = [x.view(RANKS, -1) for x in outs]
         torch.split_with_sizes_copy(gathered.view(RANKS, -1), bucket.sizes, dim=1, out=out)
-        whole = [x.view(RANKS * part[0], *part[1:]) for x, part in zip(outs, bucket.parts, strict=True)]
+        whole = [
+            x.view(RANKS * part[0], *part[1:]) for x, part in zip(outs, bucket.parts, strict=True)
+        ]
         return [torch.cat(x.chunk(RANKS), dim) if dim else x for x in whole]
 
     def without_padding(made: Sequence[Tensor]) -> list[Tensor]:
         return [x.narrow(dim, 0, shape[dim]) for x, shape in zip(made, bucket.shapes, strict=True)]
 
     peers = {"FSDP2: split_with_sizes_copy": Peer(fsdp, without_padding)}
-    return Work(bucket.elements, (gathered,), lambda gathered: unpack_many(unpacks, gathered), peers)
+    return Work(
+        bucket.elements, (gathered,), lambda gathered: unpack_many(unpacks, gathered), peers
+    )
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -385,7 +468,9 @@ def bucket_summing(size: int, device: torch.device | str) -> Work:
     total, starts = sum(sizes), list(accumulate(sizes, initial=0))[:-1]
     flat = random((RANKS * total,), BF16, device)
     adds = [
-        compile_combine(shape, {tuple([(0, n) for n in shape]): [r * total + start for r in range(RANKS)]})
+        compile_combine(
+            shape, {tuple([(0, n) for n in shape]): [r * total + start for r in range(RANKS)]}
+        )
         for shape, start in zip(shapes, starts, strict=True)
     ]
 
@@ -393,12 +478,17 @@ def bucket_summing(size: int, device: torch.device | str) -> Work:
         parts = flat.view(RANKS, total).split(sizes, 1)
         return [part.sum(0).view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    return Work(flat.numel(), (flat,), lambda flat: combine_many(adds, flat), {"sum(0) of each": Peer(sums)})
+    return Work(
+        flat.numel(), (flat,), lambda flat: combine_many(adds, flat), {"sum(0) of each": Peer(sums)}
+    )
 
 
 # -- quantized ---------------------------------------------------------------------------------------------------------
 
-CODES = {"int8": (126.0, torch.int8), "fp8": (416.0, torch.float8_e4m3fn)}  # the largest code, and the dtype of codes
+CODES = {
+    "int8": (126.0, torch.int8),
+    "fp8": (416.0, torch.float8_e4m3fn),
+}  # the largest code, and the dtype of codes
 
 
 def quantizing(split: Split, transport: str, size: int, device: torch.device | str) -> Work:
@@ -416,21 +506,32 @@ def quantized(x: Tensor, dim: int, transport: str) -> Tensor:
     scale = (blocks.abs().amax(-1, keepdim=True) * (1 / largest)).clamp_min(2.0**-126)
     codes = blocks * (1 / scale)
     codes = (codes.round() if transport == "int8" else codes).to(dtype)
-    return torch.cat([part.reshape(RANKS, -1).view(torch.uint8) for part in (codes, scale)], 1).view(-1)
+    return torch.cat(
+        [part.reshape(RANKS, -1).view(torch.uint8) for part in (codes, scale)], 1
+    ).view(-1)
 
 
 def dequantizing(transport: str, size: int, device: torch.device | str) -> Work:
     """Return the work of summing eight quantized contributions: the local part of an all_to_all_reduce."""
     length = max(1, size // BF16.itemsize // RANKS // (4 * BLOCK)) * 4 * BLOCK
     flat = quantized(random((RANKS, length), BF16, device), 0, transport)
-    add = compile_dequantize((length,), {((0, length),): [r * record_bytes(length) for r in range(RANKS)]}, transport)
+    add = compile_dequantize(
+        (length,), {((0, length),): [r * record_bytes(length) for r in range(RANKS)]}, transport
+    )
     peer = Peer(partial(dequantized, transport=transport), compiled=True, least=1.0)
-    return Work(RANKS * length, (flat,), lambda flat: add(flat, flat.new_empty(length, dtype=BF16)), {"in torch": peer})
+    return Work(
+        RANKS * length,
+        (flat,),
+        lambda flat: add(flat, flat.new_empty(length, dtype=BF16)),
+        {"in torch": peer},
+    )
 
 
 def dequantized(flat: Tensor, transport: str) -> Tensor:
     records = flat.view(RANKS, -1)
-    codes, scales = records.split([records.shape[1] // (BLOCK + 4) * BLOCK, records.shape[1] // (BLOCK + 4) * 4], 1)
+    codes, scales = records.split(
+        [records.shape[1] // (BLOCK + 4) * BLOCK, records.shape[1] // (BLOCK + 4) * 4], 1
+    )
     values = codes.view(CODES[transport][1]).float().view(RANKS, -1, BLOCK)
     return (values * scales.view(FP32).unsqueeze(-1)).sum(0).to(BF16).view(-1)
 
@@ -438,7 +539,9 @@ def dequantized(flat: Tensor, transport: str) -> Tensor:
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
-def drawing(draw: Call, torchs: Call, dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
+def drawing(
+    draw: Call, torchs: Call, dtype: torch.dtype, size: int, device: torch.device | str
+) -> Work:
     """Return the work of drawing random numbers that do not depend on the mesh; torch draws other values."""
     shape = (size // dtype.itemsize,)
     box = ((0, shape[0]),)
@@ -454,12 +557,17 @@ def drawing(draw: Call, torchs: Call, dtype: torch.dtype, size: int, device: tor
 
 CASES: tuple[KernelCase, ...] = (
     *(
-        KernelCase(f"{what}, {split.name}, {SHORT[dtype]}", partial(make, split, even, dtype), split.target)
+        KernelCase(
+            f"{what}, {split.name}, {SHORT[dtype]}", partial(make, split, even, dtype), split.target
+        )
         for what, make in (("pack", packing), ("unpack", unpacking))
         for split, even in SINGLE
         for dtype in (BF16, FP32)
     ),
-    *(KernelCase(f"cast, scale, pack, {split.name}", partial(casting, split), FUSED) for split in EVEN),
+    *(
+        KernelCase(f"cast, scale, pack, {split.name}", partial(casting, split), FUSED)
+        for split in EVEN
+    ),
     KernelCase("pack a layer, dim 0", partial(bucket_packing, 0, True, BF16), BOX_COPY),
     KernelCase("pack a layer, dim 0, uneven", partial(bucket_packing, 0, False, BF16), BOX_COPY),
     KernelCase("pack a layer, dim 0, to fp32", partial(bucket_packing, 0, True, FP32), FUSED),
@@ -467,15 +575,25 @@ CASES: tuple[KernelCase, ...] = (
     KernelCase("unpack a layer, dim 0", partial(bucket_unpacking, 0, True), BOX_COPY),
     KernelCase("unpack a layer, dim 0, uneven", partial(bucket_unpacking, 0, False), BOX_COPY),
     KernelCase("unpack a layer, dim 1", partial(bucket_unpacking, 1, True), BOX_COPY),
-    *(KernelCase(f"sum of 8, {SHORT[dtype]}", partial(summing, dtype), FUSED, same=False) for dtype in (BF16, FP32)),
+    *(
+        KernelCase(f"sum of 8, {SHORT[dtype]}", partial(summing, dtype), FUSED, same=False)
+        for dtype in (BF16, FP32)
+    ),
     KernelCase("sum of 8, a layer, uneven", bucket_summing, FUSED, same=False),
     *(
-        KernelCase(f"quantise, pack, {split.name}, {transport}", partial(quantizing, split, transport), QUANTIZED)
+        KernelCase(
+            f"quantise, pack, {split.name}, {transport}",
+            partial(quantizing, split, transport),
+            QUANTIZED,
+        )
         for split in (EVEN[0], EVEN[2])
         for transport in FORMATS
     ),
     KernelCase("uniform, bf16", partial(drawing, uniform, torch.rand, BF16), None, same=None),
     KernelCase("uniform, fp32", partial(drawing, uniform, torch.rand, FP32), None, same=None),
     KernelCase("normal, bf16", partial(drawing, normal, torch.randn, BF16), None, same=None),
-    *(KernelCase(f"dequantise, sum of 8, {t}", partial(dequantizing, t), QUANTIZED, same=False) for t in FORMATS),
+    *(
+        KernelCase(f"dequantise, sum of 8, {t}", partial(dequantizing, t), QUANTIZED, same=False)
+        for t in FORMATS
+    ),
 )

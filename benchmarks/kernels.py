@@ -41,7 +41,9 @@ MB = 1 << 20
 DEVICE = "cuda"
 SIZES, QUICK_SIZES = (1, 16, 128, 1024, 2048), (1, 64)
 ROUNDS, QUICK_ROUNDS = 30, 10
-FLUSHED = 512 * MB  # several times the L2 cache of any GPU, and long enough for the host to enqueue the next launch
+FLUSHED = (
+    512 * MB
+)  # several times the L2 cache of any GPU, and long enough for the host to enqueue the next launch
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = ("case", "MB", "who", "us", "GB/s", "of the copy", "wanted", "ours faster", "wanted ")
 COPY, OURS, COMPILED = "copy", "ours", ", compiled"
@@ -88,10 +90,15 @@ class TimedPeer:
 
     @property
     def missed(self) -> bool:
-        return self.wanted is not None and (self.of_copy if self.who == OURS else self.slower) < self.wanted
+        return (
+            self.wanted is not None
+            and (self.of_copy if self.who == OURS else self.slower) < self.wanted
+        )
 
     def row(self) -> list[str]:
-        wanted = "" if self.wanted is None else f"{self.wanted:.2f}{' MISSED' if self.missed else ''}"
+        wanted = (
+            "" if self.wanted is None else f"{self.wanted:.2f}{' MISSED' if self.missed else ''}"
+        )
         is_ours = self.who == OURS
         return [
             self.case, f"{self.megabytes:g}", self.who, f"{self.seconds * 1e6:.1f}", f"{self.bytes / self.seconds / 1e9:.0f}",
@@ -105,7 +112,9 @@ class TimedPeer:
 def medians(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
     """Return the median seconds of each call, interleaved in random order, with a flushed L2 cache."""
     flushed = torch.empty(FLUSHED, dtype=torch.uint8, device=DEVICE)
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
+        name: [] for name in calls
+    }
     order = random.Random(0)
     for call in calls.values():  # compile, and fill caches of tables and memory
         call()
@@ -115,7 +124,10 @@ def medians(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
             flushed.zero_()
             events[name].append(timed(calls[name]))
     torch.cuda.synchronize()
-    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3 for name, pairs in events.items()}
+    return {
+        name: statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3
+        for name, pairs in events.items()
+    }
 
 
 def timed(call: Call) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -154,13 +166,18 @@ def measured(case: KernelCase, megabytes: float, rounds: int, compiling: bool) -
     if not size:
         return []
     if wrong := disagreeing(case, work):
-        raise RuntimeError(f"{case.name}, {megabytes:g} MB: {', '.join(wrong)} and ours give different results")
+        raise RuntimeError(
+            f"{case.name}, {megabytes:g} MB: {', '.join(wrong)} and ours give different results"
+        )
     peers = with_compiled(work, compiling)
     calls = {name: bound(peer.call, work) for name, peer in peers.items()}
     found = medians({COPY: copying(size), OURS: bound(work.ours, work), **calls}, rounds)
     wanted = {OURS: case.target, **{name: peer.least for name, peer in peers.items()}}
     return [
-        TimedPeer(case.name, megabytes, who, found[who], size, found[COPY], found[OURS], wanted[who]) for who in (OURS, *peers)
+        TimedPeer(
+            case.name, megabytes, who, found[who], size, found[COPY], found[OURS], wanted[who]
+        )
+        for who in (OURS, *peers)
     ]
 
 
@@ -181,7 +198,9 @@ def bound(call: Callable[..., Any], work: Work) -> Call:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def all_measured(cases: Sequence[KernelCase], sizes: Sequence[float], rounds: int, compiling: bool) -> Iterator[TimedPeer]:
+def all_measured(
+    cases: Sequence[KernelCase], sizes: Sequence[float], rounds: int, compiling: bool
+) -> Iterator[TimedPeer]:
     for case in cases:
         for megabytes in sizes:
             print(f"{case.name}, {megabytes:g} MB", file=sys.stderr, flush=True)
@@ -192,7 +211,9 @@ def summary(found: Sequence[TimedPeer]) -> str:
     """Return how many targets are met, and which are missed."""
     wanted = [one for one in found if one.wanted is not None]
     missed = [f"{one.case}, {one.megabytes:g} MB: {one.who}" for one in wanted if one.missed]
-    return f"{len(wanted) - len(missed)} of {len(wanted)} targets are met." + "".join(f"\n- missed: {one}" for one in missed)
+    return f"{len(wanted) - len(missed)} of {len(wanted)} targets are met." + "".join(
+        f"\n- missed: {one}" for one in missed
+    )
 
 
 def hardware() -> str:
@@ -216,15 +237,32 @@ def document(found: Sequence[TimedPeer], rate: float) -> str:
 
 
 def figures(found: Sequence[TimedPeer], rate: float) -> dict[str, Any]:
-    return {"environment": environment(), "device": hardware(), "copy_rate": rate, "cases": [vars(one) for one in found]}
+    return {
+        "environment": environment(),
+        "device": hardware(),
+        "copy_rate": rate,
+        "cases": [vars(one) for one in found],
+    }
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds, no torch.compile")
-    parser.add_argument("--size", type=float, action="append", metavar="MB", help="size of the full tensor; may be given several times")
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose names contain this")
-    parser.add_argument("--markdown", metavar="FILE", help="where to write (default: benchmarks/results, by date)")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, few rounds, no torch.compile"
+    )
+    parser.add_argument(
+        "--size",
+        type=float,
+        action="append",
+        metavar="MB",
+        help="size of the full tensor; may be given several times",
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="cases whose names contain this"
+    )
+    parser.add_argument(
+        "--markdown", metavar="FILE", help="where to write (default: benchmarks/results, by date)"
+    )
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
@@ -234,7 +272,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         print(NO_GPU)
         return
-    cases = [case for case in CASES if not args.only or any(text in case.name for text in args.only)]
+    cases = [
+        case for case in CASES if not args.only or any(text in case.name for text in args.only)
+    ]
     sizes = args.size or (QUICK_SIZES if args.quick else SIZES)
     rounds = QUICK_ROUNDS if args.quick else ROUNDS
     rate = copy_rate(rounds)
@@ -243,7 +283,10 @@ def main() -> None:
     show("Kernels", COLUMNS, [one.row() for one in found])
     print(summary(found))
     write_json(args.json, figures(found, rate))
-    write_markdown(args.markdown or str(RESULTS / f"{date.today().isoformat()}-kernels.md"), document(found, rate))
+    write_markdown(
+        args.markdown or str(RESULTS / f"{date.today().isoformat()}-kernels.md"),
+        document(found, rate),
+    )
 
 
 if __name__ == "__main__":

@@ -66,7 +66,9 @@ def microseconds(call: Callable[[], object], rounds: int) -> float:
 def main() -> None:
     from shardmesh.kernels import launcher
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=20)
     rounds = parser.parse_args().rounds
     print(f"{'us of host time per call':<36}{'by Triton':>12}{'kept':>12}{'ratio':>8}")

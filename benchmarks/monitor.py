@@ -79,10 +79,21 @@ class MonitorConfig:
     @property
     def example_arguments(self) -> list[str]:
         """Command-line arguments of the training example."""
-        return ["--no-jit", "--size", self.size, "--mesh", ",".join(f"{name}={size}" for name, size in self.axes.items())]
+        return [
+            "--no-jit",
+            "--size",
+            self.size,
+            "--mesh",
+            ",".join(f"{name}={size}" for name, size in self.axes.items()),
+        ]
 
 
-FULL = MonitorConfig({"fsdp": 2, "tp": 2}, "demo", {"collectives": 60, "redistribute": 40, "step": 50, "host": 300}, (64, 1024))
+FULL = MonitorConfig(
+    {"fsdp": 2, "tp": 2},
+    "demo",
+    {"collectives": 60, "redistribute": 40, "step": 50, "host": 300},
+    (64, 1024),
+)
 QUICK = MonitorConfig({"fsdp": 2, "tp": 1}, "tiny", dict.fromkeys(SECTIONS, 3), (64,))
 
 
@@ -106,7 +117,9 @@ class Switch:
         collective_check(who if who in (ON, STRICT) else OFF)
         handles = self._checked if who == DETAIL else self._plain
         for group, recorder, handle in zip(self._groups, self._recorders, handles, strict=True):
-            group.recorder = recorder if who in (ON, STRICT) else None  # as in a job that started without the monitor
+            group.recorder = (
+                recorder if who in (ON, STRICT) else None
+            )  # as in a job that started without the monitor
             group._channel = weakref.ref(handle)  # type: ignore[attr-defined]
 
 
@@ -124,7 +137,9 @@ def checked_group(ranks: Sequence[int]) -> dist.ProcessGroup:
         dist.set_debug_level(before)
     backend = type(made._get_backend(torch.device("cpu"))).__name__
     if "Wrapper" not in backend:
-        raise RuntimeError(f"with DebugLevel.DETAIL torch {torch.__version__} created a group with {backend}, which checks nothing")
+        raise RuntimeError(
+            f"with DebugLevel.DETAIL torch {torch.__version__} created a group with {backend}, which checks nothing"
+        )
     return made
 
 
@@ -134,7 +149,9 @@ def measure_ranks(sections: Sequence[str], config: MonitorConfig) -> list[TimedC
     atexit.register(os._exit, 0)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    logging.getLogger("torch").setLevel(logging.ERROR)  # DTensor logs how it works without all_to_all
+    logging.getLogger("torch").setLevel(
+        logging.ERROR
+    )  # DTensor logs how it works without all_to_all
     return [case for section in sections for case in IN_PROCESSES[section](config)]
 
 
@@ -153,7 +170,10 @@ def time_collectives(config: MonitorConfig) -> list[TimedCase]:
 
     def case(name: str, elements: int) -> TimedCase:
         x = torch.zeros(elements)
-        ours, theirs = lambda: group.all_reduce(x), lambda: dist.all_reduce(x, group=group.channel)  # the channel changes with the mode
+        ours, theirs = (
+            lambda: group.all_reduce(x),
+            lambda: dist.all_reduce(x, group=group.channel),
+        )  # the channel changes with the mode
         calls: dict[str, Call] = {OFF: ours, ON: ours, STRICT: ours, TORCH: theirs, DETAIL: theirs}
         costs = time_interleaved(calls, switch, config.rounds["collectives"], 10, dist.barrier)
         return TimedCase("collectives", f"all_reduce of {name}", 1, costs)
@@ -165,11 +185,18 @@ def time_monitor_alone(config: MonitorConfig) -> list[TimedCase]:
     """Time what the monitor does before and after a collective; the collective itself moves no data."""
     mesh, switch = _mesh_1d(config)
     nothing: Call = partial(mesh.group("x").direct, "nothing", 0, 0, torch.float32, lambda: None)
-    costs = time_interleaved({OFF: nothing, ON: nothing}, switch, config.rounds["host"], 100, dist.barrier)
-    return [TimedCase("host", f"a collective, {config.ranks} processes", 1, costs), _time_torch_call(config, mesh, switch)]
+    costs = time_interleaved(
+        {OFF: nothing, ON: nothing}, switch, config.rounds["host"], 100, dist.barrier
+    )
+    return [
+        TimedCase("host", f"a collective, {config.ranks} processes", 1, costs),
+        _time_torch_call(config, mesh, switch),
+    ]
 
 
-def _time_torch_call(config: MonitorConfig, mesh: sm.DeviceMesh, switch: Callable[[str], None]) -> TimedCase:
+def _time_torch_call(
+    config: MonitorConfig, mesh: sm.DeviceMesh, switch: Callable[[str], None]
+) -> TimedCase:
     """Time the same for a call of torch.distributed, with torch's collective replaced by one that moves no data."""
     group, x = dist.new_group(), torch.zeros(4)
     work: Any = dist.all_reduce(x, group=group, async_op=True)
@@ -180,7 +207,9 @@ def _time_torch_call(config: MonitorConfig, mesh: sm.DeviceMesh, switch: Callabl
     switch(ON)
     hooks.monitor_calls(mesh.world.monitor)
     call: Call = partial(dist.all_reduce, x, group=group)
-    costs = time_interleaved({OFF: call, ON: call}, switch, config.rounds["host"], 100, dist.barrier)
+    costs = time_interleaved(
+        {OFF: call, ON: call}, switch, config.rounds["host"], 100, dist.barrier
+    )
     hooks.stop()
     dist.ProcessGroup.allreduce = theirs
     hooks.monitor_calls(mesh.world.monitor)
@@ -201,9 +230,13 @@ def time_redistribute(config: MonitorConfig) -> list[TimedCase]:
     def case(side: int) -> TimedCase:
         local = torch.zeros(side // config.ranks, side)
         x = sm.from_local(local, mesh, P("x"), shape=(side, side))
-        ours = dict.fromkeys((OFF, ON, STRICT), lambda: x.redistribute(P(None, "x")).redistribute(P("x")))
+        ours = dict.fromkeys(
+            (OFF, ON, STRICT), lambda: x.redistribute(P(None, "x")).redistribute(P("x"))
+        )
         theirs = {who: _dtensor_round_trip(local, torch_mesh) for who, torch_mesh in meshes.items()}
-        costs = time_interleaved(ours | theirs, switch, config.rounds["redistribute"], 5, dist.barrier)
+        costs = time_interleaved(
+            ours | theirs, switch, config.rounds["redistribute"], 5, dist.barrier
+        )
         return TimedCase("redistribute", f"f32[{side}, {side}] rows -> columns -> rows", 2, costs)
 
     return [case(side) for side in config.sides]
@@ -223,7 +256,13 @@ def time_step(config: MonitorConfig) -> list[TimedCase]:
     """Time a step of examples/train_lm.py."""
     mesh = sm.init_device_mesh("cpu", tuple(config.axes.values()), axis_names=tuple(config.axes))
     switch, step = Switch(mesh), trainer(config, mesh).step
-    costs = time_interleaved(dict.fromkeys((OFF, ON, STRICT, DETAIL), step), switch, config.rounds["step"], 1, dist.barrier)
+    costs = time_interleaved(
+        dict.fromkeys((OFF, ON, STRICT, DETAIL), step),
+        switch,
+        config.rounds["step"],
+        1,
+        dist.barrier,
+    )
     return [TimedCase("step", f"a training step, {config.size}", collectives_of(step), costs)]
 
 
@@ -250,9 +289,22 @@ def time_host(config: MonitorConfig) -> list[TimedCase]:
     torch.set_num_threads(1)
     with sm.debug.null_world(config.ranks):
         line = sm.init_device_mesh("cpu", (config.ranks,), axis_names=("x",))
-        cases = [_host_case(name, call, 100, config.rounds["host"]) for name, call in _host_calls(line).items()]
-        mesh = sm.init_device_mesh("cpu", tuple(config.axes.values()), axis_names=tuple(config.axes))
-        return [*cases, _host_case(f"a training step, {config.size}", trainer(config, mesh).step, 1, config.rounds["step"])]
+        cases = [
+            _host_case(name, call, 100, config.rounds["host"])
+            for name, call in _host_calls(line).items()
+        ]
+        mesh = sm.init_device_mesh(
+            "cpu", tuple(config.axes.values()), axis_names=tuple(config.axes)
+        )
+        return [
+            *cases,
+            _host_case(
+                f"a training step, {config.size}",
+                trainer(config, mesh).step,
+                1,
+                config.rounds["step"],
+            ),
+        ]
 
 
 def _host_calls(mesh: sm.DeviceMesh) -> dict[str, Call]:
@@ -270,7 +322,9 @@ def _host_calls(mesh: sm.DeviceMesh) -> dict[str, Call]:
 
 
 def _host_case(name: str, call: Call, count: int, rounds: int) -> TimedCase:
-    costs = time_interleaved(dict.fromkeys((OFF, ON), call), collective_check, rounds, count, lambda: None)
+    costs = time_interleaved(
+        dict.fromkeys((OFF, ON), call), collective_check, rounds, count, lambda: None
+    )
     collective_check(ON)
     return TimedCase("host", name, collectives_of(call), costs)
 
@@ -281,7 +335,15 @@ COLUMNS = (
     "microseconds, medians", OFF, ON, STRICT, TORCH, DETAIL,
     "on / off", "on / off, minima", "on - off, a collective", "DETAIL - without, a collective",
 )  # fmt: skip
-STEP_COLUMNS = ("milliseconds, medians", *COLUMNS[1:4], DETAIL, "on / off", "on / off, minima", "DETAIL / off", "on - off, us a collective")
+STEP_COLUMNS = (
+    "milliseconds, medians",
+    *COLUMNS[1:4],
+    DETAIL,
+    "on / off",
+    "on / off, minima",
+    "DETAIL / off",
+    "on - off, us a collective",
+)
 HOST_COLUMNS = ("microseconds, minima", OFF, ON, "on - off", "collectives", "on / off")
 
 
@@ -313,17 +375,30 @@ def step_rows(case: TimedCase) -> list[list[str]]:
 
 def kinds(case: TimedCase) -> list[tuple[str, dict[str, Times]]]:
     """Return (label, times by mode) for wall time and CPU time."""
-    return [("time", case.times()), ("CPU of a rank", {who: c.cpu for who, c in case.costs.items()})]
+    return [
+        ("time", case.times()),
+        ("CPU of a rank", {who: c.cpu for who, c in case.costs.items()}),
+    ]
 
 
 def host_row(case: TimedCase) -> list[str]:
     """Return a row of the table of host times."""
     off, on = case.costs[OFF].wall.best * 1e6, case.costs[ON].wall.best * 1e6
-    return [case.name, f"{off:.2f}", f"{on:.2f}", f"{on - off:.2f}", str(case.collectives), f"{on / off:.4f}"]
+    return [
+        case.name,
+        f"{off:.2f}",
+        f"{on:.2f}",
+        f"{on - off:.2f}",
+        str(case.collectives),
+        f"{on / off:.4f}",
+    ]
 
 
 def _ratios(times: Mapping[str, Times]) -> list[str]:
-    return [f"{times[ON].median / times[OFF].median:.3f}", f"{times[ON].best / times[OFF].best:.3f}"]
+    return [
+        f"{times[ON].median / times[OFF].median:.3f}",
+        f"{times[ON].best / times[OFF].best:.3f}",
+    ]
 
 
 def _per_collective_us(case: TimedCase, times: Mapping[str, Times], one: str, other: str) -> float:
@@ -332,7 +407,9 @@ def _per_collective_us(case: TimedCase, times: Mapping[str, Times], one: str, ot
 
 def summary(cases: Sequence[TimedCase]) -> list[str]:
     """Compare the figures with the targets: 2 us per collective, 1 % of a training step."""
-    lines = [_collective_line(case) for case in cases if case.section == "host" and case.collectives == 1]
+    lines = [
+        _collective_line(case) for case in cases if case.section == "host" and case.collectives == 1
+    ]
     lines += [_step_line(case) for case in cases if "training step" in case.name]
     return [*lines, *(_watchdog_line(case) for case in cases if case.section == "step")]
 
@@ -342,14 +419,19 @@ def _collective_line(case: TimedCase) -> str:
 
 
 def _step_line(case: TimedCase) -> str:
-    where = "alone, without communication" if case.section == "host" else "of communicating processes"
+    where = (
+        "alone, without communication" if case.section == "host" else "of communicating processes"
+    )
     shares = "; ".join(f"{what} {_shares(times)}" for what, times in kinds(case))
     return f"{case.name} {where} ({case.collectives} collectives), on against off: {shares}."
 
 
 def _shares(times: Mapping[str, Times]) -> str:
     """Return the overhead as percentages: between minima, and of the median round."""
-    minima, rounds = times[ON].best / times[OFF].best, [a / b for a, b in zip(times[ON].rounds, times[OFF].rounds, strict=True)]
+    minima, rounds = (
+        times[ON].best / times[OFF].best,
+        [a / b for a, b in zip(times[ON].rounds, times[OFF].rounds, strict=True)],
+    )
     return f"{minima - 1:+.2%} by minima, {statistics.median(rounds) - 1:+.2%} in the median round"
 
 
@@ -364,7 +446,11 @@ def tables(cases: Sequence[TimedCase]) -> list[tuple[str, Sequence[str], list[li
     moved = [row(case) for case in cases if case.section in ("collectives", "redistribute")]
     steps = [line for case in cases if case.section == "step" for line in step_rows(case)]
     host = [host_row(case) for case in cases if case.section == "host"]
-    found = (("communicating, gloo", COLUMNS, moved), ("the training example", STEP_COLUMNS, steps), ("host time", HOST_COLUMNS, host))
+    found = (
+        ("communicating, gloo", COLUMNS, moved),
+        ("the training example", STEP_COLUMNS, steps),
+        ("host time", HOST_COLUMNS, host),
+    )
     return [table for table in found if table[2]]
 
 
@@ -380,7 +466,12 @@ IN_PROCESSES: dict[str, Callable[[MonitorConfig], list[TimedCase]]] = {
 
 def run(sections: Sequence[str], config: MonitorConfig) -> list[TimedCase]:
     """Return the cases of these sections."""
-    ranks = sm.launch(measure_ranks, config.ranks, (sections, config), env={"OMP_NUM_THREADS": "1", "SHARDMESH_MONITOR": "on"})
+    ranks = sm.launch(
+        measure_ranks,
+        config.ranks,
+        (sections, config),
+        env={"OMP_NUM_THREADS": "1", "SHARDMESH_MONITOR": "on"},
+    )
     cases = [merge_ranks(case) for case in zip(*ranks, strict=True)]
     return cases + (time_host(config) if "host" in sections else [])
 
@@ -397,13 +488,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\n".join([*lines, environment_line(env)]))
     write_json(options.json, {"environment": env, "cases": [case.as_dict() for case in cases]})
     text = [f"## {title}\n\n{markdown(columns, rows)}" for title, columns, rows in found]
-    write_markdown(options.markdown, "\n\n".join(["\n".join(f"- {line}" for line in lines), *text, environment_line(env)]))
+    write_markdown(
+        options.markdown,
+        "\n\n".join(["\n".join(f"- {line}" for line in lines), *text, environment_line(env)]),
+    )
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SECTIONS, action="append", help="a section to run; may be given several times")
-    parser.add_argument("--quick", action="store_true", help="2 processes, a tiny model, few rounds")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        choices=SECTIONS,
+        action="append",
+        help="a section to run; may be given several times",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="2 processes, a tiny model, few rounds"
+    )
     parser.add_argument("--json", metavar="PATH", help="write all figures here")
     parser.add_argument("--markdown", metavar="PATH", help="write the tables here")
     return parser.parse_args(arguments)

@@ -35,7 +35,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the programs are tests
 
 from tests.faults.random_jobs import run_faulty, run_healthy
 from tests.faults.random_outcome import RIGHT, outcome, run_simulated
-from tests.faults.random_programs import KINDS, MORE_MESHES, PROCESS_KINDS, faulty_program, healthy_program
+from tests.faults.random_programs import (
+    KINDS,
+    MORE_MESHES,
+    PROCESS_KINDS,
+    faulty_program,
+    healthy_program,
+)
 from tests.faults.random_table import ITERATIONS, PROGRAMS_PER_JOB
 from tests.faults.runner import Runner
 
@@ -62,7 +68,11 @@ class OutcomeCounts:
 
     def rows(self) -> list[list[str]]:
         total = sum(self.counts.values(), Counter())
-        return [_row(kind, counts) for kind, counts in (*self.counts.items(), ("all", total)) if counts.total()]
+        return [
+            _row(kind, counts)
+            for kind, counts in (*self.counts.items(), ("all", total))
+            if counts.total()
+        ]
 
 
 def _row(kind: str, counts: Counter[str]) -> list[str]:
@@ -83,7 +93,9 @@ def faulty_simulated(count: int, first: int, raw: bool) -> OutcomeCounts:
 
 def faulty_processes(count: int, first: int, at_once: int, raw: bool) -> OutcomeCounts:
     counts = OutcomeCounts({kind: Counter() for kind in PROCESS_KINDS})
-    names = [f"{'raw ' * raw}{PROCESS_KINDS[n % len(PROCESS_KINDS)]} {first + n}" for n in range(count)]
+    names = [
+        f"{'raw ' * raw}{PROCESS_KINDS[n % len(PROCESS_KINDS)]} {first + n}" for n in range(count)
+    ]
     with Runner("tests.faults.random_table") as runner, ThreadPoolExecutor(at_once) as pool:
         found = pool.map(lambda name: run_faulty(runner, name), names)
         for n, (name, (what, report)) in enumerate(zip(names, found, strict=True)):
@@ -101,7 +113,9 @@ class HealthyCounts:
     alarms: list[str] = field(default_factory=list)
 
 
-def count_healthy(run: Callable[[int], int], calls: int, seeds: Iterator[int], per_run: int = 1) -> HealthyCounts:
+def count_healthy(
+    run: Callable[[int], int], calls: int, seeds: Iterator[int], per_run: int = 1
+) -> HealthyCounts:
     found = HealthyCounts()
     while found.calls < calls:
         seed = next(seeds)
@@ -128,13 +142,24 @@ def _print_progress(done: int, count: int, what: str) -> None:
 
 def healthy_simulated(calls: int, first: int, raw: bool) -> HealthyCounts:
     seeds = iter(range(first, sys.maxsize))
-    return count_healthy(lambda seed: run_simulated(healthy_program(seed, MORE_MESHES, iterations=ITERATIONS, raw=raw))[1], calls, seeds)
+    return count_healthy(
+        lambda seed: run_simulated(
+            healthy_program(seed, MORE_MESHES, iterations=ITERATIONS, raw=raw)
+        )[1],
+        calls,
+        seeds,
+    )
 
 
 def healthy_processes(calls: int, first: int, raw: bool) -> HealthyCounts:
     """Run jobs of four processes, each with many programs in a row."""
     with Runner("tests.faults.random_table") as runner:
-        return count_healthy(lambda seed: run_healthy(runner, seed, raw), calls, iter(range(first, sys.maxsize)), PROGRAMS_PER_JOB)
+        return count_healthy(
+            lambda seed: run_healthy(runner, seed, raw),
+            calls,
+            iter(range(first, sys.maxsize)),
+            PROGRAMS_PER_JOB,
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -153,34 +178,69 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.calls:
         worlds["simulated"] = healthy_simulated(options.calls, options.seed, options.raw)
     if options.process_calls:
-        worlds["four gloo processes"] = healthy_processes(options.process_calls, options.seed, options.raw)
+        worlds["four gloo processes"] = healthy_processes(
+            options.process_calls, options.seed, options.raw
+        )
     if worlds:
-        rows = [[name, str(h.programs), f"{h.calls:,}", str(len(h.alarms))] for name, h in worlds.items()]
-        tables.append(("Correct programs", ("world", "programs", "collectives called", "false alarms"), rows))
+        rows = [
+            [name, str(h.programs), f"{h.calls:,}", str(len(h.alarms))]
+            for name, h in worlds.items()
+        ]
+        tables.append(
+            ("Correct programs", ("world", "programs", "collectives called", "false alarms"), rows)
+        )
         wrong += [alarm for found in worlds.values() for alarm in found.alarms]
     _write(options, tables, wrong)
 
 
-def _write(options: argparse.Namespace, tables: Sequence[tuple[str, Sequence[str], list[list[str]]]], wrong: list[str]) -> None:
+def _write(
+    options: argparse.Namespace,
+    tables: Sequence[tuple[str, Sequence[str], list[list[str]]]],
+    wrong: list[str],
+) -> None:
     env = environment()
     for title, columns, rows in tables:
         show(title, columns, rows)
     print(environment_line(env))
-    found = {title: [dict(zip(columns, row, strict=True)) for row in rows] for title, columns, rows in tables}
+    found = {
+        title: [dict(zip(columns, row, strict=True)) for row in rows]
+        for title, columns, rows in tables
+    }
     write_json(options.json, {"environment": env, **found})
     text = [f"## {title}\n\n{markdown(columns, rows)}" for title, columns, rows in tables]
-    write_markdown(options.markdown, "\n\n".join([*text, *(f"- {line}" for line in wrong), environment_line(env)]))
+    write_markdown(
+        options.markdown,
+        "\n\n".join([*text, *(f"- {line}" for line in wrong), environment_line(env)]),
+    )
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--simulated", type=int, default=1000, help="number of faulty programs in simulated worlds")
-    parser.add_argument("--processes", type=int, default=200, help="number of faulty programs on processes")
-    parser.add_argument("--calls", type=int, default=1_000_000, help="number of collectives of correct programs in simulated worlds")
+    parser.add_argument(
+        "--simulated", type=int, default=1000, help="number of faulty programs in simulated worlds"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=200, help="number of faulty programs on processes"
+    )
+    parser.add_argument(
+        "--calls",
+        type=int,
+        default=1_000_000,
+        help="number of collectives of correct programs in simulated worlds",
+    )
     parser.add_argument("--process-calls", type=int, default=200_000, help="the same on processes")
-    parser.add_argument("--at-once", type=int, default=4, help="number of concurrent jobs; most of them wait most of the time")
-    parser.add_argument("--raw", action="store_true", help="the programs also call torch.distributed directly")
-    parser.add_argument("--seed", type=int, default=100_000, help="first seed; tests use seeds from 0")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=4,
+        help="number of concurrent jobs; most of them wait most of the time",
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="the programs also call torch.distributed directly"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=100_000, help="first seed; tests use seeds from 0"
+    )
     parser.add_argument("--json", help="write the figures here")
     parser.add_argument("--markdown", help="write the tables here")
     return parser.parse_args(arguments)

@@ -34,7 +34,10 @@ from train_implementations import Setup
 from train_model import Size
 
 RANKS, FIRST_STEPS = 4, 3
-FULL, QUICK = Size(layers=6, d=1024, heads=16, f=2752, s=512, b=8), Size(layers=2, d=16, heads=4, f=32, s=8, b=4, vocabulary=32)
+FULL, QUICK = (
+    Size(layers=6, d=1024, heads=16, f=2752, s=512, b=8),
+    Size(layers=2, d=16, heads=4, f=32, s=8, b=4, vocabulary=32),
+)
 GRAPHS = "ours, sm.jit, CUDA graphs"
 COLUMNS = ("implementation", "step ms", "host ms", "peak MB", "ours / this")
 
@@ -52,11 +55,16 @@ class Timed:
 def makers(form: Form, setup: Setup, inductor: bool) -> dict[str, Callable[[], Steps]]:
     """Return what makes each implementation of a form."""
     found: dict[str, Callable[[], Steps]] = {
-        name: lambda make=make: Steps(make(setup)) for name, make in form.theirs.items() if inductor or name != form.peer
+        name: lambda make=make: Steps(make(setup))
+        for name, make in form.theirs.items()
+        if inductor or name != form.peer
     }
     found[OURS] = lambda: Steps(form.ours(setup))
     backends = {EAGER_BACKEND: "eager"} | ({INDUCTOR: "inductor"} if inductor else {})
-    found |= {name: lambda backend=backend: Steps(form.ours(setup), backend) for name, backend in backends.items()}
+    found |= {
+        name: lambda backend=backend: Steps(form.ours(setup), backend)
+        for name, backend in backends.items()
+    }
     if inductor and setup.device == "cuda":
         found[GRAPHS] = lambda: Steps(form.ours(setup), "inductor", cudagraphs=True)
     return found
@@ -108,7 +116,11 @@ def rows_of(found: dict[str, Timed]) -> list[list[str]]:
             rows.append([name, "failed", "", "", one.failure])
             continue
         ours = OURS if "eager" in name else INDUCTOR
-        ratio = "" if name.startswith("ours") or ours not in middle else f"{middle[ours] / middle[name]:.2f}"
+        ratio = (
+            ""
+            if name.startswith("ours") or ours not in middle
+            else f"{middle[ours] / middle[name]:.2f}"
+        )
         host, peak = statistics.median(one.host) * 1e3, f"{one.peak / 1e6:.0f}" if one.peak else "-"
         rows.append([name, f"{middle[name] * 1e3:.2f}", f"{host:.2f}", peak, ratio])
     return rows
@@ -119,7 +131,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds")
     parser.add_argument("--rounds", type=int, help="20, with --quick 2")
-    parser.add_argument("--inductor", action=argparse.BooleanOptionalAction, default=True, help="also what Inductor compiles")
+    parser.add_argument(
+        "--inductor",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also what Inductor compiles",
+    )
     parser.add_argument("--json")
     parser.add_argument("--markdown")
     options = parser.parse_args(arguments)
@@ -130,12 +147,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setup = Setup(QUICK if options.quick else FULL, RANKS, device=options.device)
     found: dict[str, dict[str, Timed]] = {}
     for form in FORMS:
-        found[form.name] = measure(form, setup, options.rounds or (2 if options.quick else 20), options.inductor)
-        show(f"{form.name}, one of {RANKS} ranks on {options.device}", COLUMNS, rows_of(found[form.name]))
+        found[form.name] = measure(
+            form, setup, options.rounds or (2 if options.quick else 20), options.inductor
+        )
+        show(
+            f"{form.name}, one of {RANKS} ranks on {options.device}",
+            COLUMNS,
+            rows_of(found[form.name]),
+        )
         torch.compiler.reset()
     env = environment()
     print(environment_line(env))
-    write_json(options.json, {"environment": env, "forms": {name: {k: asdict(v) for k, v in each.items()} for name, each in found.items()}})
+    write_json(
+        options.json,
+        {
+            "environment": env,
+            "forms": {
+                name: {k: asdict(v) for k, v in each.items()} for name, each in found.items()
+            },
+        },
+    )
     tables = [f"**{name}**\n\n{markdown(COLUMNS, rows_of(each))}" for name, each in found.items()]
     write_markdown(options.markdown, "\n\n".join([*tables, environment_line(env)]))
 

@@ -67,7 +67,10 @@ ON_SEVERAL: dict[str, Specs] = {
     "axes of two dims exchanged": lambda axes: (P(axes[0], axes[1:]), P(axes[1:], axes[0])),
     "FSDP all_gather": lambda axes: (P(axes[0], axes[1:]), P(None, axes[1:])),
     "FSDP all_gather, minor": lambda axes: (P((*axes[1:], axes[0])), P(axes[1:])),
-    "FSDP reduce_scatter": lambda axes: (P(None, axes[1:], unreduced={axes[0]}), P(axes[0], axes[1:])),
+    "FSDP reduce_scatter": lambda axes: (
+        P(None, axes[1:], unreduced={axes[0]}),
+        P(axes[0], axes[1:]),
+    ),
     "TP S1 -> S0": lambda axes: (P(axes[:-1], axes[-1]), P(axes)),
     "TP S0 -> R": lambda axes: (P(axes), P(axes[:-1])),
     "TP P -> R": lambda axes: (P(axes[:-1], unreduced={axes[-1]}), P(axes[:-1])),
@@ -156,12 +159,16 @@ def cases(meshes: Sequence[tuple[int, ...]]) -> list[PlanCase]:
 
 def time_plan(case: PlanCase) -> PartFigures:
     """Time `sm.debug.plan`; return its steps."""
-    return _timed(lambda layouts: _steps(sm.debug.plan(*layouts, topology=case.topology)), case.layouts)
+    return _timed(
+        lambda layouts: _steps(sm.debug.plan(*layouts, topology=case.topology)), case.layouts
+    )
 
 
 def time_explain(case: PlanCase) -> PartFigures:
     """Time `str(sm.debug.explain(...))`."""
-    return _timed(lambda layouts: str(sm.debug.explain(*layouts, topology=case.topology)), case.layouts)
+    return _timed(
+        lambda layouts: str(sm.debug.explain(*layouts, topology=case.topology)), case.layouts
+    )
 
 
 def time_rank(case: PlanCase) -> PartFigures:
@@ -212,7 +219,10 @@ def _resident() -> int:
 
 def warm_up() -> None:
     """Run imports and first calls, on a mesh that is not measured."""
-    for case in (PlanCase((3, 2), None, "FSDP all_gather", UNEVEN), PlanCase((3, 2), 2, "P -> R, all axes", EVEN)):
+    for case in (
+        PlanCase((3, 2), None, "FSDP all_gather", UNEVEN),
+        PlanCase((3, 2), 2, "P -> R, all axes", EVEN),
+    ):
         run_case(case, math.inf, lambda call, case, limit_s: call(case))
 
 
@@ -223,7 +233,9 @@ def in_fork(call: Callable[[PlanCase], Any], case: PlanCase, limit_s: float) -> 
     process = context.Process(target=_send_result, args=(send, call, case))
     process.start()
     send.close()
-    found = receive.recv() if receive.poll(limit_s) else None  # EOFError if the fork failed; its traceback is on stderr
+    found = (
+        receive.recv() if receive.poll(limit_s) else None
+    )  # EOFError if the fork failed; its traceback is on stderr
     process.kill()
     process.join()
     return found
@@ -236,16 +248,39 @@ def _send_result(send: Connection, call: Callable[[PlanCase], Any], case: PlanCa
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 Result = tuple[PlanCase, CaseFigures]
-COLUMNS = ("mesh, nodes, pair", "steps", "peers", "plan ms", "explain ms", "rank ms", "Python MB", "process MB")
+COLUMNS = (
+    "mesh, nodes, pair",
+    "steps",
+    "peers",
+    "plan ms",
+    "explain ms",
+    "rank ms",
+    "Python MB",
+    "process MB",
+)
 
 
-def run_case(case: PlanCase, limit_s: float, within: Callable[[Callable[[PlanCase], Any], PlanCase, float], Any]) -> CaseFigures:
+def run_case(
+    case: PlanCase,
+    limit_s: float,
+    within: Callable[[Callable[[PlanCase], Any], PlanCase, float], Any],
+) -> CaseFigures:
     """Run all parts of a case; measure Python's memory only if all stay within the limit."""
-    parts: list[PartFigures | None] = [within(call, case, limit_s) for call in (time_plan, time_explain, time_rank)]
+    parts: list[PartFigures | None] = [
+        within(call, case, limit_s) for call in (time_plan, time_explain, time_rank)
+    ]
     plan, explain, rank = (None if part is None else part.seconds for part in parts)
     steps, peers = (None if part is None else part.result for part in (parts[0], parts[2]))
     peak = None if None in parts else within(allocated, case, 4 * limit_s)
-    return CaseFigures(steps, peers, plan, explain, rank, peak, max((part.grown for part in parts if part), default=0))
+    return CaseFigures(
+        steps,
+        peers,
+        plan,
+        explain,
+        rank,
+        peak,
+        max((part.grown for part in parts if part), default=0),
+    )
 
 
 def table_row(case: PlanCase, figures: CaseFigures, limit_s: float) -> list[str]:
@@ -255,7 +290,9 @@ def table_row(case: PlanCase, figures: CaseFigures, limit_s: float) -> list[str]
         for s in (figures.plan, figures.explain, figures.rank)
     ]
     peers = "-" if figures.peers is None else f"{figures.peers:,}"
-    memory = ["-" if size is None else f"{size / 1e6:.1f}" for size in (figures.allocated, figures.grown)]
+    memory = [
+        "-" if size is None else f"{size / 1e6:.1f}" for size in (figures.allocated, figures.grown)
+    ]
     return [str(case), figures.steps or "-", peers, *seconds, *memory]
 
 
@@ -265,7 +302,9 @@ def summary(found: Sequence[Result], limit_s: float) -> list[str]:
     case, most = max(found, key=lambda one: one[1].allocated or 0)
     lines.append(f"Largest allocation of Python: {(most.allocated or 0) / 1e6:.1f} MB ({case}).")
     over = [str(case) for case, f in found if f.plan is None or f.plan > 1]
-    lines.append(f"Plans that take more than a second: {len(over)}{': ' * bool(over)}{'; '.join(over)}.")
+    lines.append(
+        f"Plans that take more than a second: {len(over)}{': ' * bool(over)}{'; '.join(over)}."
+    )
     return [*lines, *_growth(found)]
 
 
@@ -280,7 +319,9 @@ def _slowest(part: str, found: Sequence[Result], limit_s: float) -> str:
 def _growth(found: Sequence[Result]) -> Iterator[str]:
     """Compare planning on the largest and the smallest mesh, by number of axes, flat and with nodes."""
     for ndim, nodes in product(sorted({len(case.mesh) for case, _ in found}), (False, True)):
-        chosen = [(c, f.plan) for c, f in found if len(c.mesh) == ndim and c.has_nodes == nodes and f.plan]
+        chosen = [
+            (c, f.plan) for c, f in found if len(c.mesh) == ndim and c.has_nodes == nodes and f.plan
+        ]
         meshes = sorted({case.mesh for case, _ in chosen}, key=math.prod)
         if len(meshes) < 2:
             continue
@@ -310,7 +351,11 @@ def run(chosen: Sequence[PlanCase], limit_s: float) -> Iterator[Result]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the chosen meshes, print the table and write the files asked for."""
     options = _options(arguments)
-    meshes = [m for m in (QUICK if options.quick else MESHES) if not options.only or str(m) in options.only]
+    meshes = [
+        m
+        for m in (QUICK if options.quick else MESHES)
+        if not options.only or str(m) in options.only
+    ]
     warm_up()
     found = list(run(cases(meshes), options.limit))
     rows = [table_row(case, figures, options.limit) for case, figures in found]
@@ -319,16 +364,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     env, lines = environment(), summary(found, options.limit)
     print("\n".join([*lines, environment_line(env)]))
     figures = [{"case": str(case), "ranks": math.prod(case.mesh), **asdict(f)} for case, f in found]
-    write_json(options.json, {"environment": env, "limit_s": options.limit, "cases": figures, "summary": lines})
-    text = [f"## {title}", "\n".join(f"- {line}" for line in lines), markdown(COLUMNS, rows), environment_line(env)]
+    write_json(
+        options.json,
+        {"environment": env, "limit_s": options.limit, "cases": figures, "summary": lines},
+    )
+    text = [
+        f"## {title}",
+        "\n".join(f"- {line}" for line in lines),
+        markdown(COLUMNS, rows),
+        environment_line(env),
+    ]
     write_markdown(options.markdown, "\n\n".join(text))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help=f"only the mesh {QUICK[0]}")
     parser.add_argument("--only", choices=[str(m) for m in MESHES], action="append", help="a mesh")
-    parser.add_argument("--limit", type=float, default=5.0, metavar="SECONDS", help="time limit of a part")
+    parser.add_argument(
+        "--limit", type=float, default=5.0, metavar="SECONDS", help="time limit of a part"
+    )
     parser.add_argument("--json", metavar="PATH", help="write all figures here")
     parser.add_argument("--markdown", metavar="PATH", help="write the table here")
     return parser.parse_args(arguments)

@@ -30,7 +30,11 @@ class Cost:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the times for the JSON file."""
-        return {"wall": self.wall.as_dict(), "cpu": self.cpu.as_dict(), "watchdog": self.watchdog.as_dict()}
+        return {
+            "wall": self.wall.as_dict(),
+            "cpu": self.cpu.as_dict(),
+            "watchdog": self.watchdog.as_dict(),
+        }
 
 
 Costs = dict[str, Cost]
@@ -60,11 +64,21 @@ class Batch:
 
     def cost(self, batches: Times) -> Cost:
         """Return the times per call, given the wall times of the batches; drop the CPU times of warm-up batches."""
-        cpu, watchdog = (Times(tuple(seconds[-len(batches.rounds) :])) for seconds in (self.cpu, self.watchdog))
-        return Cost(Times(tuple(seconds / self._count for seconds in batches.rounds)), cpu, watchdog)
+        cpu, watchdog = (
+            Times(tuple(seconds[-len(batches.rounds) :])) for seconds in (self.cpu, self.watchdog)
+        )
+        return Cost(
+            Times(tuple(seconds / self._count for seconds in batches.rounds)), cpu, watchdog
+        )
 
 
-def time_interleaved(calls: Mapping[str, Call], prepare: Callable[[str], None], rounds: int, count: int, together: Call) -> Costs:
+def time_interleaved(
+    calls: Mapping[str, Call],
+    prepare: Callable[[str], None],
+    rounds: int,
+    count: int,
+    together: Call,
+) -> Costs:
     """Time `count` calls in a row of each implementation, in each round.
 
     Args:
@@ -83,7 +97,12 @@ def watchdog_cpu_s() -> float:
     """Return the CPU time used by the watchdog's thread; 0 without a watchdog, or where the system does not report it."""
     thread = next((t for t in threading.enumerate() if t.name == "shardmesh-watchdog"), None)
     try:
-        return 0.0 if thread is None else int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
+        return (
+            0.0
+            if thread is None
+            else int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0])
+            / 1e9
+        )
     except OSError:
         return 0.0
 
@@ -107,7 +126,12 @@ class TimedCase:
     def as_dict(self) -> dict[str, Any]:
         """Return the case for the JSON file."""
         costs = {who: cost.as_dict() for who, cost in self.costs.items()}
-        return {"section": self.section, "case": self.name, "collectives": self.collectives, "costs": costs}
+        return {
+            "section": self.section,
+            "case": self.name,
+            "collectives": self.collectives,
+            "costs": costs,
+        }
 
     def times(self) -> dict[str, Times]:
         """Return the wall times by implementation."""
@@ -119,9 +143,15 @@ def merge_ranks(ranks: Sequence[TimedCase]) -> TimedCase:
     costs = {}
     for who in ranks[0].costs:
         each = [case.costs[who] for case in ranks]
-        costs[who] = Cost(slowest([c.wall for c in each]), _mean([c.cpu for c in each]), _mean([c.watchdog for c in each]))
+        costs[who] = Cost(
+            slowest([c.wall for c in each]),
+            _mean([c.cpu for c in each]),
+            _mean([c.watchdog for c in each]),
+        )
     return TimedCase(ranks[0].section, ranks[0].name, ranks[0].collectives, costs)
 
 
 def _mean(times: Sequence[Times]) -> Times:
-    return Times(tuple(sum(seconds) / len(times) for seconds in zip(*(t.rounds for t in times), strict=True)))
+    return Times(
+        tuple(sum(seconds) / len(times) for seconds in zip(*(t.rounds for t in times), strict=True))
+    )

@@ -84,7 +84,12 @@ PENDING = {
 }
 UNEVEN = {
     1: {"S0": ["R", "S1"], "S1": ["S0"], "P": ["R", "S0"]},
-    2: {"S0 S1": ["S1 S0", "R R"], "S0 S0": ["R R", "S1 S1"], "S0 R": ["R S0"], "P S0": ["S0 R", "S1 S0"]},
+    2: {
+        "S0 S1": ["S1 S0", "R R"],
+        "S0 S0": ["R R", "S1 S1"],
+        "S0 R": ["R S0"],
+        "P S0": ["S0 R", "S1 S0"],
+    },
     3: {"S0 S1 R": ["R S0 S1"], "S0 S0 S0": ["R R R", "S1 S1 S1"], "P P P": ["S0 S0 S0"]},
 }
 
@@ -117,7 +122,10 @@ class Pair:
 
     def placements(self, words: str, module: Any) -> list[Any]:
         """Return the words as placements of `torch.distributed.tensor` or shardmesh."""
-        return [getattr(module, name)(*arguments) for name, *arguments in map(PLACEMENTS.__getitem__, words.split())]
+        return [
+            getattr(module, name)(*arguments)
+            for name, *arguments in map(PLACEMENTS.__getitem__, words.split())
+        ]
 
     def layout(self, words: str, mesh: Any) -> sm.Layout:
         """Return the words as a layout."""
@@ -151,7 +159,12 @@ def pairs_on(mesh: tuple[int, ...], size: int) -> list[Pair]:
         timed = set(random.Random(0).sample(moves, TIMED_OF_MANY))
         moves = [replace(pair, timed=pair in timed) for pair in moves]
     listed = ((PENDING, even), (UNEVEN, uneven))
-    others = [Pair(mesh, shape, s, d) for table, shape in listed for s, ds in table[len(mesh)].items() for d in ds]
+    others = [
+        Pair(mesh, shape, s, d)
+        for table, shape in listed
+        for s, ds in table[len(mesh)].items()
+        for d in ds
+    ]
     return moves + others
 
 
@@ -177,7 +190,11 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures for the JSON file."""
-        counts = {"bytes_received": self.received, "bytes_received_on_gpu": self.on_gpu, "launches": self.launches}
+        counts = {
+            "bytes_received": self.received,
+            "bytes_received_on_gpu": self.on_gpu,
+            "launches": self.launches,
+        }
         times = {} if self.times is None else {**self.times.as_dict(), "timed_again": self.again}
         return {**counts, "right": self.right, **times}
 
@@ -194,14 +211,18 @@ PairResults = tuple[Pair, Results]
 # -- in a rank ---------------------------------------------------------------------------------------------------------
 
 
-def measure_pairs(pairs: Sequence[Pair], config: RedistributeConfig, calibrate: bool) -> list[Results]:
+def measure_pairs(
+    pairs: Sequence[Pair], config: RedistributeConfig, calibrate: bool
+) -> list[Results]:
     """Return the results of pairs on meshes of all processes; runs in every process."""
     # After DTensor, gloo's threads outlive destroy_process_group, and sometimes abort a process at interpreter shutdown.
     atexit.register(os._exit, 0)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)  # DTensor logs every suboptimal pair
-    meshes = {shape: Meshes.of(shape, calibrate) for shape in dict.fromkeys(pair.mesh for pair in pairs)}
+    meshes = {
+        shape: Meshes.of(shape, calibrate) for shape in dict.fromkeys(pair.mesh for pair in pairs)
+    }
     return [_measure(pair, meshes[pair.mesh], config) for pair in _with_progress(pairs)]
 
 
@@ -228,11 +249,18 @@ class Meshes:
 
 
 def _measure(pair: Pair, meshes: Meshes, config: RedistributeConfig) -> Results:
-    full = torch.arange(math.prod(pair.shape), dtype=torch.float32).remainder_(1000).view(pair.shape)
+    full = (
+        torch.arange(math.prod(pair.shape), dtype=torch.float32).remainder_(1000).view(pair.shape)
+    )
     src, dst = pair.layout(pair.src, meshes.ours), pair.layout(pair.dst, meshes.ours)
-    local, their_src, their_dst = _part(full, src), pair.placements(pair.src, dt), pair.placements(pair.dst, dt)
+    local, their_src, their_dst = (
+        _part(full, src),
+        pair.placements(pair.src, dt),
+        pair.placements(pair.dst, dt),
+    )
     calls = {
-        name: redistribution(local, mesh, their_src, their_dst, pair.shape) for name, mesh in meshes.theirs.items()
+        name: redistribution(local, mesh, their_src, their_dst, pair.shape)
+        for name, mesh in meshes.theirs.items()
     }
     calls[OURS] = _ours(pair, meshes.ours, local)
     everyone = _gathered({name: _counted(name, call, full, dst) for name, call in calls.items()})
@@ -241,7 +269,10 @@ def _measure(pair: Pair, meshes: Meshes, config: RedistributeConfig) -> Results:
 
 
 def _ours(pair: Pair, mesh: sm.DeviceMesh, local: Tensor) -> Call:
-    x, dst = sm.from_local(local, mesh, pair.placements(pair.src, sm), shape=pair.shape), pair.placements(pair.dst, sm)
+    x, dst = (
+        sm.from_local(local, mesh, pair.placements(pair.src, sm), shape=pair.shape),
+        pair.placements(pair.dst, sm),
+    )
     return lambda: x.redistribute(dst).to_local()
 
 
@@ -288,10 +319,17 @@ def _counted(name: str, call: Call, full: Tensor, dst: sm.Layout) -> Result:
     if name == OURS:
         with sm.debug.comm_budget() as used:
             found = call()
-        return Result(used.bytes_received, used.bytes_received, used.launches, _is_right(found, full, dst))
+        return Result(
+            used.bytes_received, used.bytes_received, used.launches, _is_right(found, full, dst)
+        )
     with CountFunctional() as theirs, use_min_cost_redistribution_plan(name == MIN_COST):
         found = call()
-    return Result(theirs.received, theirs.received - theirs.saved_on_gpu, theirs.launches, _is_right(found, full, dst))
+    return Result(
+        theirs.received,
+        theirs.received - theirs.saved_on_gpu,
+        theirs.launches,
+        _is_right(found, full, dst),
+    )
 
 
 def _is_right(found: Tensor, full: Tensor, dst: sm.Layout) -> bool:
@@ -305,7 +343,9 @@ def _is_right(found: Tensor, full: Tensor, dst: sm.Layout) -> bool:
 
 def _busiest(ranks: Sequence[Result]) -> Result:
     """Return the maxima of bytes and launches over ranks; correct if all are."""
-    received, on_gpu, launches = (max(getattr(r, n) for r in ranks) for n in ("received", "on_gpu", "launches"))
+    received, on_gpu, launches = (
+        max(getattr(r, n) for r in ranks) for n in ("received", "on_gpu", "launches")
+    )
     return Result(received, on_gpu, launches, all(r.right for r in ranks))
 
 
@@ -344,7 +384,10 @@ def mesh_rows(found: Sequence[PairResults]) -> list[list[str]]:
 
 
 def _mesh_row(name: str, found: Sequence[PairResults]) -> list[str]:
-    over = [_spread([r[who].received / b for b, r in _bounded(found)], max) for who in (GREEDY, MIN_COST, OURS)]
+    over = [
+        _spread([r[who].received / b for b, r in _bounded(found)], max)
+        for who in (GREEDY, MIN_COST, OURS)
+    ]
     timed = _communicating(found)
     faster = [_spread([r[who].median / r[OURS].median for _, r in timed], min) for who in THEIRS]
     launches = [str(sum(r[who].launches for _, r in found)) for who in (GREEDY, MIN_COST, OURS)]
@@ -358,7 +401,11 @@ def _bounded(found: Sequence[PairResults]) -> list[tuple[int, Results]]:
 
 def _communicating(found: Sequence[PairResults]) -> list[PairResults]:
     """Return the pairs that communicate, are timed and have correct results."""
-    return [(p, r) for p, r in found if p.timed and r[OURS].launches and all(x.right for x in r.values())]
+    return [
+        (p, r)
+        for p, r in found
+        if p.timed and r[OURS].launches and all(x.right for x in r.values())
+    ]
 
 
 def _spread(values: Sequence[float], worst: Callable[[Sequence[float]], float]) -> str:
@@ -373,13 +420,18 @@ def summary(found: Sequence[PairResults]) -> list[str]:
         *(_time_line(found, name) for name in THEIRS),
         _slower_line(found),
     ]
-    wrong = [f"{pair} ({name})" for pair, results in found for name, r in results.items() if not r.right]
+    wrong = [
+        f"{pair} ({name})" for pair, results in found for name, r in results.items() if not r.right
+    ]
     return [*lines, *([f"Wrong results: {'; '.join(wrong)}."] if wrong else [])]
 
 
 def _bytes_line(found: Sequence[PairResults]) -> str:
     bounded = _bounded(found)
-    parts = [f"{name} {_spread([r[name].received / b for b, r in bounded], max)}" for name in (GREEDY, MIN_COST, OURS)]
+    parts = [
+        f"{name} {_spread([r[name].received / b for b, r in bounded], max)}"
+        for name in (GREEDY, MIN_COST, OURS)
+    ]
     gpu = [f"{name} {_spread([r[name].on_gpu / b for b, r in bounded], max)}" for name in THEIRS]
     return (
         f"Bytes received over the bound, {len(bounded)} pairs that must communicate and reduce nothing, geometric mean "
@@ -388,7 +440,9 @@ def _bytes_line(found: Sequence[PairResults]) -> str:
 
 
 def _launches_line(found: Sequence[PairResults]) -> str:
-    totals = ", ".join(f"{sum(r[name].launches for _, r in found)} by {name}" for name in (GREEDY, MIN_COST, OURS))
+    totals = ", ".join(
+        f"{sum(r[name].launches for _, r in found)} by {name}" for name in (GREEDY, MIN_COST, OURS)
+    )
     more = [str(p) for p, r in found if r[OURS].launches > min(r[name].launches for name in THEIRS)]
     return f"Collectives launched: {totals}; pairs in which ours launches more than either: {_listed(more)}."
 
@@ -397,7 +451,9 @@ def _time_line(found: Sequence[PairResults], name: str) -> str:
     timed = _communicating(found)
     ratios = [r[name].median / r[OURS].median for _, r in timed]
     wasteful = [
-        r[name].median / r[OURS].median for p, r in timed if (b := p.bound()) and r[name].received > WASTEFUL * b
+        r[name].median / r[OURS].median
+        for p, r in timed
+        if (b := p.bound()) and r[name].received > WASTEFUL * b
     ]
     return (
         f"Time of {name} over ours, geometric mean (worst): {_spread(ratios, min)} of {len(ratios)} pairs that communicate; "
@@ -421,11 +477,15 @@ def _listed(items: Sequence[str]) -> str:
 # -- command line ------------------------------------------------------------------------------------------------------
 
 
-def run(pairs: Sequence[Pair], config: RedistributeConfig, calibrate: bool) -> Iterator[PairResults]:
+def run(
+    pairs: Sequence[Pair], config: RedistributeConfig, calibrate: bool
+) -> Iterator[PairResults]:
     """Yield the results of all pairs; meshes of one size share their processes."""
     for ranks in sorted({math.prod(pair.mesh) for pair in pairs}):
         chosen = [pair for pair in pairs if math.prod(pair.mesh) == ranks]
-        results = sm.launch(measure_pairs, ranks, (chosen, config, calibrate), env={"OMP_NUM_THREADS": "1"})
+        results = sm.launch(
+            measure_pairs, ranks, (chosen, config, calibrate), env={"OMP_NUM_THREADS": "1"}
+        )
         yield from zip(chosen, results[0], strict=True)
 
 
@@ -448,8 +508,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show("by mesh", MESH_COLUMNS, means)
     env, lines = environment(), summary(found)
     print("\n".join([*lines, environment_line(env)]))
-    figures = [{"pair": str(p), "bound": p.bound(), **{name: x.as_dict() for name, x in r.items()}} for p, r in found]
-    write_json(options.json, {"environment": env, "size": size, "calibrated": options.calibrate, "pairs": figures})
+    figures = [
+        {"pair": str(p), "bound": p.bound(), **{name: x.as_dict() for name, x in r.items()}}
+        for p, r in found
+    ]
+    write_json(
+        options.json,
+        {"environment": env, "size": size, "calibrated": options.calibrate, "pairs": figures},
+    )
     text = [
         f"## {title}",
         "\n".join(f"- {line}" for line in lines),
@@ -460,10 +526,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=1024, help="rows and columns of the tensor, a multiple of 8")
-    parser.add_argument("--only", choices=[str(m) for m in MESHES], action="append", help="a mesh to run on")
-    parser.add_argument("--calibrate", action="store_true", help="plan ours with the measured topology of this machine")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size", type=int, default=1024, help="rows and columns of the tensor, a multiple of 8"
+    )
+    parser.add_argument(
+        "--only", choices=[str(m) for m in MESHES], action="append", help="a mesh to run on"
+    )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="plan ours with the measured topology of this machine",
+    )
     parser.add_argument("--quick", action="store_true", help="small tensors, one axis, 2 processes")
     parser.add_argument("--json", metavar="PATH", help="write all figures here")
     parser.add_argument("--markdown", metavar="PATH", help="write the table here")

@@ -32,7 +32,9 @@ def show(title: str, columns: Row, rows: Sequence[Row]) -> None:
         table.add_row(*map(escape, row))
     console = Console()
     needed = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
-    console.width = max(console.width, needed)  # a narrow terminal wraps lines rather than dropping columns
+    console.width = max(
+        console.width, needed
+    )  # a narrow terminal wraps lines rather than dropping columns
     console.print(table, highlight=False)
 
 
@@ -41,7 +43,8 @@ def _plain(columns: Row, rows: Sequence[Row]) -> str:
     lines = []
     for row in (columns, ["-" * w for w in widths], *rows):
         cells = [
-            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))
+            text.ljust(w) if i == 0 else text.rjust(w)
+            for i, (text, w) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
@@ -49,7 +52,10 @@ def _plain(columns: Row, rows: Sequence[Row]) -> str:
 
 def markdown(columns: Row, rows: Sequence[Row], numbers: bool = True) -> str:
     """Return the table as Markdown; all columns but the first are numbers, or text."""
-    head = ["| " + " | ".join(columns) + " |", "|---" + ("|---:" if numbers else "|---") * (len(columns) - 1) + "|"]
+    head = [
+        "| " + " | ".join(columns) + " |",
+        "|---" + ("|---:" if numbers else "|---") * (len(columns) - 1) + "|",
+    ]
     return "\n".join(head + ["| " + " | ".join(row) + " |" for row in rows])
 
 
@@ -70,7 +76,9 @@ def _cpu_model() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor() or platform.machine()
-    models = [line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")]
+    models = [
+        line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")
+    ]
     return models[0] if models else platform.machine()
 
 

@@ -84,9 +84,13 @@ class Usage:
 # -- in every process --------------------------------------------------------------------------------------------------
 
 
-def measure_rank(names: Sequence[str], config: TrainConfig) -> tuple[dict[str, Usage], TimedCase, list[float]]:
+def measure_rank(
+    names: Sequence[str], config: TrainConfig
+) -> tuple[dict[str, Usage], TimedCase, list[float]]:
     """Return the usage and the times of the implementations, and the losses of one process."""
-    atexit.register(os._exit, 0)  # after DTensor, gloo's threads sometimes abort a process at interpreter shutdown
+    atexit.register(
+        os._exit, 0
+    )  # after DTensor, gloo's threads sometimes abort a process at interpreter shutdown
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)
@@ -96,7 +100,11 @@ def measure_rank(names: Sequence[str], config: TrainConfig) -> tuple[dict[str, U
     check_losses({name: use for name, (_, use) in found.items()}, expected)
     steps = {name: training.step for name, (training, _) in found.items()}
     costs = time_interleaved(steps, lambda _: None, config.rounds, 1, dist.barrier)
-    return {name: use for name, (_, use) in found.items()}, TimedCase("train", "a training step", 0, costs), expected
+    return (
+        {name: use for name, (_, use) in found.items()},
+        TimedCase("train", "a training step", 0, costs),
+        expected,
+    )
 
 
 def losses_alone(setup: Setup) -> list[float]:
@@ -104,7 +112,9 @@ def losses_alone(setup: Setup) -> list[float]:
     found = torch.zeros(FIRST_STEPS, dtype=torch.float64)
     if setup.line.get_rank() == 0:
         training = alone(setup)
-        found = torch.tensor([training.step().item() for _ in range(FIRST_STEPS)], dtype=torch.float64)
+        found = torch.tensor(
+            [training.step().item() for _ in range(FIRST_STEPS)], dtype=torch.float64
+        )
     dist.broadcast(found, 0)
     return found.tolist()
 
@@ -119,21 +129,38 @@ def first_steps(make: Callable[[], Training]) -> tuple[Training, Usage]:
     dist.barrier()
     with CountC10d() as counted:
         losses.append(training.step())
-    losses.append(training.step())  # Dynamo compiles nothing under a dispatch mode, as in the steps before
-    use = Usage(counted.calls, counted.received, memory.peak, memory.rest, tuple(map(loss_of_batch, losses)))
+    losses.append(
+        training.step()
+    )  # Dynamo compiles nothing under a dispatch mode, as in the steps before
+    use = Usage(
+        counted.calls, counted.received, memory.peak, memory.rest, tuple(map(loss_of_batch, losses))
+    )
     return training, use
 
 
 def check_losses(uses: dict[str, Usage], expected: Sequence[float]) -> None:
     """Raise RuntimeError if the losses of an implementation differ from those of one process."""
     for name, use in uses.items():
-        if any(abs(loss / right - 1) > TOLERANCE for loss, right in zip(use.losses, expected, strict=True)):
-            raise RuntimeError(f"{name} has the losses {use.losses}, one process has {tuple(expected)}: they must agree to {TOLERANCE}")
+        if any(
+            abs(loss / right - 1) > TOLERANCE
+            for loss, right in zip(use.losses, expected, strict=True)
+        ):
+            raise RuntimeError(
+                f"{name} has the losses {use.losses}, one process has {tuple(expected)}: they must agree to {TOLERANCE}"
+            )
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
 
-COLUMNS = ("implementation", "step ms", "CPU ms of a rank", "peak MB", "at rest MB", "calls", "MB received")
+COLUMNS = (
+    "implementation",
+    "step ms",
+    "CPU ms of a rank",
+    "peak MB",
+    "at rest MB",
+    "calls",
+    "MB received",
+)
 PAIR_COLUMNS = ("ours / theirs", "step", "goal", "CPU", "peak memory", "calls", "bytes")
 
 
@@ -147,7 +174,13 @@ class StepFigures:
 
     def row(self) -> list[str]:
         times = (f"{times.median * 1e3:.1f}" for times in (self.cost.wall, self.cost.cpu))
-        return [self.name, *times, *map(_mb, (self.use.peak, self.use.rest)), str(self.use.calls), _mb(self.use.received)]
+        return [
+            self.name,
+            *times,
+            *map(_mb, (self.use.peak, self.use.rest)),
+            str(self.use.calls),
+            _mb(self.use.received),
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures for the JSON file."""
@@ -163,19 +196,27 @@ def pair_row(pair: Pair, found: dict[str, StepFigures]) -> list[str]:
     ours, theirs = found[pair.ours], found[pair.theirs]
     times = ((ours.cost.wall, theirs.cost.wall), (ours.cost.cpu, theirs.cost.cpu))
     ratios = [_ratio(one, other) for one, other in times]
-    ratios += [getattr(ours.use, what) / getattr(theirs.use, what) for what in ("peak", "calls", "received")]
+    ratios += [
+        getattr(ours.use, what) / getattr(theirs.use, what)
+        for what in ("peak", "calls", "received")
+    ]
     step, *others = (f"{ratio:.2f}" for ratio in ratios)
     return [pair.name, step, "-" if pair.goal is None else f"{pair.goal:.2f}", *others]
 
 
 def _ratio(ours: Times, theirs: Times) -> float:
     """Return the median of the rounds' ratios: other load during a round affects both."""
-    return statistics.median(one / other for one, other in zip(ours.rounds, theirs.rounds, strict=True))
+    return statistics.median(
+        one / other for one, other in zip(ours.rounds, theirs.rounds, strict=True)
+    )
 
 
 def max_over_ranks(uses: Sequence[Usage]) -> Usage:
     """Return the maxima over ranks."""
-    most = {what: max(getattr(use, what) for use in uses) for what in ("calls", "received", "peak", "rest")}
+    most = {
+        what: max(getattr(use, what) for use in uses)
+        for what in ("calls", "received", "peak", "rest")
+    }
     return Usage(**most, losses=uses[0].losses)
 
 
@@ -185,9 +226,15 @@ def max_over_ranks(uses: Sequence[Usage]) -> Usage:
 def run(pairs: Sequence[Pair], config: TrainConfig) -> dict[str, StepFigures]:
     """Return the figures of the implementations in these pairs."""
     names = [name for name in MAKERS if any(name in (pair.ours, pair.theirs) for pair in pairs)]
-    uses, cases, _ = zip(*sm.launch(measure_rank, config.ranks, (names, config), env={"OMP_NUM_THREADS": "1"}), strict=True)
+    uses, cases, _ = zip(
+        *sm.launch(measure_rank, config.ranks, (names, config), env={"OMP_NUM_THREADS": "1"}),
+        strict=True,
+    )
     costs = merge_ranks(cases).costs
-    return {name: StepFigures(name, costs[name], max_over_ranks([each[name] for each in uses])) for name in names}
+    return {
+        name: StepFigures(name, costs[name], max_over_ranks([each[name] for each in uses]))
+        for name in names
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -197,18 +244,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pairs = [pair for pair in PAIRS if not options.only or pair.name in options.only]
     found = run(pairs, config)
     rows, ratios = [one.row() for one in found.values()], [pair_row(pair, found) for pair in pairs]
-    show(f"a training step, {config.ranks} gloo processes{', fused AdamW' * config.fused}", COLUMNS, rows)
+    show(
+        f"a training step, {config.ranks} gloo processes{', fused AdamW' * config.fused}",
+        COLUMNS,
+        rows,
+    )
     show("ours / theirs", PAIR_COLUMNS, ratios)
     env = environment()
     print(environment_line(env))
-    write_json(options.json, {"environment": env, "config": asdict(config), "implementations": [one.as_dict() for one in found.values()]})
+    write_json(
+        options.json,
+        {
+            "environment": env,
+            "config": asdict(config),
+            "implementations": [one.as_dict() for one in found.values()],
+        },
+    )
     tables = [markdown(COLUMNS, rows), markdown(PAIR_COLUMNS, ratios)]
     write_markdown(options.markdown, "\n\n".join([*tables, environment_line(env)]))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=[pair.name for pair in PAIRS], action="append", help="a pair; may be given several times")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        choices=[pair.name for pair in PAIRS],
+        action="append",
+        help="a pair; may be given several times",
+    )
     parser.add_argument("--fused", action="store_true", help="AdamW with fused=True everywhere")
     parser.add_argument("--quick", action="store_true", help="2 processes, a tiny model, 2 rounds")
     parser.add_argument("--json", metavar="PATH", help="write all figures here")

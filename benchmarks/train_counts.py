@@ -61,7 +61,11 @@ def received(name: str, args: Any) -> int:
     """
     group = next(found for x in reversed(args) if (found := _group(x)) is not None)
     n, first = group.size(), _bytes(args[0])
-    if name in ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"):  # the first argument is the output
+    if name in (
+        "_allgather_base_",
+        "allgather_",
+        "allgather_into_tensor_coalesced_",
+    ):  # the first argument is the output
         return first * (n - 1) // n
     if name in ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"):
         return first * (n - 1)
@@ -93,7 +97,11 @@ def _group(x: Any) -> dist.ProcessGroup | None:
             return torch._C._distributed_c10d._resolve_process_group(x)  # type: ignore[attr-defined]
         except RuntimeError:
             return None  # the name of an operation
-    return dist.ProcessGroup.unbox(x) if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()) else None
+    return (
+        dist.ProcessGroup.unbox(x)
+        if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
+        else None
+    )
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -104,7 +104,10 @@ def loss_of_batch(loss: Any) -> float:
 
 
 def with_adamw(
-    setup: Setup, model: nn.Module, data: Callable[[int], tuple[Any, Any]], context: Callable[[], Any] = nullcontext
+    setup: Setup,
+    model: nn.Module,
+    data: Callable[[int], tuple[Any, Any]],
+    context: Callable[[], Any] = nullcontext,
 ) -> Training:
     return Training(model, torch.optim.AdamW(model.parameters(), **setup.options), data, context)
 
@@ -118,7 +121,9 @@ def alone(setup: Setup) -> Training:
 
 
 def our_fsdp(setup: Setup, reshard: bool, compiled: bool = False) -> Training:
-    model = sm.parallel.fully_shard(setup.model(), setup.line, units=Block, reshard_after_forward=reshard, src_data_rank=None)
+    model = sm.parallel.fully_shard(
+        setup.model(), setup.line, units=Block, reshard_after_forward=reshard, src_data_rank=None
+    )
     return with_adamw(setup, _compiled(model) if compiled else model, setup.own_rows)
 
 
@@ -131,10 +136,14 @@ def _compiled(model: Any) -> nn.Module:
 
 def our_fsdp_of_sharded_inputs(setup: Setup) -> Training:
     model = sm.parallel.fully_shard(setup.model(), setup.line, units=Block, src_data_rank=None)
-    return with_adamw(setup, model, lambda step: _sharded(setup.own_rows(step), setup.line, P("dp"), setup.size))
+    return with_adamw(
+        setup, model, lambda step: _sharded(setup.own_rows(step), setup.line, P("dp"), setup.size)
+    )
 
 
-def _sharded(rows: tuple[Tensor, Tensor], mesh: sm.DeviceMesh, spec: P, size: Size) -> tuple[Any, Any]:
+def _sharded(
+    rows: tuple[Tensor, Tensor], mesh: sm.DeviceMesh, spec: P, size: Size
+) -> tuple[Any, Any]:
     x, y = (sm.from_local(part, mesh, spec, shape=(size.b, size.s)) for part in rows)
     return x, y
 
@@ -164,17 +173,23 @@ def their_ddp(setup: Setup, compiled: bool = False) -> Training:
 
 def _their_ddp(setup: Setup, compiled: bool = False) -> nn.Module:
     model = setup.model()
-    return DistributedDataParallel(_compiled(model) if compiled else model, gradient_as_bucket_view=True)
+    return DistributedDataParallel(
+        _compiled(model) if compiled else model, gradient_as_bucket_view=True
+    )
 
 
 def our_zero(setup: Setup) -> Training:
-    model = data_parallel(setup.model(), setup.line, optimizer="dp", units=Block, src_data_rank=None)
+    model = data_parallel(
+        setup.model(), setup.line, optimizer="dp", units=Block, src_data_rank=None
+    )
     return with_adamw(setup, model, setup.own_rows)
 
 
 def their_zero(setup: Setup) -> Training:
     model = _their_ddp(setup)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **setup.options)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **setup.options
+    )
     return Training(model, optimizer, setup.own_rows)
 
 
@@ -213,13 +228,17 @@ def their_outer_plan() -> dict[str, Any]:
     return {
         "embedding": theirs.RowwiseParallel(input_layouts=dt.Replicate(), output_layouts=position),
         "norm": theirs.SequenceParallel(),
-        "head": theirs.ColwiseParallel(input_layouts=position, output_layouts=dt.Shard(-1), use_local_output=False),
+        "head": theirs.ColwiseParallel(
+            input_layouts=position, output_layouts=dt.Shard(-1), use_local_output=False
+        ),
     }
 
 
 def our_tensor_parallel(setup: Setup) -> Training:
     model = parallelize(setup.model(), setup.tensor_line, our_plan(), src_data_rank=None)
-    return with_adamw(setup, model, lambda step: _sharded(setup.batch(step), setup.tensor_line, P(), setup.size))
+    return with_adamw(
+        setup, model, lambda step: _sharded(setup.batch(step), setup.tensor_line, P(), setup.size)
+    )
 
 
 def their_tensor_parallel(setup: Setup) -> Training:
@@ -238,14 +257,20 @@ def our_two_axes(setup: Setup) -> Training:
     model = parallelize(setup.model(), setup.grid, our_plan(), src_data_rank=None)
     sm.parallel.fully_shard(model, setup.grid, units=Block, src_data_rank=None)
     part, parts = setup.grid.get_local_rank("fsdp"), setup.grid.size("fsdp")
-    return with_adamw(setup, model, lambda step: _sharded(setup.rows(step, part, parts), setup.grid, P("fsdp"), setup.size))
+    return with_adamw(
+        setup,
+        model,
+        lambda step: _sharded(setup.rows(step, part, parts), setup.grid, P("fsdp"), setup.size),
+    )
 
 
 def their_two_axes(setup: Setup) -> Training:
     mesh = setup.their_grid
     model = _their_fsdp(_their_tensor_parallel(setup.model(), mesh["tp"]), mesh["fsdp"], True)
     part, parts = mesh.get_local_rank("fsdp"), mesh.size(0)
-    return with_adamw(setup, model, lambda step: setup.rows(step, part, parts), theirs.loss_parallel)
+    return with_adamw(
+        setup, model, lambda step: setup.rows(step, part, parts), theirs.loss_parallel
+    )
 
 
 # -- all pairs ---------------------------------------------------------------------------------------------------------

@@ -35,8 +35,13 @@ class Attention(nn.Module):
 
     def forward(self, x_bsd: Tensor, rotary_se: Tensor) -> Tensor:
         b, s, _ = x_bsd.shape
-        q, k, v = (linear(x_bsd).view(b, s, -1, self.e).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        mixed_bhse = F.scaled_dot_product_attention(rotate(q, rotary_se), rotate(k, rotary_se), v, is_causal=True)
+        q, k, v = (
+            linear(x_bsd).view(b, s, -1, self.e).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
+        )
+        mixed_bhse = F.scaled_dot_product_attention(
+            rotate(q, rotary_se), rotate(k, rotary_se), v, is_causal=True
+        )
         return self.o(mixed_bhse.transpose(1, 2).flatten(2))
 
 
@@ -105,7 +110,9 @@ def make_model(size: Size) -> Model:
 
 def batch(size: Size, step: int) -> tuple[Tensor, Tensor]:
     """Return the global batch of a step: bytes and the bytes that follow them, each [b, s]."""
-    bytes_bs = torch.randint(0, size.vocabulary, (size.b, size.s), generator=torch.Generator().manual_seed(step))
+    bytes_bs = torch.randint(
+        0, size.vocabulary, (size.b, size.s), generator=torch.Generator().manual_seed(step)
+    )
     return bytes_bs, (bytes_bs * 7 + 3) % size.vocabulary
 
 

@@ -20,7 +20,12 @@ NODES = sm.topology.Topology.default("cuda", crossing=("dp",))
 # name: shape, before, after, topology
 PICTURES = {
     "layout": ((5, 8), P("dp", "tp"), P("dp", "tp"), None),
-    "ragged": ((8, 8), P("dp", "tp", sizes={"dp": (3, 5)}), P("dp", "tp", sizes={"dp": (3, 5)}), None),
+    "ragged": (
+        (8, 8),
+        P("dp", "tp", sizes={"dp": (3, 5)}),
+        P("dp", "tp", sizes={"dp": (3, 5)}),
+        None,
+    ),
     "slice": ((4096, 4096), P("dp"), P("dp", "tp"), None),
     "all_gather": ((4096, 4096), P("tp"), P(), None),
     "reduce_scatter": ((4096, 4096), P("dp", unreduced={"tp"}), P("dp", "tp"), None),
@@ -42,7 +47,9 @@ def main(folder: Path) -> None:
     """Writes one SVG for each entry of `PICTURES`; the steps of a plan are as its name says."""
     folder.mkdir(exist_ok=True)
     for name, (shape, src, dst, topology) in PICTURES.items():
-        explained = sm.debug.explain(sm.Layout.of(MESH, src, shape, torch.bfloat16), dst, topology=topology)
+        explained = sm.debug.explain(
+            sm.Layout.of(MESH, src, shape, torch.bfloat16), dst, topology=topology
+        )
         explained.picture(folder / f"{name}.svg")
         print(f"{name}.svg: {', '.join(step.op for step in explained.steps) or 'one layout'}")
 
@@ -51,7 +58,9 @@ def draw_layouts(folder: Path) -> None:
     """Writes one SVG for each entry of `LAYOUTS`."""
     folder.mkdir(exist_ok=True)
     for name, (mesh, shape, spec) in LAYOUTS.items():
-        sm.debug.visualize(sm.Layout.of(mesh, spec, shape), style="picture", path=folder / f"{name}.svg")
+        sm.debug.visualize(
+            sm.Layout.of(mesh, spec, shape), style="picture", path=folder / f"{name}.svg"
+        )
         print(f"{name}.svg")
 
 
@@ -63,8 +72,15 @@ def layers(x: Any, w1: Any, w2: Any) -> Any:
 def draw_timelines(folder: Path) -> None:
     """Writes the timeline of a graph whose collectives start early."""
     folder.mkdir(exist_ok=True)
-    given = [sm.Layout.of(sm.AbstractMesh((8, 4), ("fsdp", "tp")), P("fsdp"), (n, 4096)) for n in (8192, 4096, 4096)]
-    graph = sm.jit(layers, compiler_options={"overlap": True, "max_live_bytes": 2**28}).lower(*given).compile()
+    given = [
+        sm.Layout.of(sm.AbstractMesh((8, 4), ("fsdp", "tp")), P("fsdp"), (n, 4096))
+        for n in (8192, 4096, 4096)
+    ]
+    graph = (
+        sm.jit(layers, compiler_options={"overlap": True, "max_live_bytes": 2**28})
+        .lower(*given)
+        .compile()
+    )
     sm.debug.timeline(graph, flops=400e12, path=folder / "timeline.svg")
     print("timeline.svg")
 

@@ -43,10 +43,14 @@ class State(NamedTuple):
 
 def init(params: Tree) -> State:
     """Return the state before the first step; moments have the layouts of their parameters."""
-    return State(0, pytree.tree_map(torch.zeros_like, params), pytree.tree_map(torch.zeros_like, params))
+    return State(
+        0, pytree.tree_map(torch.zeros_like, params), pytree.tree_map(torch.zeros_like, params)
+    )
 
 
-def update(params: Tree, grads: Tree, state: State, rate: float, decay: float = 1e-2) -> tuple[Tree, State]:
+def update(
+    params: Tree, grads: Tree, state: State, rate: float, decay: float = 1e-2
+) -> tuple[Tree, State]:
     """update(params, grads, state) -> (params, state) after one step of AdamW (Loshchilov and Hutter 2019, algorithm 2).
 
     The arguments are not modified.
@@ -62,7 +66,9 @@ def update(params: Tree, grads: Tree, state: State, rate: float, decay: float = 
     v = pytree.tree_map(lambda v, g: BETA_V * v + (1 - BETA_V) * g * g, state.v, grads)
 
     def stepped(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        direction = m / (1 - BETA_M**step) / ((v / (1 - BETA_V**step)).sqrt() + EPS)  # bias correction
+        direction = (
+            m / (1 - BETA_M**step) / ((v / (1 - BETA_V**step)).sqrt() + EPS)
+        )  # bias correction
         return p * (1 - rate * decay) - rate * direction
 
     return pytree.tree_map(stepped, params, m, v), State(step, m, v)
@@ -70,7 +76,12 @@ def update(params: Tree, grads: Tree, state: State, rate: float, decay: float = 
 
 # -- a model on a mesh -------------------------------------------------------------------------------------------------
 
-STORED = {"w1": P("dp", "tp"), "b1": P("tp"), "w2": P("tp", "dp"), "b2": P()}  # 27 columns over 2 ranks: 14 and 13
+STORED = {
+    "w1": P("dp", "tp"),
+    "b1": P("tp"),
+    "w2": P("tp", "dp"),
+    "b2": P(),
+}  # 27 columns over 2 ranks: 14 and 13
 USED = {"w1": P(None, "tp"), "b1": P("tp"), "w2": P("tp"), "b2": P()}
 
 
@@ -81,14 +92,27 @@ def model(params: Tree, x: Tensor) -> Tensor:
 
 def loss_of(params: Tree, x: Tensor, y: Tensor) -> Tensor:
     """Return the loss for parameters laid out as `STORED`; their gradients have the same layouts."""
-    used = dict(zip(params, sm.redistribute_many(list(params.values()), [USED[name] for name in params]), strict=True))
+    used = dict(
+        zip(
+            params,
+            sm.redistribute_many(list(params.values()), [USED[name] for name in params]),
+            strict=True,
+        )
+    )
     return F.mse_loss(model(used, x), y)
 
 
-def train(mesh: sm.DeviceMesh, params: Tree, x: Tensor, y: Tensor) -> tuple[Tree, State, list[Tensor]]:
+def train(
+    mesh: sm.DeviceMesh, params: Tree, x: Tensor, y: Tensor
+) -> tuple[Tree, State, list[Tensor]]:
     """Return the parameters and state after `STEPS` steps, and the loss of each step."""
     params = {name: sm.device_put(p, mesh, STORED[name]) for name, p in params.items()}
-    x, y, state, losses = sm.device_put(x, mesh, P("dp")), sm.device_put(y, mesh, P("dp")), init(params), []
+    x, y, state, losses = (
+        sm.device_put(x, mesh, P("dp")),
+        sm.device_put(y, mesh, P("dp")),
+        init(params),
+        [],
+    )
     for _ in range(STEPS):
         loss, grads = sm.value_and_grad(loss_of)(params, x, y)
         with sm.debug.comm_budget(launches=0):  # raises if the update communicates
@@ -116,7 +140,10 @@ def problem(rows: int) -> tuple[Tree, Tensor, Tensor]:
     """Return initial parameters, inputs and targets, equal on every rank."""
     random = torch.Generator().manual_seed(0)
     shapes = {"w1": (WIDTH, HIDDEN), "b1": (HIDDEN,), "w2": (HIDDEN, WIDTH), "b2": (WIDTH,)}
-    params = {name: torch.randn(shape, generator=random) / shape[0] ** 0.5 for name, shape in shapes.items()}
+    params = {
+        name: torch.randn(shape, generator=random) / shape[0] ** 0.5
+        for name, shape in shapes.items()
+    }
     x = torch.randn(rows, WIDTH, generator=random)
     return params, x, torch.sin(x.cumsum(1))
 
@@ -128,18 +155,31 @@ def main(ranks: int = 4) -> float:
     params, x, y = problem(rows=16 * ranks)
     trained, state, losses = train(mesh, params, x, y)
     expected, expected_losses = train_single(params, x, y)
-    both = zip(pytree.tree_leaves((losses, trained)), pytree.tree_leaves((expected_losses, expected)), strict=True)
+    both = zip(
+        pytree.tree_leaves((losses, trained)),
+        pytree.tree_leaves((expected_losses, expected)),
+        strict=True,
+    )
     pairs = [(ours.full_tensor(), other) for ours, other in both]
     difference = max((ours - other).abs().max().item() for ours, other in pairs)
     if mesh.get_rank() == 0:
-        print(f"AdamW: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; layout of the first moment of w1: {sm.typeof(state.m['w1'])}")
-        print(f"largest difference from torch.optim.AdamW in one process, of any parameter or loss: {difference:.1e}")
+        print(
+            f"AdamW: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; layout of the first moment of w1: {sm.typeof(state.m['w1'])}"
+        )
+        print(
+            f"largest difference from torch.optim.AdamW in one process, of any parameter or loss: {difference:.1e}"
+        )
     return difference
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="AdamW as a pure function, compared with torch's")
-    parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
+    parser.add_argument(
+        "--launch",
+        type=int,
+        metavar="N",
+        help="run on N local processes; else 4 ranks are simulated",
+    )
     processes = parser.parse_args().launch
     if "RANK" in os.environ:  # torchrun has started the ranks
         main(int(os.environ["WORLD_SIZE"]))

@@ -52,13 +52,17 @@ def step(params: Params, x: Tensor, y: Tensor) -> tuple[Params, Tensor]:
     """Take one training step on one rank, given the parameters and this rank's rows of the batch."""
 
     def loss(params: Params) -> Tensor:
-        return sm.pmean(loss_of(params, x, y), "dp")  # equal numbers of rows, so this is the mean over all rows
+        return sm.pmean(
+            loss_of(params, x, y), "dp"
+        )  # equal numbers of rows, so this is the mean over all rows
 
     value, grads = sm.value_and_grad(loss)(params)
     return update(params, grads), value
 
 
-def train(mesh: sm.DeviceMesh, params: Params, x: Tensor, y: Tensor) -> tuple[dict[str, Any], list[Any]]:
+def train(
+    mesh: sm.DeviceMesh, params: Params, x: Tensor, y: Tensor
+) -> tuple[dict[str, Any], list[Any]]:
     """Return the parameters after `STEPS` steps and the loss of each step, as sharded tensors."""
     copies = {name: sm.device_put(p, mesh, P()) for name, p in params.items()}
     rows = [sm.device_put(each, mesh, P("dp")) for each in (x, y)]
@@ -86,7 +90,10 @@ def train_single(params: Params, x: Tensor, y: Tensor) -> tuple[Params, list[Ten
 def problem(rows: int) -> tuple[Params, Tensor, Tensor]:
     """Return initial parameters, inputs and targets, equal on every rank."""
     random = torch.Generator().manual_seed(0)
-    w1, w2 = torch.randn(1, WIDTH, generator=random), torch.randn(WIDTH, 1, generator=random) / math.sqrt(WIDTH)
+    w1, w2 = (
+        torch.randn(1, WIDTH, generator=random),
+        torch.randn(WIDTH, 1, generator=random) / math.sqrt(WIDTH),
+    )
     x = torch.linspace(-2, 2, rows)[:, None]
     return {"w1": w1, "b1": torch.zeros(WIDTH), "w2": w2, "b2": torch.zeros(1)}, x, torch.sin(2 * x)
 
@@ -98,7 +105,9 @@ def main(ranks: int = 4) -> float:
     trained, losses = train(mesh, params, x, y)
     expected, expected_losses = train_single(params, x, y)
     pairs = [(trained[name].full_tensor(), expected[name]) for name in params]
-    pairs += [(loss.full_tensor(), other) for loss, other in zip(losses, expected_losses, strict=True)]
+    pairs += [
+        (loss.full_tensor(), other) for loss, other in zip(losses, expected_losses, strict=True)
+    ]
     difference = torch.stack([(ours - plain).abs().max() for ours, plain in pairs]).max().item()
     if mesh.get_rank() == 0:
         first, last = expected_losses[0], expected_losses[-1]
@@ -108,8 +117,15 @@ def main(ranks: int = 4) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Data-parallel training, compared with one process")
-    parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
+    parser = argparse.ArgumentParser(
+        description="Data-parallel training, compared with one process"
+    )
+    parser.add_argument(
+        "--launch",
+        type=int,
+        metavar="N",
+        help="run on N local processes; else 4 ranks are simulated",
+    )
     processes = parser.parse_args().launch
     if "RANK" in os.environ:  # torchrun has started the ranks
         main(int(os.environ["WORLD_SIZE"]))

@@ -53,7 +53,9 @@ def check_rows(height: int, ranks: int, size: int) -> None:
     if size % 2 == 0:
         raise ValueError(f"a kernel of {size} rows has no middle one: pad it to {size + 1}")
     most, needed = -(-height // ranks), max(size // 2, 1)
-    fewest = max(height - (ranks - 1) * most, 0)  # parts as from torch.chunk: the last one has the remainder
+    fewest = max(
+        height - (ranks - 1) * most, 0
+    )  # parts as from torch.chunk: the last one has the remainder
     if fewest < needed:
         raise ValueError(
             f"{height} rows over {ranks} ranks leave {fewest} to the last one, and a kernel of {size} rows needs {needed} of each: "
@@ -89,24 +91,44 @@ def main(ranks: int = 4) -> float:
     """Compare loss and gradients with one process; return the largest difference relative to the largest element."""
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("sp",))
     random = torch.Generator().manual_seed(0)  # every rank draws the same
-    shapes = [(2, 3, 8 * ranks - 1, 10), (4, 3, 3, 3), (2, 4, 5, 5)]  # the last rank has one row less
+    shapes = [
+        (2, 3, 8 * ranks - 1, 10),
+        (4, 3, 3, 3),
+        (2, 4, 5, 5),
+    ]  # the last rank has one row less
     plain = [torch.randn(shape, generator=random).requires_grad_() for shape in shapes]
     expected = network_single(*plain)
     expected_grads = torch.autograd.grad(expected, plain)
-    given = [sm.device_put(x.detach(), mesh, spec) for x, spec in zip(plain, (ROWS, P(), P()), strict=True)]
+    given = [
+        sm.device_put(x.detach(), mesh, spec)
+        for x, spec in zip(plain, (ROWS, P(), P()), strict=True)
+    ]
     loss, grads = sm.value_and_grad(network, argnums=(0, 1, 2))(*given)
     pairs = zip([loss, *grads], [expected, *expected_grads], strict=True)
-    differences = [(ours.full_tensor() - other).abs().max() / other.abs().max() for ours, other in pairs]
+    differences = [
+        (ours.full_tensor() - other).abs().max() / other.abs().max() for ours, other in pairs
+    ]
     difference = torch.stack(differences).max().item()
     if mesh.get_rank() == 0:
-        print(f"{shapes[0][2]} rows over {ranks} ranks, convolved with 3x3 and 5x5 kernels: loss {expected:.4f}")
-        print(f"largest relative difference from one process, of the loss or any gradient: {difference:.1e}")
+        print(
+            f"{shapes[0][2]} rows over {ranks} ranks, convolved with 3x3 and 5x5 kernels: loss {expected:.4f}"
+        )
+        print(
+            f"largest relative difference from one process, of the loss or any gradient: {difference:.1e}"
+        )
     return difference
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Convolution with halo exchange, compared with one process")
-    parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
+    parser = argparse.ArgumentParser(
+        description="Convolution with halo exchange, compared with one process"
+    )
+    parser.add_argument(
+        "--launch",
+        type=int,
+        metavar="N",
+        help="run on N local processes; else 4 ranks are simulated",
+    )
     processes = parser.parse_args().launch
     if "RANK" in os.environ:  # torchrun has started the ranks
         main(int(os.environ["WORLD_SIZE"]))

@@ -1,12 +1,12 @@
 """Parallelize a model written for one process, such as Hugging Face's, by a plan of module paths, without changing its code.
 
-    {"*.q_proj": colwise(), "*.o_proj": rowwise(), ...}     tensor parallelism: which weights are sharded over tp, and how
-    fully_shard(model, mesh, units=DecoderLayer)            sharded over fsdp between steps, gathered layer by layer
-    Muon(model.named_parameters(), ...)                     each matrix is orthogonalized on one rank, two collectives per step
+{"*.q_proj": colwise(), "*.o_proj": rowwise(), ...}     tensor parallelism: which weights are sharded over tp, and how
+fully_shard(model, mesh, units=DecoderLayer)            sharded over fsdp between steps, gathered layer by layer
+Muon(model.named_parameters(), ...)                     each matrix is orthogonalized on one rank, two collectives per step
 
-    python examples/llama_by_plan.py                         4 ranks simulated in this process
-    python examples/llama_by_plan.py --launch 4              4 local processes
-    torchrun --nproc-per-node 4 examples/llama_by_plan.py    the same, started by torchrun
+python examples/llama_by_plan.py                         4 ranks simulated in this process
+python examples/llama_by_plan.py --launch 4              4 local processes
+torchrun --nproc-per-node 4 examples/llama_by_plan.py    the same, started by torchrun
 """
 
 from __future__ import annotations
@@ -41,10 +41,15 @@ PLAN = {
 class SelfAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (proj(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            proj(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(y.transpose(1, 2).flatten(-2))
 
@@ -86,7 +91,9 @@ class Llama(nn.Module):
 
 def train(model: nn.Module, ids: Tensor, targets: Tensor) -> list[Any]:
     """Return the loss of each step; this function does not depend on the mesh either."""
-    optimizer = sm.optim.Muon(model.named_parameters(), lr=RATE, adamw=["*embed*", "lm_head*"], ns_dtype=torch.float32)
+    optimizer = sm.optim.Muon(
+        model.named_parameters(), lr=RATE, adamw=["*embed*", "lm_head*"], ns_dtype=torch.float32
+    )
     losses = []
     for _ in range(STEPS):
         loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
@@ -129,17 +136,31 @@ def main(ranks: int = 4) -> float:
     with sm.debug.comm_budget() as used:
         losses = train(model, place(ids, mesh), place(targets, mesh))
     pairs = [(ours.full_tensor(), other) for ours, other in zip(losses, expected, strict=True)]
-    pairs += [(w.full_tensor(), single.state_dict()[name]) for name, w in sm.checkpoint.state_dict(model)["model"].items()]
+    pairs += [
+        (w.full_tensor(), single.state_dict()[name])
+        for name, w in sm.checkpoint.state_dict(model)["model"].items()
+    ]
     differences = [(ours - other).abs().max().item() for ours, other in pairs]
     if mesh.get_rank() == 0:
-        print(f"Llama by plan on {mesh}: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; in {STEPS} steps {used.by_op}")
-        print(f"largest difference from one process, of any loss or parameter: {max(differences):.1e}")
+        print(
+            f"Llama by plan on {mesh}: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; in {STEPS} steps {used.by_op}"
+        )
+        print(
+            f"largest difference from one process, of any loss or parameter: {max(differences):.1e}"
+        )
     return max(differences)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="A model parallelized by a plan of paths, compared with one process")
-    parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
+    parser = argparse.ArgumentParser(
+        description="A model parallelized by a plan of paths, compared with one process"
+    )
+    parser.add_argument(
+        "--launch",
+        type=int,
+        metavar="N",
+        help="run on N local processes; else 4 ranks are simulated",
+    )
     processes = parser.parse_args().launch
     if "RANK" in os.environ:  # torchrun has started the ranks
         main(int(os.environ["WORLD_SIZE"]))

@@ -90,15 +90,27 @@ def main(ranks: int = 4) -> float:
         losses = mean_of(train(model, local_rows(x, mesh), local_rows(y, mesh)), mesh)
     difference = max(abs(ours - other) for ours, other in zip(losses, expected, strict=True))
     if mesh.get_rank() == 0:
-        trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (False, True))
-        print(f"LoRA: {trained:,} of {total:,} parameters trained, loss {losses[0]:.4f} -> {losses[-1]:.4f}; in {STEPS} steps {used.by_op}")
+        trained, total = (
+            sum(p.numel() for p in model.parameters() if p.requires_grad or every)
+            for every in (False, True)
+        )
+        print(
+            f"LoRA: {trained:,} of {total:,} parameters trained, loss {losses[0]:.4f} -> {losses[-1]:.4f}; in {STEPS} steps {used.by_op}"
+        )
         print(f"largest difference from one process, of any loss: {difference:.1e}")
     return difference
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="LoRA with weights sharded over the ranks, compared with one process")
-    parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
+    parser = argparse.ArgumentParser(
+        description="LoRA with weights sharded over the ranks, compared with one process"
+    )
+    parser.add_argument(
+        "--launch",
+        type=int,
+        metavar="N",
+        help="run on N local processes; else 4 ranks are simulated",
+    )
     processes = parser.parse_args().launch
     if "RANK" in os.environ:  # torchrun has started the ranks
         main(int(os.environ["WORLD_SIZE"]))

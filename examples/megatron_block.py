@@ -58,7 +58,10 @@ SPECS = {
 def sharded_block(mesh: sm.DeviceMesh) -> Callable[[Params, Tensor], Tensor]:
     """Return the block below as a function on this mesh, summing partial results over tp."""
     return sm.shard_map(
-        partial(block, total=partial(sm.psum, axis_name="tp")), mesh=mesh, in_specs=(SPECS, STREAM), out_specs=STREAM
+        partial(block, total=partial(sm.psum, axis_name="tp")),
+        mesh=mesh,
+        in_specs=(SPECS, STREAM),
+        out_specs=STREAM,
     )
 
 
@@ -105,7 +108,13 @@ def problem() -> tuple[Params, Tensor, Tensor]:
 def largest_difference(ours: Any, plain: Any) -> float:
     """Return the largest difference between two trees, relative to the largest element of each leaf."""
     pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(plain), strict=True)
-    return torch.stack([(x.full_tensor() - other).abs().max() / other.abs().max() for x, other in pairs]).max().item()
+    return (
+        torch.stack(
+            [(x.full_tensor() - other).abs().max() / other.abs().max() for x, other in pairs]
+        )
+        .max()
+        .item()
+    )
 
 
 def main(ranks: int = 4) -> float:
@@ -120,16 +129,28 @@ def main(ranks: int = 4) -> float:
     ours, back = sm.vjp(sharded_block(mesh), sharded, sm.device_put(x_bsd, mesh, STREAM))
     grads = back(sm.device_put(pull_bsd, mesh, STREAM))
 
-    difference, of_grads = largest_difference(ours, expected), largest_difference(grads, expected_grads)
+    difference, of_grads = (
+        largest_difference(ours, expected),
+        largest_difference(grads, expected_grads),
+    )
     if mesh.get_rank() == 0:
         print(f"transformer block on (dp={ranks // tp}, tp={tp}): output {sm.typeof(ours)}")
-        print(f"largest relative difference from one process: output {difference:.1e}, gradients {of_grads:.1e}")
+        print(
+            f"largest relative difference from one process: output {difference:.1e}, gradients {of_grads:.1e}"
+        )
     return max(difference, of_grads)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Tensor-parallel transformer block, compared with one process")
-    parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
+    parser = argparse.ArgumentParser(
+        description="Tensor-parallel transformer block, compared with one process"
+    )
+    parser.add_argument(
+        "--launch",
+        type=int,
+        metavar="N",
+        help="run on N local processes; else 4 ranks are simulated",
+    )
     processes = parser.parse_args().launch
     if "RANK" in os.environ:  # torchrun has started the ranks
         main(int(os.environ["WORLD_SIZE"]))

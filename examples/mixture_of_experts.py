@@ -33,7 +33,11 @@ from shardmesh import P
 
 CHOICES, WIDTH, HIDDEN = 2, 16, 24
 Params = dict[str, Tensor]
-LAYOUT = {"router": P(), "up": P("ep"), "down": P("ep")}  # [d e], [e d f], [e f d]: experts are sharded over the ranks
+LAYOUT = {
+    "router": P(),
+    "up": P("ep"),
+    "down": P("ep"),
+}  # [d e], [e d f], [e f d]: experts are sharded over the ranks
 TOKENS = P("ep")  # [t d]
 
 
@@ -59,12 +63,18 @@ def mixture(params: Params, x_td: Tensor) -> Tensor:
     """
     ranks, experts = sm.axis_size("ep"), params["router"].shape[1]
     if experts % ranks:
-        raise ValueError(f"{experts} experts over {ranks} ranks; use {experts + -experts % ranks}, as many on each")
+        raise ValueError(
+            f"{experts} experts over {ranks} ranks; use {experts + -experts % ranks}, as many on each"
+        )
     expert_tk, share_tk = choose(x_td, params["router"])
-    by_expert_r = expert_tk.flatten().argsort(stable=True)  # rows in the order of experts, and so of ranks
+    by_expert_r = expert_tk.flatten().argsort(
+        stable=True
+    )  # rows in the order of experts, and so of ranks
     token_r = by_expert_r // CHOICES
     mine_e = torch.bincount(expert_tk.flatten(), minlength=experts)
-    counts = sm.all_gather(mine_e, "ep").unflatten(1, (ranks, -1))  # [source, destination, its expert]
+    counts = sm.all_gather(mine_e, "ep").unflatten(
+        1, (ranks, -1)
+    )  # [source, destination, its expert]
     rows = counts.sum(-1)
     here = local_experts(params, exchange(x_td[token_r], rows), counts[:, int(sm.axis_index("ep"))])
     back_rd = exchange(here, rows.T) * share_tk.flatten()[by_expert_r, None]
@@ -73,18 +83,32 @@ def mixture(params: Params, x_td: Tensor) -> Tensor:
 
 def exchange(x_rd: Tensor, rows: Tensor) -> Tensor:
     """Send this rank's rows, sorted by destination; return the received rows, sorted by source. `rows`: [source, destination]."""
-    send_at, receive_at, rank = rows.cumsum(1) - rows, rows.cumsum(0) - rows, int(sm.axis_index("ep"))
+    send_at, receive_at, rank = (
+        rows.cumsum(1) - rows,
+        rows.cumsum(0) - rows,
+        int(sm.axis_index("ep")),
+    )
     output = x_rd.new_zeros(int(rows[:, rank].sum()), x_rd.shape[1])
-    return sm.ragged_all_to_all(x_rd, output, send_at[rank], rows[rank], receive_at[rank], rows[:, rank], axis_name="ep")
+    return sm.ragged_all_to_all(
+        x_rd, output, send_at[rank], rows[rank], receive_at[rank], rows[:, rank], axis_name="ep"
+    )
 
 
 def local_experts(params: Params, x_rd: Tensor, counts: Tensor) -> Tensor:
     """Apply this rank's experts to rows sorted by source, then by expert. `counts`: [source, expert]."""
     ranks, experts = counts.shape
-    expert_r = torch.arange(experts, device=counts.device).repeat(ranks).repeat_interleave(counts.flatten())
+    expert_r = (
+        torch.arange(experts, device=counts.device)
+        .repeat(ranks)
+        .repeat_interleave(counts.flatten())
+    )
     order_r = expert_r.argsort(stable=True)
-    parts = zip(x_rd[order_r].split(counts.sum(0).tolist()), params["up"], params["down"], strict=True)
-    return torch.zeros_like(x_rd).index_copy(0, order_r, torch.cat([expert(*part) for part in parts]))
+    parts = zip(
+        x_rd[order_r].split(counts.sum(0).tolist()), params["up"], params["down"], strict=True
+    )
+    return torch.zeros_like(x_rd).index_copy(
+        0, order_r, torch.cat([expert(*part) for part in parts])
+    )
 
 
 # -- reference in one process ------------------------------------------------------------------------------------------
@@ -94,15 +118,24 @@ def mixture_dense(params: Params, x_td: Tensor) -> Tensor:
     """Apply every expert to every token, with weight zero for experts that were not chosen."""
     expert_tk, share_tk = choose(x_td, params["router"])
     share_te = x_td.new_zeros(len(x_td), params["router"].shape[1]).scatter(1, expert_tk, share_tk)
-    made_etd = torch.stack([expert(x_td, up, down) for up, down in zip(params["up"], params["down"], strict=True)])
+    made_etd = torch.stack(
+        [expert(x_td, up, down) for up, down in zip(params["up"], params["down"], strict=True)]
+    )
     return torch.einsum("te,etd->td", share_te, made_etd)
 
 
 def problem(experts: int, seed: int = 0) -> Params:
     """Return weights that are equal on every rank."""
     random = torch.Generator().manual_seed(seed)
-    shapes = {"router": (WIDTH, experts), "up": (experts, WIDTH, HIDDEN), "down": (experts, HIDDEN, WIDTH)}
-    return {name: torch.randn(shape, generator=random) / shape[-2] ** 0.5 for name, shape in shapes.items()}
+    shapes = {
+        "router": (WIDTH, experts),
+        "up": (experts, WIDTH, HIDDEN),
+        "down": (experts, HIDDEN, WIDTH),
+    }
+    return {
+        name: torch.randn(shape, generator=random) / shape[-2] ** 0.5
+        for name, shape in shapes.items()
+    }
 
 
 def compare(mesh: sm.DeviceMesh, params: Params, x: Tensor) -> float:
@@ -119,25 +152,41 @@ def compare(mesh: sm.DeviceMesh, params: Params, x: Tensor) -> float:
     tokens = sm.device_put(x.detach(), mesh, TOKENS)
     (_, y), (grads, x_grad) = sm.value_and_grad(loss, argnums=(0, 1), has_aux=True)(placed, tokens)
     pairs = zip([y, *grads.values(), x_grad], [expected, *expected_grads], strict=True)
-    return max(((ours.full_tensor() - other).abs().max() / other.abs().max()).item() for ours, other in pairs)
+    return max(
+        ((ours.full_tensor() - other).abs().max() / other.abs().max()).item()
+        for ours, other in pairs
+    )
 
 
 def main(ranks: int = 4) -> float:
     """Compare three batches with different routing; return the largest relative difference."""
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("ep",))
     params, random = problem(experts=2 * ranks), torch.Generator().manual_seed(1)
-    batches = [torch.randn(40 * ranks - 1, WIDTH, generator=random) + 0.3 for _ in range(3)]  # not a multiple
+    batches = [
+        torch.randn(40 * ranks - 1, WIDTH, generator=random) + 0.3 for _ in range(3)
+    ]  # not a multiple
     difference = max(compare(mesh, params, x) for x in batches)
     if mesh.get_rank() == 0:
         loads = choose(batches[0], params["router"])[0].flatten().bincount(minlength=2 * ranks)
-        print(f"{len(batches[0])} tokens on {ranks} ranks with {CHOICES} experts each; tokens per expert: {loads.tolist()}")
-        print(f"largest relative difference from the dense computation, of output or any gradient: {difference:.1e}")
+        print(
+            f"{len(batches[0])} tokens on {ranks} ranks with {CHOICES} experts each; tokens per expert: {loads.tolist()}"
+        )
+        print(
+            f"largest relative difference from the dense computation, of output or any gradient: {difference:.1e}"
+        )
     return difference
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="A mixture of experts over ranks, compared with the dense computation")
-    parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
+    parser = argparse.ArgumentParser(
+        description="A mixture of experts over ranks, compared with the dense computation"
+    )
+    parser.add_argument(
+        "--launch",
+        type=int,
+        metavar="N",
+        help="run on N local processes; else 4 ranks are simulated",
+    )
     processes = parser.parse_args().launch
     if "RANK" in os.environ:  # torchrun has started the ranks
         main(int(os.environ["WORLD_SIZE"]))

@@ -33,7 +33,11 @@ import shardmesh as sm
 from shardmesh import P
 
 STEPS, RATE, MOMENTUM, WIDTH = 20, 0.02, 0.95, 24
-QUINTIC = 3.4445, -4.7750, 2.0315  # a x + b x^3 + c x^5 maps singular values up to 1 to about 1; Jordan's coefficients
+QUINTIC = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # a x + b x^3 + c x^5 maps singular values up to 1 to about 1; Jordan's coefficients
 STORED = P("fsdp")
 Tree = Any  # of tensors
 
@@ -53,9 +57,13 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
 def update(params: Tree, grads: Tree, momentum: Tree, orthogonal: Callable) -> tuple[Tree, Tree]:
     """Return the parameters, a tree of matrices, and their momentum after one step; `orthogonal` is `newton_schulz` on a list."""
     momentum = pytree.tree_map(lambda m, g: m.lerp(g, 1 - MOMENTUM), momentum, grads)
-    ahead, tree = pytree.tree_flatten(pytree.tree_map(lambda m, g: g.lerp(m, MOMENTUM), momentum, grads))  # Nesterov's
+    ahead, tree = pytree.tree_flatten(
+        pytree.tree_map(lambda m, g: g.lerp(m, MOMENTUM), momentum, grads)
+    )  # Nesterov's
     directions = pytree.tree_unflatten(orthogonal(ahead), tree)
-    params = pytree.tree_map(lambda p, d: p - RATE * max(1, p.shape[0] / p.shape[1]) ** 0.5 * d, params, directions)
+    params = pytree.tree_map(
+        lambda p, d: p - RATE * max(1, p.shape[0] / p.shape[1]) ** 0.5 * d, params, directions
+    )
     return params, momentum
 
 
@@ -84,28 +92,39 @@ def owners(shapes: tuple[tuple[int, int], ...], ranks: int) -> tuple[P, ...]:
     for i in sorted(range(len(shapes)), key=lambda i: -work[i]):
         owner = loads.index(min(loads))
         loads[owner] += work[i]
-        specs[i] = P("fsdp", sizes={"fsdp": tuple(shapes[i][0] if rank == owner else 0 for rank in range(ranks))})
+        specs[i] = P(
+            "fsdp",
+            sizes={"fsdp": tuple(shapes[i][0] if rank == owner else 0 for rank in range(ranks))},
+        )
     return tuple(specs[i] for i in range(len(shapes)))
 
 
 @functools.cache  # a mapped function caches what it has seen, so create it once
 def mapped(at: tuple[P, ...]) -> Callable:
     """Return `newton_schulz` as a function of matrices on their owners; on other ranks they have no rows."""
-    return sm.shard_map(lambda *ms: tuple(newton_schulz(m) if len(m) else m for m in ms), in_specs=at, out_specs=at)
+    return sm.shard_map(
+        lambda *ms: tuple(newton_schulz(m) if len(m) else m for m in ms), in_specs=at, out_specs=at
+    )
 
 
 def loss_sharded(params: Tree, x: Tensor, y: Tensor) -> Tensor:
     """Return the same loss for weights laid out as `STORED`: they are gathered for use, and their gradients reduce-scattered."""
     leaves, tree = pytree.tree_flatten(params)
-    return loss_of(pytree.tree_unflatten(sm.redistribute_many(leaves, [P()] * len(leaves)), tree), x, y)
+    return loss_of(
+        pytree.tree_unflatten(sm.redistribute_many(leaves, [P()] * len(leaves)), tree), x, y
+    )
 
 
-def train(loss_of: Callable, params: Tree, x: Tensor, y: Tensor, orthogonal: Callable) -> tuple[Tree, list, list]:
+def train(
+    loss_of: Callable, params: Tree, x: Tensor, y: Tensor, orthogonal: Callable
+) -> tuple[Tree, list, list]:
     """Return the parameters after `STEPS` steps, and the loss and the communication of each step."""
     momentum, losses, uses = pytree.tree_map(torch.zeros_like, params), [], []
     for step in range(STEPS):
         loss, grads = sm.value_and_grad(loss_of)(params, x, y)
-        with sm.debug.comm_budget(launches=2 if step else None) as used:  # the first call also exchanges the shapes of results
+        with sm.debug.comm_budget(
+            launches=2 if step else None
+        ) as used:  # the first call also exchanges the shapes of results
             params, momentum = update(params, grads, momentum, orthogonal)
         losses.append(loss)
         uses.append(used)
@@ -116,7 +135,11 @@ def problem(rows: int) -> tuple[Tree, Tensor, Tensor]:
     """Return initial parameters, inputs and targets, equal on every rank."""
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     blocks = [{"up": draw(50, WIDTH), "down": draw(WIDTH, 50)} for _ in range(2)]
-    params = {"embed": draw(WIDTH, 7), "blocks": blocks, "head": draw(7, WIDTH)}  # 50 and 7 rows: uneven parts
+    params = {
+        "embed": draw(WIDTH, 7),
+        "blocks": blocks,
+        "head": draw(7, WIDTH),
+    }  # 50 and 7 rows: uneven parts
     x = draw(rows, 7)
     return pytree.tree_map(lambda w: w / w.shape[1] ** 0.5, params), x, torch.sin(x.cumsum(1))
 
@@ -125,21 +148,36 @@ def main(ranks: int = 4) -> float:
     """Train on a mesh of `ranks` ranks and return the largest difference of a parameter or loss from one process."""
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("fsdp",))
     plain = problem(rows=16 * ranks)
-    expected, expected_losses, _ = train(loss_of, *plain, orthogonal=lambda ahead: [newton_schulz(m) for m in ahead])
+    expected, expected_losses, _ = train(
+        loss_of, *plain, orthogonal=lambda ahead: [newton_schulz(m) for m in ahead]
+    )
     params, x, y = pytree.tree_map(lambda t: sm.device_put(t, mesh, STORED), plain)
     trained, losses, uses = train(loss_sharded, params, x, y, by_owners)
-    both = zip(pytree.tree_leaves((losses, trained)), pytree.tree_leaves((expected_losses, expected)), strict=True)
+    both = zip(
+        pytree.tree_leaves((losses, trained)),
+        pytree.tree_leaves((expected_losses, expected)),
+        strict=True,
+    )
     pairs = [(ours.full_tensor(), other) for ours, other in both]
     difference = max((ours - other).abs().max().item() for ours, other in pairs)
     if mesh.get_rank() == 0:
-        print(f"Muon: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; collectives in an update: {uses[-1].by_op}")
+        print(
+            f"Muon: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; collectives in an update: {uses[-1].by_op}"
+        )
         print(f"largest difference from one process, of any parameter or loss: {difference:.1e}")
     return difference
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Muon with one owner for each matrix, compared with one process")
-    parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
+    parser = argparse.ArgumentParser(
+        description="Muon with one owner for each matrix, compared with one process"
+    )
+    parser.add_argument(
+        "--launch",
+        type=int,
+        metavar="N",
+        help="run on N local processes; else 4 ranks are simulated",
+    )
     processes = parser.parse_args().launch
     if "RANK" in os.environ:  # torchrun has started the ranks
         main(int(os.environ["WORLD_SIZE"]))

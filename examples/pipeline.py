@@ -102,20 +102,33 @@ def main(ranks: int = 4) -> float:
     expected = loss_and_grads(sequential, params, batches, targets)
 
     stages = {name: sm.device_put(p, mesh, P("pp")) for name, p in params.items()}
-    ours = loss_and_grads(pipeline, stages, sm.device_put(batches, mesh, P()), sm.device_put(targets, mesh, P()))
+    ours = loss_and_grads(
+        pipeline, stages, sm.device_put(batches, mesh, P()), sm.device_put(targets, mesh, P())
+    )
 
     pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(expected), strict=True)
-    difference = torch.stack([(x.full_tensor() - other).abs().max() for x, other in pairs]).max().item()
+    difference = (
+        torch.stack([(x.full_tensor() - other).abs().max() for x, other in pairs]).max().item()
+    )
     if mesh.get_rank() == 0:
         idle = (ranks - 1) / (MICROBATCHES + ranks - 1)
-        print(f"{MICROBATCHES} microbatches, {ranks} stages, idle for {idle:.0%} of the ticks: loss {expected[0]:.4f}")
-        print(f"largest difference from the stages in one process, of the loss or any gradient: {difference:.1e}")
+        print(
+            f"{MICROBATCHES} microbatches, {ranks} stages, idle for {idle:.0%} of the ticks: loss {expected[0]:.4f}"
+        )
+        print(
+            f"largest difference from the stages in one process, of the loss or any gradient: {difference:.1e}"
+        )
     return difference
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Pipeline of stages, compared with one process")
-    parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
+    parser.add_argument(
+        "--launch",
+        type=int,
+        metavar="N",
+        help="run on N local processes; else 4 ranks are simulated",
+    )
     processes = parser.parse_args().launch
     if "RANK" in os.environ:  # torchrun has started the ranks
         main(int(os.environ["WORLD_SIZE"]))

@@ -51,14 +51,22 @@ class OnlineSoftmax(NamedTuple):
 
 
 @sm.remat  # recompute the scores in backward instead of storing those of every block
-def add_block(state: OnlineSoftmax, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> OnlineSoftmax:
+def add_block(
+    state: OnlineSoftmax, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> OnlineSoftmax:
     """Return the softmax after another block of keys and values; `mask` [q k] is True where a key is hidden from a query."""
     score = q @ k.mT / math.sqrt(q.shape[-1])
     if mask is not None:
         score = score.masked_fill(mask, -math.inf)
-    max_score = torch.maximum(state.max_score, score.amax(-1, keepdim=True)).detach()  # cancels out: it needs no gradient
+    max_score = torch.maximum(
+        state.max_score, score.amax(-1, keepdim=True)
+    ).detach()  # cancels out: it needs no gradient
     weight, rescale = (score - max_score).exp(), (state.max_score - max_score).exp()
-    return OnlineSoftmax(max_score, state.total * rescale + weight.sum(-1, keepdim=True), state.output * rescale + weight @ v)
+    return OnlineSoftmax(
+        max_score,
+        state.total * rescale + weight.sum(-1, keepdim=True),
+        state.output * rescale + weight @ v,
+    )
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -70,10 +78,14 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     position = torch.arange(length, device=q.device)
     ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
     # A rank's own block comes first. It contains a key for every query, so max_score is finite after it.
-    state = OnlineSoftmax(torch.full_like(q[..., :1], -math.inf), torch.zeros_like(q[..., :1]), torch.zeros_like(q))
+    state = OnlineSoftmax(
+        torch.full_like(q[..., :1], -math.inf), torch.zeros_like(q[..., :1]), torch.zeros_like(q)
+    )
     for hop in range(ranks):
         pending = sm.async_start(sm.ppermute, (k, v), "sp", ring) if hop < ranks - 1 else None
-        offset = ((here - hop) % ranks - here) * length  # position of the block's first key relative to our first query
+        offset = (
+            (here - hop) % ranks - here
+        ) * length  # position of the block's first key relative to our first query
         state = add_block(state, q, k, v, position + offset > position[:, None] if causal else None)
         if pending is not None:
             k, v = pending.wait()
@@ -90,7 +102,9 @@ def compare(mesh: sm.DeviceMesh, plain: list[Tensor], causal: bool) -> float:
     pull = torch.linspace(-1, 1, expected.numel()).view_as(expected)  # the gradient of the output
     expected_grads = torch.autograd.grad(expected, plain, pull)
 
-    attend = sm.shard_map(partial(ring_attention, causal=causal), in_specs=(SEQUENCE,) * 3, out_specs=SEQUENCE)
+    attend = sm.shard_map(
+        partial(ring_attention, causal=causal), in_specs=(SEQUENCE,) * 3, out_specs=SEQUENCE
+    )
     ours, back = sm.vjp(attend, *[sm.device_put(x.detach(), mesh, SEQUENCE) for x in plain])
     grads = back(sm.device_put(pull, mesh, SEQUENCE))
     pairs = zip([ours, *grads], [expected, *expected_grads], strict=True)
@@ -114,7 +128,12 @@ def main(ranks: int = 4) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Ring attention, compared with one process")
-    parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
+    parser.add_argument(
+        "--launch",
+        type=int,
+        metavar="N",
+        help="run on N local processes; else 4 ranks are simulated",
+    )
     processes = parser.parse_args().launch
     if "RANK" in os.environ:  # torchrun has started the ranks
         main(int(os.environ["WORLD_SIZE"]))

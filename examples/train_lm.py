@@ -93,8 +93,12 @@ STORED = {
 # For use, a weight is gathered over fsdp (the embedding over both axes); it is freed after its backward.
 SPLIT_OUTPUTS, SPLIT_INPUTS, WHOLE = P("tp"), P(None, "tp"), P()
 
-STREAM = P("fsdp")  # activations [b, s, d] between layers: the batch is sharded over fsdp and replicated over tp
-TOKENS = P(("fsdp", "tp"))  # activations [t, d] and targets [t] at the loss: the tokens are sharded over all ranks
+STREAM = P(
+    "fsdp"
+)  # activations [b, s, d] between layers: the batch is sharded over fsdp and replicated over tp
+TOKENS = P(
+    ("fsdp", "tp")
+)  # activations [t, d] and targets [t] at the loss: the tokens are sharded over all ranks
 
 
 Reshard = Callable[[Any, P], Any]
@@ -124,13 +128,27 @@ def place_weights(path: str, module: nn.Module, mesh: sm.DeviceMesh) -> None:
 
 # -- the same with the library's layers --------------------------------------------------------------------------------
 
-SPLIT = {"*.w_qkv": P("tp"), "*.w_out": P(None, "tp"), "*.w_gate_up": P("tp"), "*.w_down": P(None, "tp")}
-SUMMED = {"*.attention": prepare_outputs(P()), "*.mlp": prepare_outputs(P())}  # their outputs are pending over tp
+SPLIT = {
+    "*.w_qkv": P("tp"),
+    "*.w_out": P(None, "tp"),
+    "*.w_gate_up": P("tp"),
+    "*.w_down": P(None, "tp"),
+}
+SUMMED = {
+    "*.attention": prepare_outputs(P()),
+    "*.mlp": prepare_outputs(P()),
+}  # their outputs are pending over tp
 # With "sp" in place of "tp", the residual stream is sharded by positions outside of attention and MLP.
 IN_SEQUENCE = {
     **{path: P(*["sp" if axes else None for axes in spec.dims]) for path, spec in SPLIT.items()},
-    **{f"blocks.*.norm_{part}": [sequence_parallel(1, axis="sp"), prepare_outputs(P(), axis="sp")] for part in ("attention", "mlp")},
-    **{f"blocks.*.{part}": prepare_outputs(P(None, "sp"), axis="sp") for part in ("attention", "mlp")},
+    **{
+        f"blocks.*.norm_{part}": [sequence_parallel(1, axis="sp"), prepare_outputs(P(), axis="sp")]
+        for part in ("attention", "mlp")
+    },
+    **{
+        f"blocks.*.{part}": prepare_outputs(P(None, "sp"), axis="sp")
+        for part in ("attention", "mlp")
+    },
 }
 DATA_AXES = ("dp", "zero1", "zero2", "fsdp")  # axes over which the batch is sharded
 LAYERS = (*DATA_AXES, "tp", "sp")
@@ -147,7 +165,14 @@ def parallelize_model(model: nn.Module, mesh: sm.DeviceMesh) -> None:
         fully_shard(model, mesh, axes="fsdp", units=Block, src_data_rank=None)
     else:
         optimizer = tuple(axis for axis in here if axis != "dp")
-        data_parallel(model, mesh, gradient="zero2" if "zero2" in here else (), optimizer=optimizer, units=Block, src_data_rank=None)
+        data_parallel(
+            model,
+            mesh,
+            gradient="zero2" if "zero2" in here else (),
+            optimizer=optimizer,
+            units=Block,
+            src_data_rank=None,
+        )
 
 
 def whole(x: Tensor) -> Tensor:
@@ -166,8 +191,12 @@ class Attention(nn.Module):
         self.w_out = weight(size.d, size.d, scale=1 / math.sqrt(2 * size.layers))
 
     def forward(self, x_bsd: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        qkv_bsn = F.linear(x_bsd, self.reshard(self.w_qkv, SPLIT_OUTPUTS))  # n is (h 3 e), so each tp rank has whole heads
-        q_bhse, k_bhse, v_bhse = qkv_bsn.unflatten(-1, (self.heads, 3, -1)).transpose(1, 2).unbind(-2)
+        qkv_bsn = F.linear(
+            x_bsd, self.reshard(self.w_qkv, SPLIT_OUTPUTS)
+        )  # n is (h 3 e), so each tp rank has whole heads
+        q_bhse, k_bhse, v_bhse = (
+            qkv_bsn.unflatten(-1, (self.heads, 3, -1)).transpose(1, 2).unbind(-2)
+        )
         q_bhse, k_bhse = rotate(q_bhse, rotary), rotate(k_bhse, rotary)
         y_bhse = F.scaled_dot_product_attention(q_bhse, k_bhse, v_bhse, is_causal=True)
         y_bsd = y_bhse.transpose(1, 2).flatten(-2)
@@ -185,7 +214,9 @@ class MLP(nn.Module):
     def forward(self, x_bsd: Tensor) -> Tensor:
         gate_up_bsn = F.linear(x_bsd, self.reshard(self.w_gate_up, SPLIT_OUTPUTS))  # n is (f 2)
         gate_bsf, up_bsf = gate_up_bsn.unflatten(-1, (-1, 2)).unbind(-1)
-        return self.reshard(F.linear(F.silu(gate_bsf) * up_bsf, self.reshard(self.w_down, SPLIT_INPUTS)), STREAM)
+        return self.reshard(
+            F.linear(F.silu(gate_bsf) * up_bsf, self.reshard(self.w_down, SPLIT_INPUTS)), STREAM
+        )
 
 
 class Block(nn.Module):
@@ -206,7 +237,9 @@ class GPT(nn.Module):
         self.embedding = weight(VOCABULARY, size.d)  # tied: used by the first layer and by the head
         self.blocks = nn.ModuleList(Block(size, reshard) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.d)
-        angle_se = torch.outer(torch.arange(size.s), 1e4 ** -torch.linspace(0, 1, size.d // size.heads // 2))
+        angle_se = torch.outer(
+            torch.arange(size.s), 1e4 ** -torch.linspace(0, 1, size.d // size.heads // 2)
+        )
         self.register_buffer("cos_se", angle_se.cos())
         self.register_buffer("sin_se", angle_se.sin())
 
@@ -241,14 +274,20 @@ def read_corpus() -> tuple[Tensor, Tensor]:
     train = b"".join(text for i, text in enumerate(modules) if i % 10)[:CORPUS_BYTES]
     valid = b"".join(modules[::10])[: CORPUS_BYTES // 10]
     if min(len(train), len(valid)) < 10_000:
-        raise SystemExit(f"{folder} holds {len(modules)} Python modules, {len(train)} bytes: too few to train on")
-    return torch.frombuffer(bytearray(train), dtype=torch.uint8), torch.frombuffer(bytearray(valid), dtype=torch.uint8)
+        raise SystemExit(
+            f"{folder} holds {len(modules)} Python modules, {len(train)} bytes: too few to train on"
+        )
+    return torch.frombuffer(bytearray(train), dtype=torch.uint8), torch.frombuffer(
+        bytearray(valid), dtype=torch.uint8
+    )
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def train_on(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
     """Train on a batch in equal parts, whose gradients are summed; return the mean of their losses. Under `sm.jit` this is one graph."""
     losses = []
     # Gradients are reduced over the mesh once, after all parts.
@@ -267,7 +306,12 @@ class Trainer:
     """Model, optimizer and data. For the same seed they are equal on every mesh, and without a mesh."""
 
     def __init__(self, options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> None:
-        self.size, self.steps, self.accumulate, self.mesh = SIZES[options.size], options.steps, options.accumulate, mesh
+        self.size, self.steps, self.accumulate, self.mesh = (
+            SIZES[options.size],
+            options.steps,
+            options.accumulate,
+            mesh,
+        )
         self.device = torch.device(options.device) if mesh is None else mesh.device
         self.stream, self.tokens = STREAM, TOKENS
         torch.manual_seed(options.seed)
@@ -277,11 +321,19 @@ class Trainer:
             distribute_module(self.model, mesh, place_weights, src_data_rank=None)
         elif mesh is not None:
             parallelize_model(self.model, mesh)
-            self.stream = self.tokens = P(tuple(axis for axis in mesh.axis_names if axis in DATA_AXES) or None)
+            self.stream = self.tokens = P(
+                tuple(axis for axis in mesh.axis_names if axis in DATA_AXES) or None
+            )
         # The optimizer does not depend on the mesh: its fused kernel updates each rank's part of the weights.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), self.size.lr, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), self.size.lr, betas=(0.9, 0.95), fused=True
+        )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.lr_share)
-        self.train_on = train_on if mesh is None or options.jit == "off" else sm.jit(train_on, backend=options.jit)
+        self.train_on = (
+            train_on
+            if mesh is None or options.jit == "off"
+            else sm.jit(train_on, backend=options.jit)
+        )
         self.train_text, self.valid_text = read_corpus()
         self.random, self.done = torch.Generator().manual_seed(options.seed), 0
         self.batches = self.draw(self.train_text, self.random)
@@ -293,7 +345,12 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Return everything that a later run needs to continue, on any mesh."""
         trained = sm.checkpoint.state_dict(self.model, self.optimizer)
-        return {**trained, "schedule": self.schedule, "random": self.random.get_state(), "done": self.done}
+        return {
+            **trained,
+            "schedule": self.schedule,
+            "random": self.random.get_state(),
+            "done": self.done,
+        }
 
     def resume(self, folder: Path) -> None:
         """Continue from the newest checkpoint in a folder."""
@@ -311,11 +368,16 @@ class Trainer:
         while True:
             starts_b = torch.randint(len(text) - self.size.s, (self.size.b,), generator=random)
             window = text[starts_b[:, None] + window_s].long().to(self.device)
-            yield place(window[:, :-1], self.mesh, self.stream), place(window[:, 1:].flatten(), self.mesh, self.tokens)
+            yield (
+                place(window[:, :-1], self.mesh, self.stream),
+                place(window[:, 1:].flatten(), self.mesh, self.tokens),
+            )
 
     def step(self) -> Tensor:
         """Train on the next batch. What changes Python state stays outside of the graph: the data, the schedule, the count of steps."""
-        loss = self.train_on(self.model, self.optimizer, [next(self.batches) for _ in range(self.accumulate)])
+        loss = self.train_on(
+            self.model, self.optimizer, [next(self.batches) for _ in range(self.accumulate)]
+        )
         self.schedule.step()
         self.done += 1
         return loss
@@ -323,13 +385,23 @@ class Trainer:
     @torch.no_grad()
     def validate(self, count: int = 2) -> float:
         """Return the mean loss over a few validation batches, the same in every call."""
-        batches = itertools.islice(self.draw(self.valid_text, torch.Generator().manual_seed(0)), count)
-        return sum(F.cross_entropy(self.model(ids_bs), targets_t).item() for ids_bs, targets_t in batches) / count
+        batches = itertools.islice(
+            self.draw(self.valid_text, torch.Generator().manual_seed(0)), count
+        )
+        return (
+            sum(
+                F.cross_entropy(self.model(ids_bs), targets_t).item()
+                for ids_bs, targets_t in batches
+            )
+            / count
+        )
 
     def gathered(self) -> GPT:
         """Return a copy of the model with full, plain weights on every rank."""
         model = GPT(self.size).to(self.device)
-        model.load_state_dict({name: whole(value) for name, value in self.model.state_dict().items()})
+        model.load_state_dict(
+            {name: whole(value) for name, value in self.model.state_dict().items()}
+        )
         return model
 
 
@@ -342,7 +414,9 @@ def write(model: GPT, text: list[int], length: int = 240, temperature: float = 0
         logits_v = model(ids_bs, last_only=True)[0] / temperature
         text.append(int(torch.multinomial(logits_v.softmax(0), 1)))
     found = bytes(text[window - 60 :]).decode("utf-8", errors="replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in found)  # no control codes on a terminal
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in found
+    )  # no control codes on a terminal
 
 
 def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run:
@@ -352,7 +426,11 @@ def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run
     trainer = Trainer(options, mesh)
     if options.resume and mesh is not None and sm.checkpoint.latest(options.save):
         trainer.resume(options.save)
-    name = "one process" if mesh is None else " ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.axis_names)
+    name = (
+        "one process"
+        if mesh is None
+        else " ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.axis_names)
+    )
     run = report.Run(name, sum(p.numel() for p in trainer.model.parameters()))
     say(introduction(run, trainer))
     start = since = time.perf_counter()
@@ -365,11 +443,21 @@ def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run
             if step % options.every == 0 or step in (1, options.steps):
                 done = step - (run.rows[-1].step if run.rows else 0)
                 loss = loss.item()  # before the timer is read: on a GPU this waits for the steps
-                speed = done * trainer.accumulate * trainer.size.b * trainer.size.s / (time.perf_counter() - since)
+                speed = (
+                    done
+                    * trainer.accumulate
+                    * trainer.size.b
+                    * trainer.size.s
+                    / (time.perf_counter() - since)
+                )
                 run.rows.append(report.Row(step, loss, trainer.validate(), speed))
                 say(report.line(run.rows[-1]))
                 since = time.perf_counter()
-            if options.save and mesh is not None and (step % options.save_every == 0 or step == options.steps):
+            if (
+                options.save
+                and mesh is not None
+                and (step % options.save_every == 0 or step == options.steps)
+            ):
                 sm.checkpoint.save(trainer.state(), options.save, step=step, keep=2)
     run.seconds = time.perf_counter() - start
     model = trainer.gathered()  # a collective: every rank calls it, rank 0 samples
@@ -383,13 +471,19 @@ def introduction(run: report.Run, trainer: Trainer) -> str:
     """Return a summary of the model, the layouts of two of its weights, and the plan for using one of them."""
     share_v = trainer.train_text.bincount(minlength=VOCABULARY) / len(trainer.train_text)
     guesses = f"{math.log(VOCABULARY):.2f} for uniform bytes, {torch.special.entr(share_v).sum():.2f} for byte frequencies"
-    lines = [f"\n=== {run.name}: {run.parameters:,} parameters, {len(trainer.train_text):,} bytes", f"baseline loss: {guesses}"]
+    lines = [
+        f"\n=== {run.name}: {run.parameters:,} parameters, {len(trainer.train_text):,} bytes",
+        f"baseline loss: {guesses}",
+    ]
     if trainer.mesh is not None:
         block: Any = trainer.model.blocks[0]
         pictures = [sm.debug.visualize(block.attention.w_qkv), sm.debug.visualize(block.mlp.w_down)]
         lines += ["\nlayouts of w_qkv and w_down by rank:", *pictures]
         if trainer.model.reshard is reshard:
-            lines += ["\nplan for using w_down:", str(sm.debug.explain(block.mlp.w_down, SPLIT_INPUTS))]
+            lines += [
+                "\nplan for using w_down:",
+                str(sm.debug.explain(block.mlp.w_down, SPLIT_INPUTS)),
+            ]
     return "\n".join([*lines, "", report.header()])
 
 
@@ -399,41 +493,92 @@ def introduction(run: report.Run, trainer: Trainer) -> str:
 def mesh_axes(text: str) -> dict[str, int]:
     """Parse `fsdp=2,tp=2` into a dictionary; an omitted axis has size 1."""
     pairs = [part.strip().partition("=") for part in text.split(",")]
-    axes = {name: int(size) for name, _, size in pairs if name in ("fsdp", "tp") and size.isdecimal() and int(size) > 0}
+    axes = {
+        name: int(size)
+        for name, _, size in pairs
+        if name in ("fsdp", "tp") and size.isdecimal() and int(size) > 0
+    }
     if len(axes) < len(pairs):
-        raise argparse.ArgumentTypeError(f"{text!r}: write the sizes of fsdp and tp, such as fsdp=2,tp=2")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write the sizes of fsdp and tp, such as fsdp=2,tp=2"
+        )
     return axes | {name: 1 for name in ("fsdp", "tp") if name not in axes}
 
 
 def layer_axes(text: str) -> dict[str, int]:
     """Parse `dp=2,fsdp=2` into a dictionary, in that order."""
     pairs = [part.strip().partition("=") for part in text.split(",")]
-    axes = {name: int(size) for name, _, size in pairs if name in LAYERS and size.isdecimal() and int(size) > 0}
+    axes = {
+        name: int(size)
+        for name, _, size in pairs
+        if name in LAYERS and size.isdecimal() and int(size) > 0
+    }
     if len(axes) < len(pairs) or {"tp", "sp"} <= set(axes):
         known = ", ".join(LAYERS)
-        raise argparse.ArgumentTypeError(f"{text!r}: write sizes of axes among {known}, of tp and sp only one: such as fsdp=2,tp=2")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write sizes of axes among {known}, of tp and sp only one: such as fsdp=2,tp=2"
+        )
     return axes
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--mesh", type=mesh_axes, default="fsdp=2,tp=2", help="sharding by hand: sizes of both axes, major first")
-    parser.add_argument("--parallel", type=layer_axes, help=f"layers: sizes of axes among {', '.join(LAYERS)}, such as dp=2,fsdp=2")
-    parser.add_argument("--size", choices=SIZES, default="demo", help="shapes of the model and of a batch")
+    parser.add_argument(
+        "--mesh",
+        type=mesh_axes,
+        default="fsdp=2,tp=2",
+        help="sharding by hand: sizes of both axes, major first",
+    )
+    parser.add_argument(
+        "--parallel",
+        type=layer_axes,
+        help=f"layers: sizes of axes among {', '.join(LAYERS)}, such as dp=2,fsdp=2",
+    )
+    parser.add_argument(
+        "--size", choices=SIZES, default="demo", help="shapes of the model and of a batch"
+    )
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--every", type=int, default=10, help="steps between two printed losses")
-    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches of which a step sums the gradients")
-    parser.add_argument("--jit", choices=("eager", "inductor", "off"), default="eager", help="backend of the graph of a step on a mesh")
-    parser.add_argument("--no-jit", dest="jit", action="store_const", const="off", help="run every step eagerly")
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="batches of which a step sums the gradients",
+    )
+    parser.add_argument(
+        "--jit",
+        choices=("eager", "inductor", "off"),
+        default="eager",
+        help="backend of the graph of a step on a mesh",
+    )
+    parser.add_argument(
+        "--no-jit", dest="jit", action="store_const", const="off", help="run every step eagerly"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=devices(), default="cpu")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for metrics.json and loss.png")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), help="folder for metrics.json and loss.png"
+    )
     parser.add_argument("--save", type=Path, help="folder for checkpoints")
-    parser.add_argument("--save-every", type=int, default=50, help="steps between two checkpoints; the last step always has one")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --save (a flag: no path)")
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=50,
+        help="steps between two checkpoints; the last step always has one",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest checkpoint in --save (a flag: no path)",
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--single", action="store_true", help="one process with plain tensors")
-    which.add_argument("--compare", action="store_true", help=f"train both ways; fail if losses differ by more than {TOLERANCE}")
+    which.add_argument(
+        "--compare",
+        action="store_true",
+        help=f"train both ways; fail if losses differ by more than {TOLERANCE}",
+    )
     options = parser.parse_args(arguments)
     options.mesh = options.parallel or options.mesh
     problem = find_problem(options)
@@ -448,29 +593,47 @@ def devices() -> list[str]:
 
 def find_problem(options: argparse.Namespace) -> str | None:
     """Return what is wrong with the combination of options and what to write instead, or None."""
-    size, ranks, started = SIZES[options.size], math.prod(options.mesh.values()), int(os.environ.get("WORLD_SIZE", "0"))
-    tp, data = (math.prod(n for axis, n in options.mesh.items() if (axis in DATA_AXES) == which) for which in (False, True))
+    size, ranks, started = (
+        SIZES[options.size],
+        math.prod(options.mesh.values()),
+        int(os.environ.get("WORLD_SIZE", "0")),
+    )
+    tp, data = (
+        math.prod(n for axis, n in options.mesh.items() if (axis in DATA_AXES) == which)
+        for which in (False, True)
+    )
     named = " x ".join(f"{axis}={n}" for axis, n in options.mesh.items())
-    counts = {f"--{name.replace('_', '-')}": getattr(options, name) for name in ("steps", "every", "save_every", "accumulate")}
+    counts = {
+        f"--{name.replace('_', '-')}": getattr(options, name)
+        for name in ("steps", "every", "save_every", "accumulate")
+    }
     if min(counts.values()) < 1:
         return f"{' '.join(f'{name} {n}' for name, n in counts.items())}: all must be at least 1"
     if options.resume and options.save is None:
         return "--resume continues from a checkpoint in the folder of --save: pass --save as well"
     if options.single:
-        return "--single is one process: start it with python, not with torchrun" if started > 1 else None
+        return (
+            "--single is one process: start it with python, not with torchrun"
+            if started > 1
+            else None
+        )
     if size.heads % tp:
         return f"tp={tp} does not divide the {size.heads} heads of --size {options.size}: choose a tp that does"
     if size.b % data:
         return f"{named} does not divide the batch of {size.b} of --size {options.size} into {data}: choose sizes that do"
     if started and started != ranks:
         wanted = f"torchrun --nproc-per-node {ranks}, or a --mesh whose sizes multiply to {started}"
-        return f"a mesh of {named} needs {ranks} processes, and {started} were started: write {wanted}"
+        return (
+            f"a mesh of {named} needs {ranks} processes, and {started} were started: write {wanted}"
+        )
     return None
 
 
 def train_on_mesh(options: argparse.Namespace) -> report.Run:
     """Train on one rank; every process of the mesh calls this."""
-    mesh = sm.init_device_mesh(options.device, tuple(options.mesh.values()), axis_names=tuple(options.mesh))
+    mesh = sm.init_device_mesh(
+        options.device, tuple(options.mesh.values()), axis_names=tuple(options.mesh)
+    )
     return train(options, mesh)
 
 
@@ -501,6 +664,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except KeyboardInterrupt:  # `launch` has ended the ranks, including the one whose progress bar hid the cursor
+    except (
+        KeyboardInterrupt
+    ):  # `launch` has ended the ranks, including the one whose progress bar hid the cursor
         print("\ninterrupted" + ("\x1b[?25h" if sys.stdout.isatty() else ""))
         sys.exit(130)

@@ -78,7 +78,9 @@ def ending(run: Run) -> str:
     lines = [f"{run.name}: {run.seconds:.1f} s"]
     for name, (calls, received) in sorted(run.collectives.items()):
         lines.append(f"  each step {calls:4} x {name:14}  {received:12,} bytes received by rank 0")
-    return "\n".join([*lines, f"\n--- a piece of validation text | continued by {run.name}\n{run.sample}\n---"])
+    return "\n".join(
+        [*lines, f"\n--- a piece of validation text | continued by {run.name}\n{run.sample}\n---"]
+    )
 
 
 # -- after all runs ----------------------------------------------------------------------------------------------------
@@ -86,19 +88,31 @@ def ending(run: Run) -> str:
 
 def compare(run: Run, reference: Run, tolerance: float) -> float:
     """Print the losses of two runs side by side; return the largest relative difference, NaN if there is a NaN."""
-    print(f"\n=== {run.name} against {reference.name}\n\n  step  {'loss':^21}  {'validation loss':^21}  difference")
+    print(
+        f"\n=== {run.name} against {reference.name}\n\n  step  {'loss':^21}  {'validation loss':^21}  difference"
+    )
     largest = 0.0
     for a, b in zip(run.rows, reference.rows, strict=True):
         pairs = np.array([(a.loss, b.loss), (a.valid_loss, b.valid_loss)])
         difference = float(np.max(abs(pairs[:, 0] - pairs[:, 1]) / abs(pairs[:, 1])))
-        print(f"{a.step:6}  " + "  ".join(f"{x:10.6f} {y:10.6f}" for x, y in pairs) + f"  {difference:10.1e}")
+        print(
+            f"{a.step:6}  "
+            + "  ".join(f"{x:10.6f} {y:10.6f}" for x, y in pairs)
+            + f"  {difference:10.1e}"
+        )
         largest = float(np.maximum(largest, difference))
     print(f"\nlargest relative difference {largest:.1e}, allowed {tolerance:.0e}")
     return largest
 
 
-def save_metrics(path: Path, options: dict[str, Any], runs: Sequence[Run], difference: float | None) -> None:
-    metrics = {"options": options, "runs": [asdict(run) for run in runs], "largest_relative_difference": difference}
+def save_metrics(
+    path: Path, options: dict[str, Any], runs: Sequence[Run], difference: float | None
+) -> None:
+    metrics = {
+        "options": options,
+        "runs": [asdict(run) for run in runs],
+        "largest_relative_difference": difference,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(metrics, indent=2, default=str) + "\n")
     print(f"metrics: {path}")
@@ -113,7 +127,9 @@ def save_plot(path: Path, runs: Sequence[Run]) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for run, style in zip(runs, ("-", "o"), strict=False):
-        steps, losses, valid_losses = zip(*((row.step, row.loss, row.valid_loss) for row in run.rows), strict=True)
+        steps, losses, valid_losses = zip(
+            *((row.step, row.loss, row.valid_loss) for row in run.rows), strict=True
+        )
         axes.plot(steps, losses, f"C0{style}", mfc="none", label=f"{run.name}: training")
         axes.plot(steps, valid_losses, f"C1{style}", mfc="none", label=f"{run.name}: validation")
     axes.set(xlabel="step", ylabel="loss, nats per byte")

@@ -81,7 +81,9 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def merge_dims(sizes: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def merge_dims(
+    sizes: Sequence[int], strides: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """`merge_dims(sizes, strides) -> (sizes, strides)`: the same elements in the same order, in the fewest dims (at least one).
 
     >>> merge_dims((2, 1, 3, 4), (24, 24, 4, 1))
@@ -106,7 +108,9 @@ def check_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """
     for number, box in enumerate(boxes):
         if len(box) != len(shape):
-            raise ValueError(f"box {number} {box} has {len(box)} dims, but the tensor's shape {tuple(shape)} has {len(shape)}")
+            raise ValueError(
+                f"box {number} {box} has {len(box)} dims, but the tensor's shape {tuple(shape)} has {len(shape)}"
+            )
         for dim, ((start, stop), size) in enumerate(zip(box, shape, strict=True)):
             if not 0 <= start <= stop <= size:
                 raise ValueError(

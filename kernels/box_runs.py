@@ -78,7 +78,9 @@ def _fold_once(runs: Sequence[Run]) -> list[Run]:
                 break
             step, count = next_step, count + 1
         first = runs[i]
-        folded.append(first if step is None else replace(first, levels=((count, *step), *first.levels)))
+        folded.append(
+            first if step is None else replace(first, levels=((count, *step), *first.levels))
+        )
         i += count
     return folded
 
@@ -91,7 +93,9 @@ def fold(boxes: Iterable[BoxRange]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def box_ranges(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None) -> list[BoxRange]:
+def box_ranges(
+    shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None
+) -> list[BoxRange]:
     """Return the boxes that are not empty, ascending in the buffer."""
     check_boxes(shape, boxes)
     sizes = [box_size(box) for box in boxes]
@@ -102,7 +106,11 @@ def box_ranges(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int
             f"{len(boxes)} boxes with the offsets {list(offsets)}: give one per box, each >= 0, in elements of the flat "
             "buffer"
         )
-    placed = [(start, start + size, box) for start, size, box in zip(offsets, sizes, boxes, strict=False) if size]
+    placed = [
+        (start, start + size, box)
+        for start, size, box in zip(offsets, sizes, boxes, strict=False)
+        if size
+    ]
     return sorted(placed, key=itemgetter(0))
 
 

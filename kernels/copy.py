@@ -30,9 +30,22 @@ from torch import Tensor
 from .backend import wants_kernels
 from .box import Box, row_major_strides
 from .box_runs import BoxRange, box_ranges, check_disjoint, fold, has_gaps, view_of
-from .strided import COMPUTED, PlacedView, Table, View, alignment, make_tables, merge_views, remembered
+from .strided import (
+    COMPUTED,
+    PlacedView,
+    Table,
+    View,
+    alignment,
+    make_tables,
+    merge_views,
+    remembered,
+)
 
-_SCALED = frozenset({torch.float16, torch.bfloat16, torch.float32})  # kernels take the factor as float32
+_SCALED = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32}
+)  # kernels take the factor as float32
+
+
 class _BoxCopy:
     """The runs of the boxes of a `Pack` or `Unpack`, and their views in a tensor of given strides.
 
@@ -43,7 +56,17 @@ class _BoxCopy:
         zero_copy: whether the flat buffer is a range of a contiguous tensor of `shape`.
     """
 
-    __slots__ = ("_anywhere", "_has_gaps", "_is_whole", "_views", "copies", "runs", "shape", "size", "zero_copy")
+    __slots__ = (
+        "_anywhere",
+        "_has_gaps",
+        "_is_whole",
+        "_views",
+        "copies",
+        "runs",
+        "shape",
+        "size",
+        "zero_copy",
+    )
 
     def __init__(self, shape: Sequence[int], placed: Sequence[BoxRange], anywhere: bool):
         self.shape = tuple(shape)
@@ -55,7 +78,9 @@ class _BoxCopy:
         self._is_whole = sum([stop - start for start, stop, _ in placed]) == math.prod(self.shape)
         self._views: dict[tuple[int, ...], tuple[View, ...]] = {}
         views = self._views_for(row_major_strides(self.shape))
-        self.zero_copy = not views or (len(views) == 1 and views[0].strides == views[0].flat_strides == (1,))
+        self.zero_copy = not views or (
+            len(views) == 1 and views[0].strides == views[0].flat_strides == (1,)
+        )
 
     def _views_for(self, strides: tuple[int, ...]) -> tuple[View, ...]:
         return self._views.setdefault(strides, tuple([view_of(run, strides) for run in self.runs]))
@@ -63,13 +88,20 @@ class _BoxCopy:
     def views(self, x: Tensor) -> tuple[View, ...]:
         """Return the views for a tensor of x's strides, cached by strides."""
         if x.shape != self.shape:
-            raise ValueError(f"{self!r} was given a tensor of shape {tuple(x.shape)}, not {self.shape}")
+            raise ValueError(
+                f"{self!r} was given a tensor of shape {tuple(x.shape)}, not {self.shape}"
+            )
         strides = x.stride()
         return self._views.get(strides) or self._views_for(strides)
 
     def check_flat(self, flat: Tensor) -> None:
         if flat.ndim != 1 or flat.numel() != self.size or not flat.is_contiguous():
-            if self._anywhere and flat.ndim == 1 and flat.numel() >= self.size and flat.is_contiguous():
+            if (
+                self._anywhere
+                and flat.ndim == 1
+                and flat.numel() >= self.size
+                and flat.is_contiguous()
+            ):
                 return
             least = "at least " if self._anywhere else ""
             raise ValueError(
@@ -94,7 +126,9 @@ class Pack(_BoxCopy):
         super().__init__(shape, placed, offsets is not None)
         self.zero_copy = self.zero_copy and not self._has_gaps
 
-    def __call__(self, x: Tensor, out: Tensor | None = None, *, scale: float | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, out: Tensor | None = None, *, scale: float | None = None
+    ) -> Tensor:
         """`pack(x, out=None, scale=None) -> flat`: `out` (cast to its dtype) if given, else a new tensor or a view of x.
 
         Elements of `out` between and after the boxes are not written. `scale` is a factor, in float32 for 16-bit floats.
@@ -104,8 +138,14 @@ class Pack(_BoxCopy):
         views = self.views(x)
         if out is None:
             if self._has_gaps:
-                raise ValueError(f"{self!r} leaves gaps in its buffer: pass the buffer to write to as out=")
-            if len(views) == 1 and scale is None and (views[0].strides == (1,) or not wants_kernels(x.device)):
+                raise ValueError(
+                    f"{self!r} leaves gaps in its buffer: pass the buffer to write to as out="
+                )
+            if (
+                len(views) == 1
+                and scale is None
+                and (views[0].strides == (1,) or not wants_kernels(x.device))
+            ):
                 sizes, strides, offset, _, _ = views[0]
                 part = x.as_strided(sizes, strides, x.storage_offset() + offset).contiguous()
                 return part if len(sizes) == 1 else part.view(-1)
@@ -127,7 +167,9 @@ class Unpack(_BoxCopy):
     def __init__(self, shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None):
         super().__init__(shape, box_ranges(shape, boxes, offsets), offsets is not None)
 
-    def __call__(self, flat: Tensor, out: Tensor | None = None, *, scale: float | None = None) -> Tensor:
+    def __call__(
+        self, flat: Tensor, out: Tensor | None = None, *, scale: float | None = None
+    ) -> Tensor:
         """`unpack(flat, out=None, scale=None) -> x`: `out` (any strides, cast to its dtype) if given.
 
         Else a new tensor, zero outside of the boxes, or a view of `flat` if that has the whole tensor in order.
@@ -161,17 +203,28 @@ class Unpack(_BoxCopy):
         return flat.view(self.shape)
 
 
-def pack_many(packs: Sequence[Pack], tensors: Sequence[Tensor], out: Tensor, scale: float | None = None) -> Tensor:
+def pack_many(
+    packs: Sequence[Pack], tensors: Sequence[Tensor], out: Tensor, scale: float | None = None
+) -> Tensor:
     """`pack_many(packs, tensors, out) -> out`: write every tensor's boxes to their places, cast to out's dtype; one launch on a GPU."""
     tensors = [x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x for x in tensors]
     for pack_one in packs:
         pack_one.check_flat(out)
-    _copy(tensors, [p.views(x) for p, x in zip(packs, tensors, strict=True)], out, to_flat=True, scale=scale)
+    _copy(
+        tensors,
+        [p.views(x) for p, x in zip(packs, tensors, strict=True)],
+        out,
+        to_flat=True,
+        scale=scale,
+    )
     return out
 
 
 def unpack_many(
-    unpacks: Sequence[Unpack], flat: Tensor, outs: Sequence[Tensor] | None = None, scale: float | None = None
+    unpacks: Sequence[Unpack],
+    flat: Tensor,
+    outs: Sequence[Tensor] | None = None,
+    scale: float | None = None,
 ) -> list[Tensor]:
     """`unpack_many(unpacks, flat, outs=None) -> tensors`: read all of them from one buffer; one launch on a GPU.
 
@@ -192,7 +245,12 @@ def unpack_many(
 
 
 def _copy(
-    tensors: Sequence[Tensor], views: Sequence[Sequence[View]], flat: Tensor, *, to_flat: bool, scale: float | None
+    tensors: Sequence[Tensor],
+    views: Sequence[Sequence[View]],
+    flat: Tensor,
+    *,
+    to_flat: bool,
+    scale: float | None,
 ) -> None:
     """Copy between views of tensors and views of a flat buffer, in either direction."""
     if tensors and wants_kernels(flat.device) and _is_for_kernels(tensors, flat, scale):
@@ -222,7 +280,9 @@ def _unpack_views(x: Tensor, views: Sequence[View], flat: Tensor) -> None:
         part.copy_(flat.as_strided(sizes, flat_strides, flat_start + flat_offset))
 
 
-def _copy_scaled(x: Tensor, views: Sequence[View], flat: Tensor, to_flat: bool, scale: float) -> None:
+def _copy_scaled(
+    x: Tensor, views: Sequence[View], flat: Tensor, to_flat: bool, scale: float
+) -> None:
     start, flat_start = x.storage_offset(), flat.storage_offset()
     for sizes, strides, offset, flat_strides, flat_offset in views:
         ours = x.as_strided(sizes, strides, start + offset)
@@ -251,7 +311,9 @@ def widened(x: Tensor) -> Tensor:
 
 def _is_for_kernels(tensors: Sequence[Tensor], flat: Tensor, scale: float | None) -> bool:
     """Return whether kernels support this copy: they copy every dtype, but cast, scale and sum only those in which they equal torch."""
-    if any(x.is_conj() or x.is_neg() for x in (*tensors, flat)):  # lazy: their memory holds other numbers
+    if any(
+        x.is_conj() or x.is_neg() for x in (*tensors, flat)
+    ):  # lazy: their memory holds other numbers
         return False
     dtypes = {flat.dtype, *(x.dtype for x in tensors)}
     if scale is None:
@@ -260,19 +322,29 @@ def _is_for_kernels(tensors: Sequence[Tensor], flat: Tensor, scale: float | None
 
 
 def _launch(
-    tensors: Sequence[Tensor], views: Sequence[Sequence[View]], flat: Tensor, to_flat: bool, scale: float | None
+    tensors: Sequence[Tensor],
+    views: Sequence[Sequence[View]],
+    flat: Tensor,
+    to_flat: bool,
+    scale: float | None,
 ) -> None:
     from .strided_triton import launch  # imports triton
 
     halved = tensors[0].dtype.itemsize == 16
     if halved:
         tensors, flat = [torch.view_as_real(x) for x in tensors], torch.view_as_real(flat).view(-1)
-    itemsizes = (tensors[0].itemsize, flat.itemsize) if to_flat else (flat.itemsize, tensors[0].itemsize)
+    itemsizes = (
+        (tensors[0].itemsize, flat.itemsize) if to_flat else (flat.itemsize, tensors[0].itemsize)
+    )
     raw = tensors[0].dtype == flat.dtype and scale is None
     aligned = alignment((*tensors, flat))
 
     def make() -> list[Table]:
-        placed = [PlacedView(i, _halves(view) if halved else view) for i, parts in enumerate(views) for view in parts]
+        placed = [
+            PlacedView(i, _halves(view) if halved else view)
+            for i, parts in enumerate(views)
+            for view in parts
+        ]
         return make_tables(placed, to_flat, itemsizes, aligned, raw)
 
     ours = tensors[0] if len(tensors) == 1 else list(tensors)
@@ -287,7 +359,9 @@ def _halves(view: View) -> View:
     return View(sizes, strides, 2 * view.offset, flat_strides, 2 * view.flat_offset)
 
 
-def compile_pack(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None = None) -> Pack:
+def compile_pack(
+    shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None = None
+) -> Pack:
     """`compile_pack(shape, boxes, offsets=None) -> Callable[[Tensor, out=None], flat]`: compile how to pack.
 
     Boxes may be empty, overlap or repeat. The result is contiguous and 1-D; it may be a view of the input, so do not
@@ -312,7 +386,9 @@ def compile_pack(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[i
     return Pack(shape, boxes, offsets)
 
 
-def compile_unpack(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None = None) -> Unpack:
+def compile_unpack(
+    shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None = None
+) -> Unpack:
     """`compile_unpack(shape, boxes, offsets=None) -> Callable[[flat, out=None], Tensor]`: compile the inverse of a pack.
 
     Boxes may be empty but not overlap (in the flat buffer they may: then some elements are read more than once). With

@@ -22,7 +22,9 @@ from triton.runtime.jit import JITFunction
 
 NO_FUSION = {"enable_fp_fusion": False}  # a fused multiply-add rounds once where torch rounds twice
 _IS_HIP = torch.version.hip is not None
-_kept: dict[tuple, dict[tuple, tuple[Any, Any, Any]]] = {}  # launcher, function and metadata by kernel, dtypes and constants; by arguments
+_kept: dict[
+    tuple, dict[tuple, tuple[Any, Any, Any]]
+] = {}  # launcher, function and metadata by kernel, dtypes and constants; by arguments
 
 
 class KernelLauncher:
@@ -37,13 +39,21 @@ class KernelLauncher:
 
     __slots__ = ("_constants", "_dtypes", "_fixed", "_grid", "_kept", "_kernel", "_tail")
 
-    def __init__(self, kernel: Any, grid: Sequence[int], constants: dict[str, Any], dtypes: Sequence[torch.dtype | None] = ()) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: Sequence[int],
+        constants: dict[str, Any],
+        dtypes: Sequence[torch.dtype | None] = (),
+    ) -> None:
         self._kernel, self._constants, self._dtypes = kernel, constants, dtypes
         self._grid = (*grid, 1, 1)[:3]
         self._tail = tuple([constants[name] for name in kernel.arg_names if name in constants])
         params = kernel.params if isinstance(kernel, JITFunction) else []
         self._fixed = [bool(p.do_not_specialize and p.annotation_type) for p in params]
-        constants = {name: id(x) if isinstance(x, JITFunction) else x for name, x in constants.items()}
+        constants = {
+            name: id(x) if isinstance(x, JITFunction) else x for name, x in constants.items()
+        }
         self._kept = _kept.setdefault((id(kernel), *dtypes, *constants.items()), {})
 
     def __call__(self, *args: Tensor | float) -> None:
@@ -57,7 +67,9 @@ class KernelLauncher:
         for x, fixed in zip(args, self._fixed, strict=False):
             if isinstance(x, Tensor):
                 address = x.data_ptr()
-                key.append((x.dtype, address & 15 == 0, _IS_HIP and x.untyped_storage().nbytes() < 1 << 31))
+                key.append(
+                    (x.dtype, address & 15 == 0, _IS_HIP and x.untyped_storage().nbytes() < 1 << 31)
+                )
                 given.append(address if x.is_cuda else x)
             else:
                 if not fixed and isinstance(x, int):
@@ -70,11 +82,24 @@ class KernelLauncher:
                 self._kept[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata
             return
         run, function, metadata = kept
-        run(*self._grid, active.get_current_stream(device), function, metadata, None, None, None, *given, *self._tail)
+        run(
+            *self._grid,
+            active.get_current_stream(device),
+            function,
+            metadata,
+            None,
+            None,
+            None,
+            *given,
+            *self._tail,
+        )
 
     def _first(self, args: Sequence[Tensor | float]) -> Any:
         """Launch as Triton does; return the compiled kernel, None if there is none to keep."""
-        typed = [triton.reinterpret(x, dtype) if dtype else x for x, dtype in zip(args, self._dtypes, strict=False)]
+        typed = [
+            triton.reinterpret(x, dtype) if dtype else x
+            for x, dtype in zip(args, self._dtypes, strict=False)
+        ]
         return self._kernel[self._grid](*typed, *args[len(typed) :], **self._constants)
 
 

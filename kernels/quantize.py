@@ -37,7 +37,15 @@ from torch import Tensor
 
 from .backend import wants_kernels
 from .box import Box, box_size, check_boxes, slices
-from .quantize_format import BLOCK, DTYPES, FORMATS, LARGEST, RECORD_ALIGNMENT, SMALLEST_SCALE, record_bytes
+from .quantize_format import (
+    BLOCK,
+    DTYPES,
+    FORMATS,
+    LARGEST,
+    RECORD_ALIGNMENT,
+    SMALLEST_SCALE,
+    record_bytes,
+)
 from .reduce import Stacks
 
 
@@ -54,16 +62,27 @@ class Quantize:
 
     __slots__ = ("block", "records", "shape", "size", "transport")
 
-    def __init__(self, shape: Sequence[int], records: Sequence[tuple[Box, int]], transport: str, block: int) -> None:
-        self.shape, self.records, self.transport, self.block = tuple(shape), tuple(records), transport, block
-        self.size = max([start + record_bytes(box_size(box), block) for box, start in records], default=0)
+    def __init__(
+        self, shape: Sequence[int], records: Sequence[tuple[Box, int]], transport: str, block: int
+    ) -> None:
+        self.shape, self.records, self.transport, self.block = (
+            tuple(shape),
+            tuple(records),
+            transport,
+            block,
+        )
+        self.size = max(
+            [start + record_bytes(box_size(box), block) for box, start in records], default=0
+        )
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """`quantize(x, out=None) -> flat: uint8 [size]`: in `out` if given, which may be longer.
 
         Bytes of `out` between and after the records are not written.
         """
-        return quantize_many([self], [x], x.new_empty(self.size, dtype=torch.uint8) if out is None else out)
+        return quantize_many(
+            [self], [x], x.new_empty(self.size, dtype=torch.uint8) if out is None else out
+        )
 
     def in_torch(self, x: Tensor, out: Tensor) -> None:
         """Compute the result in torch operations, which define it."""
@@ -95,7 +114,9 @@ class Dequantize:
     def __init__(self, shape: Sequence[int], stacks: Stacks, transport: str, block: int) -> None:
         self.shape, self.transport, self.block = tuple(shape), transport, block
         self.stacks = {box: tuple(starts) for box, starts in stacks.items() if box_size(box)}
-        ends = [max(starts) + record_bytes(box_size(box), block) for box, starts in self.stacks.items()]
+        ends = [
+            max(starts) + record_bytes(box_size(box), block) for box, starts in self.stacks.items()
+        ]
         self.size = max(ends, default=0)
 
     def __call__(self, flat: Tensor, out: Tensor) -> Tensor:
@@ -115,9 +136,15 @@ class Dequantize:
         """Return the values of one record."""
         size = box_size(box)
         blocks = -(-size // self.block)
-        codes, rest = flat[start:].split([blocks * self.block, flat.numel() - start - blocks * self.block])
+        codes, rest = flat[start:].split(
+            [blocks * self.block, flat.numel() - start - blocks * self.block]
+        )
         scales = rest[: 4 * blocks].view(torch.float32)
-        values = _values(self.transport, flat.device).index_select(0, codes.int()).view(blocks, self.block)
+        values = (
+            _values(self.transport, flat.device)
+            .index_select(0, codes.int())
+            .view(blocks, self.block)
+        )
         return values.mul_(scales[:, None]).view(-1)[:size]
 
     def __repr__(self) -> str:
@@ -126,7 +153,11 @@ class Dequantize:
 
 
 def compile_quantize(
-    shape: Sequence[int], boxes: Sequence[Box], transport: str, offsets: Sequence[int] | None = None, block: int = BLOCK
+    shape: Sequence[int],
+    boxes: Sequence[Box],
+    transport: str,
+    offsets: Sequence[int] | None = None,
+    block: int = BLOCK,
 ) -> Quantize:
     """`compile_quantize(shape, boxes, transport) -> Callable[[Tensor, out=None], flat]`: compile how to quantize.
 
@@ -153,9 +184,13 @@ def compile_quantize(
     if offsets is None:
         offsets = list(accumulate(sizes, initial=0))[:-1]
     elif len(offsets) != len(boxes):
-        raise ValueError(f"{len(boxes)} boxes with the offsets {list(offsets)}: give one per box, in bytes")
+        raise ValueError(
+            f"{len(boxes)} boxes with the offsets {list(offsets)}: give one per box, in bytes"
+        )
     _check_starts(offsets)
-    _check_apart(sorted([(start, start + size) for start, size in zip(offsets, sizes, strict=True) if size]))
+    _check_apart(
+        sorted([(start, start + size) for start, size in zip(offsets, sizes, strict=True) if size])
+    )
     records = [(box, start) for box, start, size in zip(boxes, offsets, sizes, strict=True) if size]
     return Quantize(shape, records, transport, block)
 
@@ -180,7 +215,9 @@ def compile_dequantize(
     check_boxes(shape, list(stacks))
     _check_format(transport, block)
     if kind != "sum" and any(len(starts) > 1 for starts in stacks.values()):
-        raise ValueError(f"quantized records can only be summed, not combined by {kind!r}: send the values without quantizing")
+        raise ValueError(
+            f"quantized records can only be summed, not combined by {kind!r}: send the values without quantizing"
+        )
     for box, starts in stacks.items():
         if not starts:
             raise ValueError(f"box {box} has no record: omit it, then its elements are not written")
@@ -203,14 +240,18 @@ def quantize_many(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], out:
         from .quantize_triton import launch_quantize  # imports triton
 
         for alike in _alike(quantizes, tensors):
-            launch_quantize([quantizes[i] for i in alike], [tensors[i].resolve_neg() for i in alike], out)
+            launch_quantize(
+                [quantizes[i] for i in alike], [tensors[i].resolve_neg() for i in alike], out
+            )
     else:
         for quantize, x in zip(quantizes, tensors, strict=True):
             quantize.in_torch(x, out)
     return out
 
 
-def dequantize_many(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Sequence[Tensor]) -> list[Tensor]:
+def dequantize_many(
+    dequantizes: Sequence[Dequantize], flat: Tensor, outs: Sequence[Tensor]
+) -> list[Tensor]:
     """`dequantize_many(dequantizes, flat: uint8, outs) -> outs`: read all of them from one buffer; one launch on a GPU.
 
     Raises:
@@ -221,7 +262,9 @@ def dequantize_many(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Seque
     for dequantize, out in zip(dequantizes, outs, strict=True):
         _check_tensor(dequantize, out)
         if not out.is_contiguous():
-            raise ValueError(f"{dequantize!r} writes to contiguous tensors, not to one of strides {out.stride()}")
+            raise ValueError(
+                f"{dequantize!r} writes to contiguous tensors, not to one of strides {out.stride()}"
+            )
         _check_flat(dequantize, flat)
     if wants_kernels(flat.device):
         from .quantize_triton import launch_dequantize  # imports triton
@@ -234,7 +277,9 @@ def dequantize_many(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Seque
     return list(outs)
 
 
-def _alike(compiled: Sequence[Quantize] | Sequence[Dequantize], tensors: Sequence[Tensor]) -> list[list[int]]:
+def _alike(
+    compiled: Sequence[Quantize] | Sequence[Dequantize], tensors: Sequence[Tensor]
+) -> list[list[int]]:
     """Return the indices of those that can share a launch, of one dtype and format; those without boxes are omitted."""
     found: dict[object, list[int]] = {}
     for i, (one, x) in enumerate(zip(compiled, tensors, strict=True)):
@@ -253,7 +298,11 @@ def error_bound(x_block_amax: float | Tensor, x: Tensor, transport: str) -> Tens
         x: the elements; those that are not finite have no bound (they are preserved).
         transport: "int8" or "fp8".
     """
-    amax, size, dtype = torch.as_tensor(x_block_amax, device=x.device).double(), x.double().abs(), torch.finfo(x.dtype)
+    amax, size, dtype = (
+        torch.as_tensor(x_block_amax, device=x.device).double(),
+        x.double().abs(),
+        torch.finfo(x.dtype),
+    )
     scale = (amax / LARGEST[transport]).clamp_min(SMALLEST_SCALE)
     nearest = scale / 2 if transport == "int8" else torch.maximum(size * 2**-4, scale * 2**-10)
     bound = nearest + amax * 2**-22 + 2.0**-149
@@ -280,8 +329,12 @@ def _encoded(blocks: Tensor, transport: str) -> tuple[Tensor, Tensor]:
     scales = amax.mul_(1 / LARGEST[transport]).clamp_min_(SMALLEST_SCALE)
     scaled = blocks.mul_(scales.reciprocal()[:, None])
     if transport == "int8":
-        return scaled.round_().nan_to_num_(-128.0, 127.0, -127.0).to(torch.int8).view(torch.uint8), scales
-    return scaled.nan_to_num_(torch.nan, 448.0, -448.0).to(torch.float8_e4m3fn).view(torch.uint8), scales
+        return scaled.round_().nan_to_num_(-128.0, 127.0, -127.0).to(torch.int8).view(
+            torch.uint8
+        ), scales
+    return scaled.nan_to_num_(torch.nan, 448.0, -448.0).to(torch.float8_e4m3fn).view(
+        torch.uint8
+    ), scales
 
 
 @cache
@@ -300,7 +353,9 @@ def _values(transport: str, device: torch.device) -> Tensor:
 
 def _check_format(transport: str, block: int) -> None:
     if transport not in FORMATS:
-        raise ValueError(f"unknown transport {transport!r}: choose one of {', '.join(map(repr, FORMATS))}")
+        raise ValueError(
+            f"unknown transport {transport!r}: choose one of {', '.join(map(repr, FORMATS))}"
+        )
     if block not in (16, 32, 64, 128, 256, 512, 1024):
         raise ValueError(f"blocks of {block} elements: choose a power of two from 16 to 1024")
 
@@ -308,7 +363,9 @@ def _check_format(transport: str, block: int) -> None:
 def _check_starts(starts: Sequence[int]) -> None:
     for start in starts:
         if start < 0 or start % RECORD_ALIGNMENT:
-            raise ValueError(f"a record cannot start at byte {start}: starts must be multiples of {RECORD_ALIGNMENT}, >= 0")
+            raise ValueError(
+                f"a record cannot start at byte {start}: starts must be multiples of {RECORD_ALIGNMENT}, >= 0"
+            )
 
 
 def _check_apart(ranges: Sequence[tuple[int, int]]) -> None:
@@ -322,13 +379,22 @@ def _check_apart(ranges: Sequence[tuple[int, int]]) -> None:
 
 def _check_tensor(compiled: Quantize | Dequantize, x: Tensor) -> None:
     if x.shape != compiled.shape:
-        raise ValueError(f"{compiled!r} was given a tensor of shape {tuple(x.shape)}, not {compiled.shape}")
+        raise ValueError(
+            f"{compiled!r} was given a tensor of shape {tuple(x.shape)}, not {compiled.shape}"
+        )
     if x.dtype not in DTYPES:
-        raise TypeError(f"{compiled!r} takes float16, bfloat16 or float32, not {x.dtype}: send such a tensor without quantizing")
+        raise TypeError(
+            f"{compiled!r} takes float16, bfloat16 or float32, not {x.dtype}: send such a tensor without quantizing"
+        )
 
 
 def _check_flat(compiled: Quantize | Dequantize, flat: Tensor) -> None:
-    fits = flat.dtype == torch.uint8 and flat.ndim == 1 and flat.numel() >= compiled.size and flat.is_contiguous()
+    fits = (
+        flat.dtype == torch.uint8
+        and flat.ndim == 1
+        and flat.numel() >= compiled.size
+        and flat.is_contiguous()
+    )
     if not fits or flat.data_ptr() % RECORD_ALIGNMENT:
         raise ValueError(
             f"{compiled!r} needs a contiguous uint8 buffer of at least {compiled.size} bytes that begins at a multiple of "

@@ -70,12 +70,21 @@ def find_row(table, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def units_of(BLOCK: tl.constexpr, UNIT: tl.constexpr, VECTOR: tl.constexpr):
     """[1, lanes, units of a lane]: the units of a block, where a lane has VECTOR elements."""
-    return tl.arange(0, BLOCK // VECTOR)[None, :, None] * (VECTOR // UNIT) + tl.arange(0, VECTOR // UNIT)[None, None, :]
+    return (
+        tl.arange(0, BLOCK // VECTOR)[None, :, None] * (VECTOR // UNIT)
+        + tl.arange(0, VECTOR // UNIT)[None, None, :]
+    )
 
 
 @triton.jit
 def places(
-    row, block, BLOCK: tl.constexpr, UNIT: tl.constexpr, VECTOR: tl.constexpr, DIMS: tl.constexpr, WIDE: tl.constexpr
+    row,
+    block,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    DIMS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """[blocks, lanes, VECTOR]: the distance of these blocks' elements from the box's first, and whether they exist."""
     if WIDE:
@@ -135,7 +144,11 @@ def quantize_boxes(
     x = base(x, pointers, row, MANY, ALIGNED) + tl.load(row + 2) * UNIT
     code, scale = encoded(widened(tl.load(x + at, mask=inside, other=0.0)), LARGEST)
     record = flat + tl.load(row + HEAD + 4 * DIMS) * START
-    to = record + program * (BLOCKS * BLOCK) + (local[:, None, None] * BLOCK + units_of(BLOCK, 1, VECTOR))
+    to = (
+        record
+        + program * (BLOCKS * BLOCK)
+        + (local[:, None, None] * BLOCK + units_of(BLOCK, 1, VECTOR))
+    )
     tl.store(to, code, mask=(block < blocks)[:, None, None])
     scales = (record + blocks * BLOCK).to(tl.pointer_type(tl.float32)) + block
     tl.store(scales, tl.where(block < blocks, scale, 0.0), mask=block < (blocks + 3) // 4 * 4)
@@ -147,7 +160,9 @@ def values(record, block, blocks, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LAR
     there = block < blocks
     codes = record + (block[:, None, None] * BLOCK + units_of(BLOCK, 1, VECTOR))
     code = tl.load(codes, mask=there[:, None, None], other=0)
-    scale = tl.load((record + blocks * BLOCK).to(tl.pointer_type(tl.float32)) + block, mask=there, other=0.0)
+    scale = tl.load(
+        (record + blocks * BLOCK).to(tl.pointer_type(tl.float32)) + block, mask=there, other=0.0
+    )
     return decoded(code, LARGEST) * scale[:, None, None]
 
 
@@ -163,12 +178,18 @@ def dequantize_boxes(
     total = values(flat + tl.load(starts) * START, block, blocks, BLOCK, VECTOR, LARGEST)
     if PARTS <= AT_ONCE:
         for s in tl.static_range(1, PARTS):
-            total += values(flat + tl.load(starts + s) * START, block, blocks, BLOCK, VECTOR, LARGEST)
+            total += values(
+                flat + tl.load(starts + s) * START, block, blocks, BLOCK, VECTOR, LARGEST
+            )
     else:
         for s in range(1, PARTS):
-            total += values(flat + tl.load(starts + s) * START, block, blocks, BLOCK, VECTOR, LARGEST)
+            total += values(
+                flat + tl.load(starts + s) * START, block, blocks, BLOCK, VECTOR, LARGEST
+            )
     out = base(out, pointers, row, MANY, ALIGNED) + tl.load(row + 2) * UNIT
-    result = total.to(out.dtype.element_ty) if converts_natively() else cast(total, out.dtype.element_ty)
+    result = (
+        total.to(out.dtype.element_ty) if converts_natively() else cast(total, out.dtype.element_ty)
+    )
     # single elements are written in memory order, which differs from the order of lanes
     at, inside = places(row, block, BLOCK, UNIT, UNIT, DIMS, WIDE)
     tl.store(out + at, tl.reshape(result, [BLOCKS, BLOCK // UNIT, UNIT]), mask=inside)
@@ -177,7 +198,9 @@ def dequantize_boxes(
 # -- arguments of a launch ---------------------------------------------------------------------------------------------
 
 MIN_BLOCKS = 4  # of a program: whole multiples of 16 bytes of scales
-PROGRAM_ELEMENTS = 1 << 12  # that one program writes, 32 per thread of 128; half if it sums many records
+PROGRAM_ELEMENTS = (
+    1 << 12
+)  # that one program writes, 32 per thread of 128; half if it sums many records
 MIN_VECTOR = 4  # a lane moves at least this many consecutive elements at a time, else one by one, VECTOR in all
 VECTOR = 8
 NARROW = 1 << 30  # with more elements in a box, or between its ends, offsets have 64 bits
@@ -220,7 +243,9 @@ class BoxTable:
     launchers: dict[tuple, KernelLauncher] = field(default_factory=dict)
 
 
-def make_row(tensor: int, strides: Sequence[int], box: Box, starts: Sequence[int], most: int) -> BoxRow:
+def make_row(
+    tensor: int, strides: Sequence[int], box: Box, starts: Sequence[int], most: int
+) -> BoxRow:
     """Return the row of a box of the tensor with this index; lanes move up to `most` elements, a power of two, at a time."""
     offset = sum(o * s for o, s in zip(box_origin(box), strides, strict=True))
     dims = tuple(zip(*map(reversed, merge_dims(box_shape(box), strides)), strict=True))
@@ -234,7 +259,11 @@ def make_tables(rows: Iterable[BoxRow], block: int) -> list[BoxTable]:
     alike: dict[tuple[int, int], list[BoxRow]] = {}
     for row in rows:
         alike.setdefault((row.unit, len(row.starts)), []).append(row)
-    return [_table(found[i : i + MAX_ROWS], block) for found in alike.values() for i in range(0, len(found), MAX_ROWS)]
+    return [
+        _table(found[i : i + MAX_ROWS], block)
+        for found in alike.values()
+        for i in range(0, len(found), MAX_ROWS)
+    ]
 
 
 def _table(rows: Sequence[BoxRow], block: int) -> BoxTable:
@@ -243,7 +272,10 @@ def _table(rows: Sequence[BoxRow], block: int) -> BoxTable:
     blocks = _blocks_of_a_program(counts, PROGRAM_ELEMENTS // (block * (1 if parts <= 4 else 2)))
     firsts = list(accumulate([-(-count // blocks) for count in counts], initial=0))
     dims = max(len(row.dims) for row in rows)
-    made = [[first, *_columns(row, count, dims)] for first, row, count in zip(firsts, rows, counts, strict=False)]
+    made = [
+        [first, *_columns(row, count, dims)]
+        for first, row, count in zip(firsts, rows, counts, strict=False)
+    ]
     made += [[NEVER, *made[0][1:]]] * (next_power_of_two(len(made)) - len(made))
     flat = [columns[0] for columns in made] + [n for columns in made for n in columns]
     constants = {
@@ -278,7 +310,9 @@ def launch_quantize(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], fl
         _launch(quantize_boxes, table, (tensors[0], flat), tensors, quantizes[0].transport, aligned)
 
 
-def launch_dequantize(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Sequence[Tensor]) -> None:
+def launch_dequantize(
+    dequantizes: Sequence[Dequantize], flat: Tensor, outs: Sequence[Tensor]
+) -> None:
     """`launch_dequantize(dequantizes, flat, outs)`: dequantize to contiguous tensors of one dtype, from one format."""
     aligned = alignment(outs)
     for table in _dequantize_tables(tuple(dequantizes), outs[0].itemsize, aligned):
@@ -287,7 +321,10 @@ def launch_dequantize(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Seq
 
 @lru_cache(maxsize=4096)
 def _quantize_tables(
-    quantizes: tuple[Quantize, ...], strides: tuple[tuple[int, ...], ...], itemsize: int, aligned: int
+    quantizes: tuple[Quantize, ...],
+    strides: tuple[tuple[int, ...], ...],
+    itemsize: int,
+    aligned: int,
 ) -> list[BoxTable]:
     """Return the launches, cached: computing the rows of hundreds of boxes takes longer than a launch."""
     rows = [
@@ -299,7 +336,9 @@ def _quantize_tables(
 
 
 @lru_cache(maxsize=4096)
-def _dequantize_tables(dequantizes: tuple[Dequantize, ...], itemsize: int, aligned: int) -> list[BoxTable]:
+def _dequantize_tables(
+    dequantizes: tuple[Dequantize, ...], itemsize: int, aligned: int
+) -> list[BoxTable]:
     rows = [
         make_row(i, row_major_strides(dequantize.shape), box, starts, max(1, aligned // itemsize))
         for i, dequantize in enumerate(dequantizes)
@@ -309,14 +348,27 @@ def _dequantize_tables(dequantizes: tuple[Dequantize, ...], itemsize: int, align
 
 
 def _launch(
-    kernel: Any, table: BoxTable, given: tuple[Tensor, Tensor], tensors: Sequence[Tensor], transport: str, aligned: int
+    kernel: Any,
+    table: BoxTable,
+    given: tuple[Tensor, Tensor],
+    tensors: Sequence[Tensor],
+    transport: str,
+    aligned: int,
 ) -> None:
     rows, many = table.rows.on(tensors[0].device), len(tensors) > 1
     pointers = addresses(tensors, rows.device) if many else rows
     key = (kernel, given[0].dtype, given[1].dtype, transport, many, aligned)
     launcher = table.launchers.get(key)
     if launcher is None:
-        more = {"LARGEST": LARGEST[transport], "MANY": many, "ALIGNED": aligned, "num_warps": 4, **NO_FUSION}
+        more = {
+            "LARGEST": LARGEST[transport],
+            "MANY": many,
+            "ALIGNED": aligned,
+            "num_warps": 4,
+            **NO_FUSION,
+        }
         dtypes = [torch.int8 if x.dtype == torch.uint8 else None for x in given]
-        launcher = table.launchers[key] = KernelLauncher(kernel, (table.grid,), {**table.constants, **more}, dtypes)
+        launcher = table.launchers[key] = KernelLauncher(
+            kernel, (table.grid,), {**table.constants, **more}, dtypes
+        )
     launcher(*given, pointers, rows)

@@ -19,9 +19,20 @@ from torch import Tensor
 from .backend import wants_kernels
 from .box import Box, box_origin, box_shape, box_size, full_box, row_major_strides, slices
 from .copy import widened
-from .strided import COMPUTED, PlacedView, Table, View, alignment, make_tables, merge_views, remembered
+from .strided import (
+    COMPUTED,
+    PlacedView,
+    Table,
+    View,
+    alignment,
+    make_tables,
+    merge_views,
+    remembered,
+)
 
-Stacks = Mapping[Box, Sequence[int]]  # box of the tensor -> the starts of its contributions in the buffer
+Stacks = Mapping[
+    Box, Sequence[int]
+]  # box of the tensor -> the starts of its contributions in the buffer
 
 _COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
 
@@ -78,13 +89,18 @@ def compile_combine(shape: Sequence[int], stacks: Stacks, kind: str = "sum") -> 
     return Combine(shape, stacks, kind)
 
 
-def combine_many(combines: Sequence[Combine], flat: Tensor, outs: Sequence[Tensor] | None = None) -> list[Tensor]:
+def combine_many(
+    combines: Sequence[Combine], flat: Tensor, outs: Sequence[Tensor] | None = None
+) -> list[Tensor]:
     """`combine_many(combines, flat, outs=None) -> tensors`: run all of them, of one kind, on one buffer; one launch on a GPU."""
     if not (wants_kernels(flat.device) and flat.dtype in COMPUTED):
         return [c.in_torch(flat, None if outs is None else outs[i]) for i, c in enumerate(combines)]
     if outs is None:
         views = [c.gives_view for c in combines]
-        done = [c.in_torch(flat, None) if view else flat.new_empty(c.shape) for c, view in zip(combines, views, strict=True)]
+        done = [
+            c.in_torch(flat, None) if view else flat.new_empty(c.shape)
+            for c, view in zip(combines, views, strict=True)
+        ]
     else:
         views, done = [False] * len(outs), list(outs)
     launched = [i for i, view in enumerate(views) if not view]

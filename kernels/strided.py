@@ -27,7 +27,9 @@ MAX_ROWS = 1 << 10  # of one table
 MAX_PROGRAMS = (1 << 31) - 1  # of one launch
 
 # Dtypes that kernels compute with, as torch does; all others are only copied.
-COMPUTED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64})
+COMPUTED = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
+)
 
 SPAN = 1 << 40
 """If the parts of a sum are in several tensors, elements are numbered as if each tensor had this many."""
@@ -71,7 +73,11 @@ class Table:
 
 
 def make_tables(
-    placed: Iterable[PlacedView], to_flat: bool, itemsizes: tuple[int, int], aligned: int = UNIT, raw: bool = True
+    placed: Iterable[PlacedView],
+    to_flat: bool,
+    itemsizes: tuple[int, int],
+    aligned: int = UNIT,
+    raw: bool = True,
 ) -> list[Table]:
     """`make_tables(placed, to_flat, itemsizes) -> one table per launch`.
 
@@ -98,7 +104,9 @@ _MOST_KNOWN = 4096
 _known: dict[tuple, tuple[Sequence[object], list[Table]]] = {}
 
 
-def remembered(owners: Sequence[object], key: tuple, make: Callable[[], list[Table]]) -> list[Table]:
+def remembered(
+    owners: Sequence[object], key: tuple, make: Callable[[], list[Table]]
+) -> list[Table]:
     """Return the tables of these objects, cached by identity (and kept alive): comparing hundreds of views takes longer than a
     launch."""
     key = (*map(id, owners), *key)
@@ -123,7 +131,9 @@ def _table(kind: KernelKind, rows: Sequence[Row], itemsize: int, aligned: int) -
         program += count * math.prod(size for size, _, _ in row.batch)
         parts += [p // kind.unit for p in row.parts]
     if program > MAX_PROGRAMS:
-        raise ValueError(f"{len(rows)} views take {program} programs; one launch has at most {MAX_PROGRAMS}: copy in parts")
+        raise ValueError(
+            f"{len(rows)} views take {program} programs; one launch has at most {MAX_PROGRAMS}: copy in parts"
+        )
     made += [[NEVER, *[1] * (COLUMNS - 1)]] * (next_power_of_two(len(made)) - len(made))
     elements = sum(row.size for row in rows)
     table = DeviceCopies(made)
@@ -134,7 +144,9 @@ def _table(kind: KernelKind, rows: Sequence[Row], itemsize: int, aligned: int) -
 def _row_lanes(rows: Sequence[Row], kind: KernelKind, itemsize: int) -> tuple[int]:
     """Return the lanes of a program: enough bytes to keep the memory busy, not much more than a typical plane has."""
     planes = sorted(_lanes_of_plane(row) for row in rows)
-    accesses = MAX_ACCESSES if kind.group > 1 else MAX_ACCESSES // 2  # without groups each needs an address
+    accesses = (
+        MAX_ACCESSES if kind.group > 1 else MAX_ACCESSES // 2
+    )  # without groups each needs an address
     most = min(accesses, PROGRAM_BYTES // (kind.unit * itemsize)) // kind.group
     if kind.parts > 1:
         most //= 2
@@ -150,7 +162,11 @@ def _row_columns(row: Row, lanes: tuple[int, ...]) -> tuple[int, list[int], list
     unit, ((_, *a), (size_b, *b), (run, *_)) = row.kind.unit, row.inner
     plane, of_run = _lanes_of_plane(row), -(-run // (unit * row.kind.group))
     own = [plane, of_run, *divisor(of_run), *(s // unit for s in a)]
-    return -(-plane // lanes[0]), own, [size_b, *divisor(size_b), *(s // unit for s in b), run // unit]
+    return (
+        -(-plane // lanes[0]),
+        own,
+        [size_b, *divisor(size_b), *(s // unit for s in b), run // unit],
+    )
 
 
 def _tile_lanes(rows: Sequence[Row], kind: KernelKind, itemsize: int) -> tuple[int, int]:

@@ -30,7 +30,9 @@ from .transfer.device_copies import DeviceCopies
 
 COLUMNS = tl.constexpr(strided.COLUMNS)
 BATCH_AT = tl.constexpr(11)
-ROWS_AT_ONCE = tl.constexpr(32)  # rows that a program compares at a time when it searches for its own
+ROWS_AT_ONCE = tl.constexpr(
+    32
+)  # rows that a program compares at a time when it searches for its own
 WARP = tl.constexpr(32)
 AREA = tl.constexpr(SPAN)
 AT_ONCE = tl.constexpr(8)  # parts whose loads are all in flight before the first is added
@@ -84,7 +86,9 @@ def base(given, pointers, row, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def part_at(src, pointers, parts, batch, UNIT: tl.constexpr, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr):
+def part_at(
+    src, pointers, parts, batch, UNIT: tl.constexpr, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Return the start of a part of a sum, in the given tensor or in the one that its offset encodes."""
     place = (tl.load(parts) + batch) * UNIT
     if FROM_TABLE:
@@ -114,7 +118,9 @@ def _lane_offsets(row, tile, LANES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.
 
 
 @triton.jit
-def unit_offsets(row, tile, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):
+def unit_offsets(
+    row, tile, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr
+):
     """[LANES, (32 or 1) * UNIT], the elements of a program of rows, or the first 32 units of each group: source and destination
     offset inside the plane, and how many units of the plane, or of the run, begin here or after.
 
@@ -126,7 +132,10 @@ def unit_offsets(row, tile, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.c
         left = inside.to(tl.int32)[:, None]
     else:
         within = tl.arange(0, WARP * UNIT)[None, :]
-        left = tl.where(inside, tl.load(row + 26).to(tl.int32) - r.to(tl.int32), 0)[:, None] - within // UNIT
+        left = (
+            tl.where(inside, tl.load(row + 26).to(tl.int32) - r.to(tl.int32), 0)[:, None]
+            - within // UNIT
+        )
     return src[:, None] * UNIT + within, dst[:, None] * UNIT + within, left
 
 
@@ -159,7 +168,11 @@ def move_words(src, dst, left, is_first, GROUP: tl.constexpr):
     edge = tl.where(at < 8, at, at - 8 + head + tl.maximum(words, 0) * 8)
     is_edge = tl.where(at < 8, is_first[:, None] & (at < head), words < WORDS) & (edge < count)
     value = tl.load(src[:, None] + edge // BYTES, mask=is_edge)
-    tl.store((to + head).to(tl.pointer_type(tl.uint64)) + word, (low >> shift) | ((high << 1) << (63 - shift)), mask=inside)
+    tl.store(
+        (to + head).to(tl.pointer_type(tl.uint64)) + word,
+        (low >> shift) | ((high << 1) << (63 - shift)),
+        mask=inside,
+    )
     tl.store(dst[:, None] + edge // BYTES, value, mask=is_edge)
 
 
@@ -184,14 +197,23 @@ def move_rows(
 ):  # fmt: skip
     row, index = find_row(table, ROWS)
     # programs that run together take the same position of different batches, which often share cache lines
-    count = (tl.load(row + BATCH_AT) * tl.load(row + BATCH_AT + 3) * tl.load(row + BATCH_AT + 6)).to(tl.uint32)
+    count = (
+        tl.load(row + BATCH_AT) * tl.load(row + BATCH_AT + 3) * tl.load(row + BATCH_AT + 6)
+    ).to(tl.uint32)
     index = index.to(tl.uint32)
     src_batch, dst_batch = batch_offsets(row, index % count)
     dst = base(dst, pointers, row, DST_MANY, ALIGNED) + (dst_batch + tl.load(row + 3)) * UNIT
-    if GROUP > 1 and UNIT * src.dtype.element_ty.primitive_bitwidth < 32 and src.dtype == dst.dtype and not SCALED:
+    if (
+        GROUP > 1
+        and UNIT * src.dtype.element_ty.primitive_bitwidth < 32
+        and src.dtype == dst.dtype
+        and not SCALED
+    ):
         src = base(src, pointers, row, SRC_MANY, ALIGNED) + (src_batch + tl.load(row + 2)) * UNIT
         src_at, dst_at, r, inside = _lane_offsets(row, index // count, LANES, GROUP, WIDE)
-        left = tl.where(inside, tl.minimum(tl.load(row + 26).to(tl.int32) - r.to(tl.int32), GROUP + 8), 0)
+        left = tl.where(
+            inside, tl.minimum(tl.load(row + 26).to(tl.int32) - r.to(tl.int32), GROUP + 8), 0
+        )
         move_words(src + src_at * UNIT, dst + dst_at * UNIT, left * UNIT, r == 0, GROUP * UNIT)
         return
     src_at, dst_at, left = unit_offsets(row, index // count, LANES, UNIT, GROUP, WIDE)
@@ -277,7 +299,11 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def launch(
-    table: Table, src: Tensor | Sequence[Tensor], dst: Tensor | Sequence[Tensor], kind: str = "sum", scale: float | None = None
+    table: Table,
+    src: Tensor | Sequence[Tensor],
+    dst: Tensor | Sequence[Tensor],
+    kind: str = "sum",
+    scale: float | None = None,
 ) -> None:
     """`launch(table, src, dst)`: copy the table's views, from or to several tensors if a list is given.
 
@@ -289,11 +315,25 @@ def launch(
     first_src, first_dst = (x if isinstance(x, Tensor) else x[0] for x in (src, dst))
     many = [x for x in (src, dst) if not isinstance(x, Tensor)]
     pointers = addresses(many[0], first_dst.device) if many else None
-    run(table, first_src, first_dst, pointers, kind, scale, (not isinstance(src, Tensor), not isinstance(dst, Tensor)))
+    run(
+        table,
+        first_src,
+        first_dst,
+        pointers,
+        kind,
+        scale,
+        (not isinstance(src, Tensor), not isinstance(dst, Tensor)),
+    )
 
 
 def run(
-    table: Table, src: Tensor, dst: Tensor, pointers: Tensor | None, reduction: str, scale: float | None, many: tuple[bool, bool]
+    table: Table,
+    src: Tensor,
+    dst: Tensor,
+    pointers: Tensor | None,
+    reduction: str,
+    scale: float | None,
+    many: tuple[bool, bool],
 ) -> None:
     """`run(table, src, dst, pointers, reduction, scale, many)`: as `launch`, with addresses that are on the device already.
 
@@ -307,12 +347,26 @@ def run(
     if launcher is None:
         launcher = table.launchers[key] = _launcher(table, *key)
     rows = table.rows.on(dst.device)
-    parts = () if table.kind.tiled else (table.parts.on(dst.device) if table.kind.parts > 1 else rows,)
-    launcher(src, dst, rows if pointers is None else pointers, rows, *parts, 1.0 if scale is None else scale)
+    parts = (
+        () if table.kind.tiled else (table.parts.on(dst.device) if table.kind.parts > 1 else rows,)
+    )
+    launcher(
+        src,
+        dst,
+        rows if pointers is None else pointers,
+        rows,
+        *parts,
+        1.0 if scale is None else scale,
+    )
 
 
 def _launcher(
-    table: Table, src: torch.dtype, dst: torch.dtype, reduction: str, is_unscaled: bool, many: tuple[bool, bool]
+    table: Table,
+    src: torch.dtype,
+    dst: torch.dtype,
+    reduction: str,
+    is_unscaled: bool,
+    many: tuple[bool, bool],
 ) -> KernelLauncher:
     kind = table.kind
     raw = src == dst and is_unscaled and kind.parts == 1
@@ -326,7 +380,13 @@ def _launcher(
         tiles = {"ALONG_I": along_i, "ALONG_J": along_j, "RUN": kind.run, "PADDED": kind.padded}
         units = {"UNIT_I": kind.unit // kind.word, "UNIT_J": kind.dst_unit // kind.word}
         return KernelLauncher(move_tiles, (table.programs,), {**tiles, **units, **common}, dtypes)
-    own = {"LANES": table.lanes[0], "UNIT": kind.unit, "GROUP": kind.group, "PARTS": kind.parts, "KIND": reduction}
+    own = {
+        "LANES": table.lanes[0],
+        "UNIT": kind.unit,
+        "GROUP": kind.group,
+        "PARTS": kind.parts,
+        "KIND": reduction,
+    }
     return KernelLauncher(move_rows, (table.programs,), {**own, **common}, dtypes)
 
 

@@ -116,10 +116,16 @@ class Row:
 
     @property
     def size(self) -> int:
-        return self.kind.word * self.kind.run * math.prod(size for size, _, _ in (*self.inner, *self.batch))
+        return (
+            self.kind.word
+            * self.kind.run
+            * math.prod(size for size, _, _ in (*self.inner, *self.batch))
+        )
 
 
-def rows_of(p: PlacedView, to_flat: bool, itemsizes: tuple[int, int], aligned: int, raw: bool) -> Iterable[Row]:
+def rows_of(
+    p: PlacedView, to_flat: bool, itemsizes: tuple[int, int], aligned: int, raw: bool
+) -> Iterable[Row]:
     """`rows_of(placed, to_flat, itemsizes, aligned, raw) -> rows`: convert a view, see `strided.make_tables`."""
     view, src, dst = p.view, p.view.offset, p.view.flat_offset
     dims: list[Dim] = list(zip(view.sizes, view.strides, view.flat_strides, strict=True))
@@ -128,11 +134,17 @@ def rows_of(p: PlacedView, to_flat: bool, itemsizes: tuple[int, int], aligned: i
     run = next((d[0] for d in dims if d[0] > 1 and d[1:] == (1, 1)), 1)
     others = [d for d in dims if d[0] > 1 and d[1:] != (1, 1)]
     most = [max(1, min(UNIT, aligned) // itemsize) for itemsize in itemsizes]
-    if run * min(itemsizes) < UNIT and len(p.parts) < 2 and (turned := _transposed_dims(others, run)) is not None:
+    if (
+        run * min(itemsizes) < UNIT
+        and len(p.parts) < 2
+        and (turned := _transposed_dims(others, run)) is not None
+    ):
         word = run if raw and _is_word(run, others, (src, dst), itemsizes[0], aligned) else 1
         kind, inner = _tile_kind(run, word, turned, others, (src, dst), most), turned
     else:
-        unit = _common(max(most), run, src, dst, *p.parts, *(s for _, *strides in others for s in strides))
+        unit = _common(
+            max(most), run, src, dst, *p.parts, *(s for _, *strides in others for s in strides)
+        )
         inner = (*_row_dims(others, run * min(itemsizes)), (run, 1, 1))
         parts = max(1, len(p.parts))
         group = _group(run // unit) if unit * min(itemsizes) < UNIT and parts == 1 else 1
@@ -154,14 +166,23 @@ def _transposed_dims(others: Sequence[Dim], run: int) -> tuple[Dim, Dim] | None:
     return None if i is None or j is None else (i, j)
 
 
-def _is_word(run: int, others: Sequence[Dim], offsets: Sequence[int], itemsize: int, aligned: int) -> bool:
+def _is_word(
+    run: int, others: Sequence[Dim], offsets: Sequence[int], itemsize: int, aligned: int
+) -> bool:
     """Return whether runs can be moved as integers of their size."""
-    together = all(n % run == 0 for n in (*offsets, *(s for _, *strides in others for s in strides)))
+    together = all(
+        n % run == 0 for n in (*offsets, *(s for _, *strides in others for s in strides))
+    )
     return together and run * itemsize in (2, 4, 8) and aligned % (run * itemsize) == 0
 
 
 def _tile_kind(
-    run: int, word: int, turned: tuple[Dim, Dim], others: Sequence[Dim], offsets: tuple[int, int], most: Sequence[int]
+    run: int,
+    word: int,
+    turned: tuple[Dim, Dim],
+    others: Sequence[Dim],
+    offsets: tuple[int, int],
+    most: Sequence[int],
 ) -> KernelKind:
     words = run // word
     if words != next_power_of_two(words):  # padded in the kernel, so that only words are contiguous
@@ -175,7 +196,11 @@ def _tile_kind(
 def _row_dims(others: Sequence[Dim], run_bytes: int) -> tuple[Dim, Dim]:
     """Return (A, B): the larger and the smaller of the dims next to the run in source and destination, or of the longest two."""
     longest = sorted(others, key=itemgetter(0), reverse=True)
-    near = [min(others, key=itemgetter(side)) for side in (1, 2)] if others and run_bytes < SHORT else []
+    near = (
+        [min(others, key=itemgetter(side)) for side in (1, 2)]
+        if others and run_bytes < SHORT
+        else []
+    )
     chosen = [*dict.fromkeys([*near, *longest]), (1, 0, 0), (1, 0, 0)][:2]
     return max(chosen), min(chosen)
 
@@ -226,7 +251,9 @@ def _at(index: Sequence[int], dims: Sequence[Dim]) -> tuple[int, int]:
 
 
 def _moved(row: Row, src: int, dst: int) -> Row:
-    return replace(row, src=row.src + src, dst=row.dst + dst, parts=tuple([p + src for p in row.parts]))
+    return replace(
+        row, src=row.src + src, dst=row.dst + dst, parts=tuple([p + src for p in row.parts])
+    )
 
 
 def next_power_of_two(n: int) -> int:

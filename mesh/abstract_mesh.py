@@ -57,7 +57,9 @@ class AbstractMesh:
 
     def __init__(self, shape: Sequence[int], axis_names: Sequence[str] | None = None) -> None:
         shape = checked_shape(shape)
-        self._set(np.arange(prod(shape), dtype=np.int64).reshape(shape), checked_names(axis_names, shape))
+        self._set(
+            np.arange(prod(shape), dtype=np.int64).reshape(shape), checked_names(axis_names, shape)
+        )
 
     def _set(self, ranks: np.ndarray, names: tuple[str, ...]) -> None:
         ranks.setflags(write=False)
@@ -70,15 +72,21 @@ class AbstractMesh:
         self.cache = None
         self._parts: dict[Any, Any] = {}
         self._flattened: dict[str, tuple[str, ...]] = {}
-        self._wholes: list[tuple[AbstractMesh, dict[str, tuple[str, ...]]]] = []  # meshes that this is a part of; its axes in theirs
+        self._wholes: list[
+            tuple[AbstractMesh, dict[str, tuple[str, ...]]]
+        ] = []  # meshes that this is a part of; its axes in theirs
         self._origin: MeshOrigin | None = None
-        self._unflattened_from: list[MeshOrigin] = []  # meshes of the same ranks in the same order, with fewer axes
+        self._unflattened_from: list[
+            MeshOrigin
+        ] = []  # meshes of the same ranks in the same order, with fewer axes
         self._own_topology: Topology | None = None
         self._is_calibrated = False
         self._topology: Topology | None = None
         self._node_ids: dict[Topology, np.ndarray] = {}
         self._crossing_axes: dict[Topology, tuple[str, ...]] = {}
-        self._hash = hash((type(self), ranks.shape, names, ranks.tobytes() if ranks.size <= 4096 else None))
+        self._hash = hash(
+            (type(self), ranks.shape, names, ranks.tobytes() if ranks.size <= 4096 else None)
+        )
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
@@ -123,7 +131,9 @@ class AbstractMesh:
         (4, 1)
         """
         if self._topology is None:
-            self._topology = self._own_topology or self._inherited_topology() or self._default_topology()
+            self._topology = (
+                self._own_topology or self._inherited_topology() or self._default_topology()
+            )
         return self._topology
 
     @topology.setter
@@ -179,7 +189,9 @@ class AbstractMesh:
         except (KeyError, TypeError):
             raise errors.unknown_axis(name, self.axis_names) from None
 
-    def size(self, axis: str | int | tuple[str, ...] | None = None, *, mesh_dim: int | None = None) -> int:
+    def size(
+        self, axis: str | int | tuple[str, ...] | None = None, *, mesh_dim: int | None = None
+    ) -> int:
         """Return the number of ranks along an axis (a name or a position; torch calls it `mesh_dim`), along several together, or
         in the whole mesh.
 
@@ -232,14 +244,19 @@ class AbstractMesh:
                 raise errors.MeshError(
                     f"flatten({names}): the name {name!r} is already used for {taken} of {mesh!r}; give another name=."
                 )
-            todo += [(whole, joined(made_of[axis] for axis in axes)) for whole, made_of in mesh._wholes]
+            todo += [
+                (whole, joined(made_of[axis] for axis in axes)) for whole, made_of in mesh._wholes
+            ]
         for mesh, axes in found.values():
             if name not in mesh._index:
                 mesh._flattened[name] = axes
 
     def _part(self, made_of: dict[str, tuple[str, ...]]) -> Self:
         """Return the part with these axes, each made of axes of this mesh; the same object each time."""
-        if all(axes == (name,) for name, axes in made_of.items()) and tuple(made_of) == self.axis_names:
+        if (
+            all(axes == (name,) for name, axes in made_of.items())
+            and tuple(made_of) == self.axis_names
+        ):
             return self
         key = tuple(made_of.items())
         if key not in self._parts:
@@ -362,13 +379,20 @@ class AbstractMesh:
 
     def _position(self, axis: int) -> int:
         if not -self.ndim <= axis < self.ndim:
-            raise errors.AxisIndexError(f"axis {axis} is out of range: {self!r} has {self.ndim} axes, 0 to {self.ndim - 1}.")
+            raise errors.AxisIndexError(
+                f"axis {axis} is out of range: {self!r} has {self.ndim} axes, 0 to {self.ndim - 1}."
+            )
         return axis % self.ndim
 
     def _checked_axes(self, axes: Axes) -> tuple[str, ...]:
         if not isinstance(axes, str | tuple | list):
-            raise errors.MeshError(f"axes {axes!r}: must be a name or a tuple of names of {list(self.axis_names)}.")
-        names = joined(self._flattened.get(name) or (self.axis_names[self.axis_index(name)],) for name in _as_tuple(axes))
+            raise errors.MeshError(
+                f"axes {axes!r}: must be a name or a tuple of names of {list(self.axis_names)}."
+            )
+        names = joined(
+            self._flattened.get(name) or (self.axis_names[self.axis_index(name)],)
+            for name in _as_tuple(axes)
+        )
         if not names:
             raise errors.MeshError(f"no axis given: give at least one of {list(self.axis_names)}.")
         if len(set(names)) != len(names):
@@ -443,16 +467,24 @@ def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
         sizes = tuple(int(s) for s in shape)
     except (TypeError, ValueError, OverflowError):
         raise errors.bad_shape(shape) from None
-    if not sizes or min(sizes) < 1 or any(s != given for s, given in zip(sizes, shape, strict=True)):
+    if (
+        not sizes
+        or min(sizes) < 1
+        or any(s != given for s, given in zip(sizes, shape, strict=True))
+    ):
         raise errors.bad_shape(shape)
     if prod(sizes) > MOST_RANKS:
         text = shortened(" x ".join(map(_digits, sizes)), 80)
-        raise errors.MeshError(f"a mesh of {text} ranks: write sizes whose product is at most {MOST_RANKS}.")
+        raise errors.MeshError(
+            f"a mesh of {text} ranks: write sizes whose product is at most {MOST_RANKS}."
+        )
     return sizes
 
 
 def _digits(size: int) -> str:
-    return str(size) if size < 1 << 64 else f"{size:.0e}" if size < 1 << 1000 else "more than 2**1000"
+    return (
+        str(size) if size < 1 << 64 else f"{size:.0e}" if size < 1 << 1000 else "more than 2**1000"
+    )
 
 
 def checked_names(names: Sequence[str] | None, shape: Sequence[int]) -> tuple[str, ...]:

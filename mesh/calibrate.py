@@ -62,7 +62,12 @@ def calibrate(mesh: AbstractMesh, *, seconds: float = 1.0) -> Topology:
         calibrate(mesh)   # nodes of 8 ranks: local 14 us + 380 GB/s, network 28 us + 47 GB/s, memory 2.1 TB/s
     """
     mesh = _checked(mesh, seconds)
-    if mesh.coordinate is None or mesh.size() == 1 or mesh.device.type == "meta" or mesh._is_calibrated:
+    if (
+        mesh.coordinate is None
+        or mesh.size() == 1
+        or mesh.device.type == "meta"
+        or mesh._is_calibrated
+    ):
         return mesh.topology
     known = _agreed_topology(mesh)
     probes = list(_probes(mesh, known))
@@ -84,7 +89,9 @@ def _checked(mesh: AbstractMesh, seconds: float) -> DeviceMesh:
             'for example Topology.default("cuda", node_size=8).'
         )
     if not isfinite(seconds) or seconds <= 0:
-        raise errors.MeshError(f"calibrate(seconds={seconds!r}): must be a positive number, such as 1.0.")
+        raise errors.MeshError(
+            f"calibrate(seconds={seconds!r}): must be a positive number, such as 1.0."
+        )
     return mesh
 
 
@@ -151,7 +158,12 @@ def _shared(group: Group, moved: int, device: torch.device) -> _Probe:
         return _Probe("symmetric", "all_gather", 0, None)
     part = max(4, min(moved // (4 * (group.size - 1)), peers.staging(torch.float32).numel()))
     small, large = torch.zeros(part, device=device), torch.zeros(group.size * part, device=device)
-    return _Probe("symmetric", "all_gather", 4 * (group.size - 1) * part, lambda: all_gather(peers, small, large, 0))
+    return _Probe(
+        "symmetric",
+        "all_gather",
+        4 * (group.size - 1) * part,
+        lambda: all_gather(peers, small, large, 0),
+    )
 
 
 def _call(op: str, group: Group, small: Tensor, large: Tensor) -> Callable[[], Any]:
@@ -195,7 +207,9 @@ def _synchronize(device: torch.device) -> None:
         torch.get_device_module(device.type).synchronize()
 
 
-def _fit(known: Topology, probes: Sequence[_Probe], moved: Sequence[float], times: Sequence[float]) -> Topology:
+def _fit(
+    known: Topology, probes: Sequence[_Probe], moved: Sequence[float], times: Sequence[float]
+) -> Topology:
     """Return the topology with these measured times; the same on all ranks, since moved and times are."""
     points: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for probe, size, seconds in zip(probes, moved, times, strict=True):

@@ -1,9 +1,9 @@
 """set_mesh and get_mesh: the mesh that functions use if none is given.
 
-    sm.set_mesh(a)          a
-    with b:                 . b
-        sm.set_mesh(c)      . c
-                            a           the end of a block restores the mesh before it
+sm.set_mesh(a)          a
+with b:                 . b
+    sm.set_mesh(c)      . c
+                        a           the end of a block restores the mesh before it
 """
 
 from __future__ import annotations
@@ -41,14 +41,21 @@ class set_mesh:
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self.mesh = None if mesh is None else as_device_mesh(mesh)
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
-            raise TypeError(f"set_mesh takes a DeviceMesh, as init_device_mesh makes it, or None; got {mesh!r}")
+            raise TypeError(
+                f"set_mesh takes a DeviceMesh, as init_device_mesh makes it, or None; got {mesh!r}"
+            )
         self._before = mesh_context.get()
         mesh_context.set(with_mesh(self.mesh, self._before.before))
 
     def __enter__(self) -> DeviceMesh | None:
         return self.mesh
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
         mesh_context.set(self._before)
 
     def __repr__(self) -> str:

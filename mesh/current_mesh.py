@@ -69,7 +69,11 @@ def with_mesh(mesh: DeviceMesh | None, before: MeshContext | None) -> MeshContex
     Raises: MeshError when the mesh belongs to another world.
     """
     here = current_world()
-    others = tuple(r for r in mesh_context.get().meshes if (other := r()) is not None and other.world is not here)
+    others = tuple(
+        r
+        for r in mesh_context.get().meshes
+        if (other := r()) is not None and other.world is not here
+    )
     if mesh is None:
         return MeshContext(others, before)
     if mesh.world is not here:

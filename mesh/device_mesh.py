@@ -15,7 +15,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from . import current_mesh, errors
-from .abstract_mesh import AbstractMesh, Axes, MeshOrigin, axes_text, checked_names, checked_shape, joined, unravel
+from .abstract_mesh import (
+    AbstractMesh,
+    Axes,
+    MeshOrigin,
+    axes_text,
+    checked_names,
+    checked_shape,
+    joined,
+    unravel,
+)
 from .comm.current_world import current_world
 from .comm.group import Group
 from .comm.group_backend import DEFAULT, FAKE, GroupBackend, as_group_backend, backends_of_axes
@@ -173,7 +182,9 @@ class DeviceMesh(AbstractMesh):
             main thread, too.) Simulated ranks have one thread each, and share groups.
         """
         if not isinstance(communicator, str) or not communicator:
-            raise errors.MeshError(f"duplicate({communicator!r}): give a name for the groups, such as 'checkpoint'.")
+            raise errors.MeshError(
+                f"duplicate({communicator!r}): give a name for the groups, such as 'checkpoint'."
+            )
         if self.communicator:
             raise errors.MeshError(
                 f"duplicate({communicator!r}): {self!r} is a duplicate already; call it on the mesh that this is one of."
@@ -190,7 +201,9 @@ class DeviceMesh(AbstractMesh):
         backends = tuple(backend._replace(communicator=communicator) for backend in self.backends)
         mesh = _interned(self.world, self.device_type, self.ranks, self.axis_names, backends)
         if mesh._origin is None and not mesh._unflattened_from and self is not mesh:
-            mesh._unflattened_from.append(MeshOrigin(self, {name: (name,) for name in self.axis_names}))
+            mesh._unflattened_from.append(
+                MeshOrigin(self, {name: (name,) for name in self.axis_names})
+            )
             self._parts[mesh, "duplicate"] = mesh
             mesh._forget_plans()
         return mesh
@@ -205,7 +218,9 @@ class DeviceMesh(AbstractMesh):
         self.world.configured_meshes.add(self)
 
     def _default_topology(self) -> Topology:
-        node_size = torchrun_node_size(self.world.size) if isinstance(self.world, ProcessWorld) else None
+        node_size = (
+            torchrun_node_size(self.world.size) if isinstance(self.world, ProcessWorld) else None
+        )
         return Topology.default(self.device_type, node_size)
 
     def group(self, axes: Axes | None = None) -> Group:
@@ -232,7 +247,9 @@ class DeviceMesh(AbstractMesh):
         self._member(f"group({axes!r})")
         given = (axes,) if isinstance(axes, str) else tuple(axes)
         backend = self._backend_of(given[0]) if len(given) == 1 else self._default_backend
-        fake = [name for name in given if self._backend_of(name).name == FAKE and self.size(name) > 1]
+        fake = [
+            name for name in given if self._backend_of(name).name == FAKE and self.size(name) > 1
+        ]
         if fake:
             raise errors.MeshError(
                 f"group({axes!r}): axis {fake[0]!r} of {self!r} has the backend 'fake', which moves no data; use a mesh whose axis "
@@ -277,7 +294,10 @@ class DeviceMesh(AbstractMesh):
         """
         shape, made_of = self._split_axis(axis, sizes, names)
         backends_of_new = backends_of_axes(backend_override, tuple(names))
-        new = {name: one._replace(communicator=self.communicator) for name, one in zip(names, backends_of_new, strict=True)}
+        new = {
+            name: one._replace(communicator=self.communicator)
+            for name, one in zip(names, backends_of_new, strict=True)
+        }
         backends = tuple(new[name] if name in new else self._backend_of(name) for name in made_of)
         return self._unflattened(shape, made_of, backends=backends)
 
@@ -352,7 +372,9 @@ class DeviceMesh(AbstractMesh):
         """Return `root`, under torch's name."""
         return self.root  # type: ignore[return-value]
 
-    def get_group(self, axis: str | int | None = None, *, mesh_dim: str | int | None = None) -> dist.ProcessGroup:
+    def get_group(
+        self, axis: str | int | None = None, *, mesh_dim: str | int | None = None
+    ) -> dist.ProcessGroup:
         """Return torch's process group over one axis (optional on a 1-D mesh), for calls of torch.distributed.
 
         Torch calls the axis `mesh_dim`.
@@ -395,7 +417,9 @@ class DeviceMesh(AbstractMesh):
         """Return this rank's index along each axis as a list, or None outside the mesh, as in torch."""
         return None if self.coordinate is None else list(self.coordinate)
 
-    def get_local_rank(self, axis: str | int | None = None, *, mesh_dim: str | int | None = None) -> int:
+    def get_local_rank(
+        self, axis: str | int | None = None, *, mesh_dim: str | int | None = None
+    ) -> int:
         """Return this rank's index along an axis (optional on a 1-D mesh), which torch calls `mesh_dim`.
 
         Raises: MeshError for an unknown axis or on a rank outside the mesh.
@@ -410,7 +434,9 @@ class DeviceMesh(AbstractMesh):
         """
         coordinate = self.coordinate_of(self.world.rank if rank is None else rank)
         if coordinate is None:
-            raise errors.MeshError(f"rank {self.world.rank} is outside {self!r}, and has no index along {tuple(axes)}")
+            raise errors.MeshError(
+                f"rank {self.world.rank} is outside {self!r}, and has no index along {tuple(axes)}"
+            )
         index = 0
         for axis in axes:
             index = index * self.size(axis) + coordinate[self.axis_index(axis)]
@@ -418,7 +444,9 @@ class DeviceMesh(AbstractMesh):
 
     def _one_axis(self, axis: str | int | None, what: str) -> str:
         if axis is None and self.ndim > 1:
-            raise errors.MeshRuntimeError(f"{what}(): {self!r} has {self.ndim} axes; name one of {list(self.axis_names)}.")
+            raise errors.MeshRuntimeError(
+                f"{what}(): {self!r} has {self.ndim} axes; name one of {list(self.axis_names)}."
+            )
         if isinstance(axis, str):
             return axis
         return self.axis_names[self._position(axis or 0)]
@@ -446,7 +474,9 @@ class DeviceMesh(AbstractMesh):
         handles = [group] if isinstance(group, dist.ProcessGroup) else list(group)
         groups = [world.group_from(handle) for handle in handles]
         if mesh is None and len(groups) != 1:
-            raise errors.MeshError(f"from_group with {len(groups)} groups: give mesh=, the array of ranks, as well.")
+            raise errors.MeshError(
+                f"from_group with {len(groups)} groups: give mesh=, the array of ranks, as well."
+            )
         made = DeviceMesh(
             device_type,
             groups[0].ranks if mesh is None else mesh,
@@ -454,7 +484,9 @@ class DeviceMesh(AbstractMesh):
             axis_names=axis_names,
         )
         if len(groups) != made.ndim:
-            raise errors.MeshError(f"from_group: {len(groups)} groups for the {made.ndim} axes of {made!r}.")
+            raise errors.MeshError(
+                f"from_group: {len(groups)} groups for the {made.ndim} axes of {made!r}."
+            )
         for name, given in zip(made.axis_names, groups, strict=True):
             if made.coordinate is not None and made.group(name) is not given:
                 raise errors.MeshError(
@@ -496,7 +528,9 @@ class DeviceMesh(AbstractMesh):
         if self._torch is None:
             self._member("to_torch")
             groups: Any = self.get_all_groups() if self.ndim > 1 else self.get_group()
-            self._torch = TorchMesh.from_group(groups, self.device_type, mesh=self.mesh, mesh_dim_names=self.axis_names)
+            self._torch = TorchMesh.from_group(
+                groups, self.device_type, mesh=self.mesh, mesh_dim_names=self.axis_names
+            )
         return self._torch
 
     def __eq__(self, other: object) -> bool:
@@ -510,7 +544,9 @@ class DeviceMesh(AbstractMesh):
     __hash__ = AbstractMesh.__hash__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = tuple(backend.name for backend in self.backends)  # options of torch cannot be pickled
+        names = tuple(
+            backend.name for backend in self.backends
+        )  # options of torch cannot be pickled
         others = (names, self.communicator) if self.communicator else (names,) if any(names) else ()
         return unpickle_mesh, (self.device_type, self.ranks.tolist(), self.axis_names, *others)
 
@@ -576,8 +612,12 @@ def init_device_mesh(
     world = thread_context.world or start_processes(device_type, backend)
     if prod(shape) != world.size:
         hint = unconnected(os.environ) if world.size == 1 else ""
-        raise errors.shape_does_not_fit_world(f"({axes_text(shape, names)})", prod(shape), world.size, hint)
-    mesh = _interned(world, device_type, np.arange(world.size, dtype=np.int64).reshape(shape), names, backends)
+        raise errors.shape_does_not_fit_world(
+            f"({axes_text(shape, names)})", prod(shape), world.size, hint
+        )
+    mesh = _interned(
+        world, device_type, np.arange(world.size, dtype=np.int64).reshape(shape), names, backends
+    )
     if isinstance(world, ProcessWorld):
         same_mesh.compare(mesh)
     return mesh
@@ -585,7 +625,11 @@ def init_device_mesh(
 
 def as_device_mesh(mesh: Any) -> Any:
     """Return the mesh, converted if it is one of torch's own; other objects are returned unchanged."""
-    return DeviceMesh.from_torch(mesh) if isinstance(mesh, TorchMesh) and not isinstance(mesh, DeviceMesh) else mesh
+    return (
+        DeviceMesh.from_torch(mesh)
+        if isinstance(mesh, TorchMesh) and not isinstance(mesh, DeviceMesh)
+        else mesh
+    )
 
 
 def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
@@ -810,7 +854,9 @@ def unpickle_mesh(
 
 
 def _checked_ranks(mesh: Any) -> np.ndarray:
-    ranks = np.asarray(mesh.cpu() if isinstance(mesh, Tensor) else mesh)  # a tensor may be on the default device, such as a GPU
+    ranks = np.asarray(
+        mesh.cpu() if isinstance(mesh, Tensor) else mesh
+    )  # a tensor may be on the default device, such as a GPU
     if ranks.dtype.kind not in "iu" or ranks.ndim == 0 or ranks.size == 0:
         raise errors.MeshError(
             f"mesh {mesh!r}: must be an array of integer ranks with at least one axis and one rank, such as [[0, 1], [2, 3]]."
@@ -818,8 +864,14 @@ def _checked_ranks(mesh: Any) -> np.ndarray:
     return ranks.astype(np.int64)
 
 
-def _one_of(mesh_dim_names: Sequence[str] | None, axis_names: Sequence[str] | None) -> Sequence[str] | None:
-    if mesh_dim_names is not None and axis_names is not None and tuple(mesh_dim_names) != tuple(axis_names):
+def _one_of(
+    mesh_dim_names: Sequence[str] | None, axis_names: Sequence[str] | None
+) -> Sequence[str] | None:
+    if (
+        mesh_dim_names is not None
+        and axis_names is not None
+        and tuple(mesh_dim_names) != tuple(axis_names)
+    ):
         raise errors.MeshError(
             f"mesh_dim_names={mesh_dim_names!r} and axis_names={axis_names!r} differ, but both name the axes: give one of them."
         )
@@ -829,5 +881,7 @@ def _one_of(mesh_dim_names: Sequence[str] | None, axis_names: Sequence[str] | No
 def _process_world(what: str) -> ProcessWorld:
     world = current_world()
     if not isinstance(world, ProcessWorld):
-        raise errors.MeshError(f"{what}: {world!r} has no torch process groups; call it outside of simulate and null_world.")
+        raise errors.MeshError(
+            f"{what}: {world!r} has no torch process groups; call it outside of simulate and null_world."
+        )
     return world

@@ -85,12 +85,16 @@ class ImplicitCommError(RuntimeError):
 
 
 def unknown_axis(name: object, known: Sequence[str]) -> UnknownAxisError:
-    return UnknownAxisError(f"unknown axis {name!r}: the mesh has axes {list(known)}. Write one of these names.")
+    return UnknownAxisError(
+        f"unknown axis {name!r}: the mesh has axes {list(known)}. Write one of these names."
+    )
 
 
 def repeated_axis(names: Sequence[str]) -> MeshRuntimeError:
     twice = sorted({str(n) for n in names if list(names).count(n) > 1})
-    return MeshRuntimeError(f"axis {', '.join(map(repr, twice))} is used twice in {tuple(names)}: name each axis once.")
+    return MeshRuntimeError(
+        f"axis {', '.join(map(repr, twice))} is used twice in {tuple(names)}: name each axis once."
+    )
 
 
 def names_do_not_fit(names: object, shape: Sequence[int]) -> MeshRuntimeError:
@@ -101,10 +105,14 @@ def names_do_not_fit(names: object, shape: Sequence[int]) -> MeshRuntimeError:
 
 
 def bad_shape(shape: object) -> MeshRuntimeError:
-    return MeshRuntimeError(f"mesh shape {shape!r}: must be a tuple of positive integers, one per axis, such as (2, 8).")
+    return MeshRuntimeError(
+        f"mesh shape {shape!r}: must be a tuple of positive integers, one per axis, such as (2, 8)."
+    )
 
 
-def shape_does_not_fit_world(mesh_text: str, needed: int, world_size: int, hint: str = "") -> MeshRuntimeError:
+def shape_does_not_fit_world(
+    mesh_text: str, needed: int, world_size: int, hint: str = ""
+) -> MeshRuntimeError:
     return MeshRuntimeError(
         f"mesh {mesh_text} needs {needed} ranks, but the world has {world_size}. {hint}Either start {needed} processes "
         f"(torchrun --nproc-per-node {needed} ...), or choose a shape whose product is {world_size}, such as "
@@ -149,4 +157,8 @@ def at(line: str | None) -> str:
 
 
 def short(ranks: Sequence[int]) -> str:
-    return str(tuple(ranks)) if len(ranks) <= 16 else f"({', '.join(map(str, ranks[:8]))}, ... {len(ranks)} ranks)"
+    return (
+        str(tuple(ranks))
+        if len(ranks) <= 16
+        else f"({', '.join(map(str, ranks[:8]))}, ... {len(ranks)} ranks)"
+    )

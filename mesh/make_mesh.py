@@ -20,7 +20,11 @@ from .processes.process import ProcessWorld
 
 
 def make_mesh(
-    axis_shapes: Sequence[int], axis_names: Sequence[str], *, devices: Any = None, device_type: str | None = None
+    axis_shapes: Sequence[int],
+    axis_names: Sequence[str],
+    *,
+    devices: Any = None,
+    device_type: str | None = None,
 ) -> DeviceMesh:
     """make_mesh((2, 4), ("dp", "tp")) -> DeviceMesh: `init_device_mesh` with JAX's name and arguments.
 

@@ -111,7 +111,12 @@ def addresses(name: str) -> tuple[str, ...]:
     """Return the addresses that a name resolves to, in the resolver's order; none if it does not resolve in time."""
 
     def look_up() -> tuple[str, ...]:
-        return tuple(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
+        return tuple(
+            dict.fromkeys(
+                str(entry[4][0])
+                for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            )
+        )
 
     return within(LOOKUP_S, look_up, ())
 
@@ -158,7 +163,11 @@ def listener(port: int, proc: str = "/proc") -> str:
 
     Another user's processes can be named only by root.
     """
-    wanted = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in listening(_text(Path(proc, "net", table)), port)}
+    wanted = {
+        f"socket:[{inode}]"
+        for table in ("tcp", "tcp6")
+        for inode in listening(_text(Path(proc, "net", table)), port)
+    }
     for pid in (name for name in _entries(Path(proc)) if name.isdecimal()):
         folder = Path(proc, pid)
         if any(_link(folder / "fd" / fd) in wanted for fd in _entries(folder / "fd")):
@@ -205,7 +214,11 @@ def interfaces() -> Iterator[Interface]:
         for _, name in socket.if_nameindex():
             flags = struct.unpack("H", _ask(probe, name, _SIOCGIFFLAGS)[:2])[0]
             four = _ask(probe, name, _SIOCGIFADDR)[4:8]
-            known = (socket.inet_ntoa(four), *six.get(name, ())) if any(four) else tuple(six.get(name, ()))
+            known = (
+                (socket.inet_ntoa(four), *six.get(name, ()))
+                if any(four)
+                else tuple(six.get(name, ()))
+            )
             yield Interface(name, bool(flags & _IFF_UP and flags & _IFF_RUNNING), known)
 
 

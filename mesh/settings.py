@@ -41,10 +41,14 @@ def from_environment(env: Mapping[str, str]) -> Settings:
     """
     mode = env.get("SHARDMESH_MONITOR", "on")
     if mode not in MODES:
-        raise errors.LaunchEnvironmentError(f"SHARDMESH_MONITOR={shortened(mode, 80)!r}: write one of {', '.join(MODES)}.")
+        raise errors.LaunchEnvironmentError(
+            f"SHARDMESH_MONITOR={shortened(mode, 80)!r}: write one of {', '.join(MODES)}."
+        )
     calls = env.get("SHARDMESH_MONITOR_TORCH", "on")
     if calls not in ("on", "off"):
-        raise errors.LaunchEnvironmentError(f"SHARDMESH_MONITOR_TORCH={shortened(calls, 80)!r}: write one of on, off.")
+        raise errors.LaunchEnvironmentError(
+            f"SHARDMESH_MONITOR_TORCH={shortened(calls, 80)!r}: write one of on, off."
+        )
     _seconds(env, "SHARDMESH_HOST_LOST_S", 10.0)
     return Settings(
         mode,
@@ -62,7 +66,9 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         found = math.nan
     if not found > 0:
-        raise errors.LaunchEnvironmentError(f"{name}={shortened(env[name], 80)!r}: write a positive number of seconds.")
+        raise errors.LaunchEnvironmentError(
+            f"{name}={shortened(env[name], 80)!r}: write a positive number of seconds."
+        )
     return found
 
 

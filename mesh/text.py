@@ -11,10 +11,14 @@ Item = TypeVar("Item")
 
 _SHOWN = 200  # characters of a value that others have written
 # Control characters but newline and tab, marks that turn the direction of text, and halves of surrogate pairs.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _DIGITS = re.compile(r"[0-9]{1,18}")
 
-_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|AUTH|JWT|CREDENTIAL", re.IGNORECASE)  # in names of environment variables
+_SECRET = re.compile(
+    "TOKEN|KEY|SECRET|PASSW|AUTH|JWT|CREDENTIAL", re.IGNORECASE
+)  # in names of environment variables
 
 
 def is_secret(name: str) -> bool:
@@ -34,7 +38,11 @@ def printable(text: str) -> str:
 
 def shortened(value: object, most: int = _SHOWN) -> str:
     """Return a value that others have written as one line of at most about `most` characters, for an error."""
-    text = value if isinstance(value, str) else repr(value[: most + 1] if isinstance(value, bytes) else value)
+    text = (
+        value
+        if isinstance(value, str)
+        else repr(value[: most + 1] if isinstance(value, bytes) else value)
+    )
     text = printable(text[: most + 1]).replace("\n", "\\n").replace("\t", "\\t")
     return text if len(text) <= most else f"{text[:most]}..."
 
@@ -49,9 +57,16 @@ def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] | None = N
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     if right is None:
-        right = [i for i, column in enumerate(columns) if all(cell[:1].isdigit() for cell in column[1:])]
+        right = [
+            i for i, column in enumerate(columns) if all(cell[:1].isdigit() for cell in column[1:])
+        ]
     pads = [str.rjust if i in right else str.ljust for i in range(len(widths))]
-    return ["  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(
+            pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -89,7 +89,9 @@ class Topology:
         _check_positive("Topology", memory=self.memory)
         object.__setattr__(self, "crossing", _names(self.crossing))
         object.__setattr__(self, "factors", _pairs(self.factors))
-        if self.node_size is not None and (not isinstance(self.node_size, int) or self.node_size < 1):
+        if self.node_size is not None and (
+            not isinstance(self.node_size, int) or self.node_size < 1
+        ):
             raise errors.MeshError(
                 f"Topology(node_size={self.node_size!r}): must be the number of consecutive ranks that share a node, at least 1, "
                 "or None if all do."
@@ -138,7 +140,9 @@ class Topology:
         if found is None:
             ids = self.node_ids(mesh)
             differs = [bool(np.any(np.diff(ids, axis=axis))) for axis in range(mesh.ndim)]
-            found = tuple(name for name, crosses in zip(mesh.axis_names, differs, strict=True) if crosses)
+            found = tuple(
+                name for name, crosses in zip(mesh.axis_names, differs, strict=True) if crosses
+            )
             mesh._crossing_axes[self] = found
         return found
 
@@ -157,12 +161,16 @@ class Topology:
 
     def part(self, made_of: Mapping[str, Sequence[str]]) -> Topology:
         """Return the topology of a part whose axes are made of these axes of the mesh; an axis crosses if any of those does."""
-        crossing = [name for axis in self.crossing for name, axes in made_of.items() if axis in axes]
+        crossing = [
+            name for axis in self.crossing for name, axes in made_of.items() if axis in axes
+        ]
         kept = tuple(dict.fromkeys(crossing))
         return self if kept == self.crossing else replace(self, crossing=kept)
 
     @staticmethod
-    def default(device_type: str, node_size: int | None = None, crossing: Iterable[str] = ()) -> Topology:
+    def default(
+        device_type: str, node_size: int | None = None, crossing: Iterable[str] = ()
+    ) -> Topology:
         """Return data sheet values for "cuda", measured ones for "cpu" (and any other device); see the constants below.
 
         `calibrate(mesh)` measures those of this machine.
@@ -191,7 +199,11 @@ def torchrun_node_size(world_size: int, env: Mapping[str, str] | None = None) ->
     size = whole_number(text) or 0
     if not 0 < size < world_size or world_size % size:
         return None
-    return size if env.get("GROUP_WORLD_SIZE", str(world_size // size)) == str(world_size // size) else None
+    return (
+        size
+        if env.get("GROUP_WORLD_SIZE", str(world_size // size)) == str(world_size // size)
+        else None
+    )
 
 
 def _check_positive(what: str, **numbers: Any) -> None:
@@ -204,7 +216,9 @@ def _names(axes: Iterable[str]) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _pairs(factors: Mapping[str, float] | Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+def _pairs(
+    factors: Mapping[str, float] | Iterable[tuple[str, float]],
+) -> tuple[tuple[str, float], ...]:
     found = dict(factors)
     for op, factor in found.items():
         if op not in OPS:
@@ -252,4 +266,8 @@ _CUDA = (
     Link(_INFINIBAND_LATENCY, _INFINIBAND_BANDWIDTH),
     _HBM_COPY_BANDWIDTH,
 )
-_CPU = (Link(_GLOO_LATENCY, _GLOO_BANDWIDTH), Link(_GLOO_LATENCY, _ETHERNET_BANDWIDTH), _CPU_COPY_BANDWIDTH)
+_CPU = (
+    Link(_GLOO_LATENCY, _GLOO_BANDWIDTH),
+    Link(_GLOO_LATENCY, _ETHERNET_BANDWIDTH),
+    _CPU_COPY_BANDWIDTH,
+)

@@ -64,7 +64,9 @@ def seed_with_ints(seed: int, numbers: Iterable[int]) -> int:
 def mixed(seed: int, operands: Iterable[Any]) -> int:
     """Return the lineage of an operator's result, from the seed of the operator and the lineages of its operands."""
     for x in operands:
-        seed = (seed + x._lineage) * _FACTOR & _ALL  # multiplying the operand as well makes the order of operators count
+        seed = (
+            seed + x._lineage
+        ) * _FACTOR & _ALL  # multiplying the operand as well makes the order of operators count
     return seed
 
 
@@ -76,7 +78,9 @@ def piece_of(lineage: int, i: int) -> int:
 def step_lineages(seed: int, params: Sequence[Any], grads: Sequence[Any]) -> list[int]:
     """Return `mixed(seed, (param, grad))` for many, 0 for plain tensors."""
     return [
-        (((seed + x._lineage) * _FACTOR & _ALL) + grad._lineage) * _FACTOR & _ALL if hasattr(x, "_lineage") else 0
+        (((seed + x._lineage) * _FACTOR & _ALL) + grad._lineage) * _FACTOR & _ALL
+        if hasattr(x, "_lineage")
+        else 0
         for x, grad in zip(params, grads, strict=True)
     ]
 
@@ -92,7 +96,11 @@ def set_pieces(tensors: Iterable[Any], lineages: Iterable[int], i: int) -> None:
 def with_drawn(lineage: int, before: tuple[int, int] | None) -> int:
     """Return the lineage of a result, mixed with the random numbers drawn since `last_draw` was `before`, if any."""
     last = thread_context.last_draw
-    return lineage if last is None or last is before else (lineage * _FACTOR + _seed_of_numbers(last)) & _ALL
+    return (
+        lineage
+        if last is None or last is before
+        else (lineage * _FACTOR + _seed_of_numbers(last)) & _ALL
+    )
 
 
 @functools.lru_cache(64)
@@ -146,7 +154,12 @@ def _count_since(counts: dict[Any, Any], key: Any, when: int) -> int:
 
 def packed(lineage: int) -> int:
     """Return the lineage that is published with a collective: the upper 16 bits of each hash."""
-    return lineage >> 208 << 48 | (lineage >> 144 & _KEPT) << 32 | (lineage >> 80 & _KEPT) << 16 | (lineage >> 16 & _KEPT)
+    return (
+        lineage >> 208 << 48
+        | (lineage >> 144 & _KEPT) << 32
+        | (lineage >> 80 & _KEPT) << 16
+        | (lineage >> 16 & _KEPT)
+    )
 
 
 def unpacked(lineage: int) -> int:
@@ -181,4 +194,6 @@ class backward_comm_context(comm_context):
 
     def __init__(self, world: Any, lineage: int) -> None:
         self._context, loss = world.comm_context, world.comm_context.lineage
-        self._lineage = packed((unpacked(lineage) * _FACTOR + unpacked(loss)) & _ALL) if loss else lineage
+        self._lineage = (
+            packed((unpacked(lineage) * _FACTOR + unpacked(loss)) & _ALL) if loss else lineage
+        )

@@ -28,7 +28,15 @@ Meshes, layouts, tensors, mapped functions and gradients are here. The rest is i
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardmesh.mesh import AbstractMesh, DeviceMesh, init_device_mesh, make_mesh, process_count, process_index, simulate
+from shardmesh.mesh import (
+    AbstractMesh,
+    DeviceMesh,
+    init_device_mesh,
+    make_mesh,
+    process_count,
+    process_index,
+    simulate,
+)
 from shardmesh.mesh.context import get_mesh, set_mesh
 from shardmesh.mesh.launch.session import session
 from shardmesh.mesh.version import __version__ as __version__
@@ -57,7 +65,17 @@ from shardmesh.sharding.tensor.autograd.leaf_grads import accumulate_grads
 from shardmesh.sharding.tensor.constraint import with_sharding_constraint
 from shardmesh.sharding.tensor.convert import distribute_tensor, from_local, to_local
 from shardmesh.sharding.tensor.device_put import device_put
-from shardmesh.sharding.tensor.factories import arange, empty, full, ones, rand, randint, randn, randperm, zeros
+from shardmesh.sharding.tensor.factories import (
+    arange,
+    empty,
+    full,
+    ones,
+    rand,
+    randint,
+    randn,
+    randperm,
+    zeros,
+)
 from shardmesh.sharding.tensor.process_data import (
     make_array_from_callback,
     make_array_from_process_local_data,
@@ -84,7 +102,13 @@ if TYPE_CHECKING:
     from shardmesh.sharding.functional.control import cond, fori_loop, scan, switch, while_loop
     from shardmesh.sharding.functional.transforms.custom_vjp import custom_vjp
     from shardmesh.sharding.functional.transforms.forward import jvp, linearize
-    from shardmesh.sharding.functional.transforms.gradients import grad, remat, stop_gradient, value_and_grad, vjp
+    from shardmesh.sharding.functional.transforms.gradients import (
+        grad,
+        remat,
+        stop_gradient,
+        value_and_grad,
+        vjp,
+    )
     from shardmesh.sharding.functional.transforms.jacobians import hessian, jacfwd, jacrev
     from shardmesh.sharding.functional.transforms.vmap import vmap
     from shardmesh.sharding.jit.jit import jit
@@ -127,7 +151,11 @@ if not TYPE_CHECKING:  # type checkers would take any name for known
         if name in _MODULE_OF:
             value = globals()[name] = getattr(import_module(_MODULE_OF[name], __name__), name)
             return mark_entry(value, calls_program=True)
-        there = () if name.startswith("_") else (n for n in _NAMESPACES if name in import_module(f".{n}", __name__).__all__)
+        there = (
+            ()
+            if name.startswith("_")
+            else (n for n in _NAMESPACES if name in import_module(f".{n}", __name__).__all__)
+        )
         hint = next((f"; did you mean {__name__}.{n}.{name}?" for n in there), "")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 

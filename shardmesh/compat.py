@@ -7,7 +7,11 @@ docs/from_dtensor.md lists the differences.
 """
 
 from shardmesh.mesh import DeviceMesh, init_device_mesh
-from shardmesh.sharding.compat.context_parallel import context_parallel, context_parallel_unshard, set_rotate_method
+from shardmesh.sharding.compat.context_parallel import (
+    context_parallel,
+    context_parallel_unshard,
+    set_rotate_method,
+)
 from shardmesh.sharding.compat.dtensor import CommDebugMode, DTensor, visualize_sharding
 from shardmesh.sharding.compat.fsdp import (
     DataParallelMeshDims,
@@ -25,7 +29,11 @@ from shardmesh.sharding.compat.loss_parallel import loss_parallel
 from shardmesh.sharding.layout.spec import Partial, Placement, Replicate, Shard
 from shardmesh.sharding.ops.plain_operands import implicit_replication
 from shardmesh.sharding.ops.rules.register_sharding import register_sharding
-from shardmesh.sharding.parallel.data.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardmesh.sharding.parallel.data.precision import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from shardmesh.sharding.parallel.module import distribute_module
 from shardmesh.sharding.parallel.tensor.plan import parallelize_module
 from shardmesh.sharding.parallel.tensor.torch_styles import (

@@ -1,14 +1,17 @@
 """Data, tensor, sequence, context and expert parallelism of models.
 
-    from shardmesh.parallel import colwise, fully_shard, parallelize, rowwise
+from shardmesh.parallel import colwise, fully_shard, parallelize, rowwise
 
-    parallelize(model, mesh, {"*.up": colwise(), "*.down": rowwise()})
-    for block in model.blocks:
-        fully_shard(block, mesh, axis="dp")
+parallelize(model, mesh, {"*.up": colwise(), "*.down": rowwise()})
+for block in model.blocks:
+    fully_shard(block, mesh, axis="dp")
 """
 
 from shardmesh.sharding.parallel.batch_counts import check_lengths
-from shardmesh.sharding.parallel.context.attention import context_parallel, context_parallel_attention
+from shardmesh.sharding.parallel.context.attention import (
+    context_parallel,
+    context_parallel_attention,
+)
 from shardmesh.sharding.parallel.context.load_balance import balance_sequence, unbalance_sequence
 from shardmesh.sharding.parallel.data.fully_shard import data_parallel, fully_shard
 from shardmesh.sharding.parallel.data.materialize import materialize

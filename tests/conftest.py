@@ -35,7 +35,9 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 for profile, examples in (("shardmesh", 15), ("few", 5)):
-    hypothesis.settings.register_profile(profile, parent=hypothesis.settings.get_profile("thorough"), max_examples=examples)
+    hypothesis.settings.register_profile(
+        profile, parent=hypothesis.settings.get_profile("thorough"), max_examples=examples
+    )
 hypothesis.settings.load_profile("shardmesh")
 
 
@@ -58,8 +60,16 @@ def _pool(size: int) -> Iterator[Pool]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", help="device of the tests' meshes and tensors: cpu (the default) or cuda")
-    parser.addoption("--world", choices=["nccl", "nccl-waits"], help="let simulated ranks behave like NCCL's: mesh/simulated/nccl_world.py")
+    parser.addoption(
+        "--device",
+        default="cpu",
+        help="device of the tests' meshes and tensors: cpu (the default) or cuda",
+    )
+    parser.addoption(
+        "--world",
+        choices=["nccl", "nccl-waits"],
+        help="let simulated ranks behave like NCCL's: mesh/simulated/nccl_world.py",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -96,7 +106,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if {"world4", "world8"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group("processes"))  # the pools are on one worker of `pytest -n`
+            item.add_marker(
+                pytest.mark.xdist_group("processes")
+            )  # the pools are on one worker of `pytest -n`
     tiers.add_marks(items)
     if hasattr(config, "workerinput"):  # of `pytest -n`
         tiers.longest_first(items)

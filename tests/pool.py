@@ -79,12 +79,16 @@ class Pool:
     environment: dict[str, str] = field(default_factory=dict)
     folder: tempfile.TemporaryDirectory | None = None
 
-    def __call__(self, fn: Callable[..., T], *args: Any, timeout: float = CALL_TIMEOUT_S, **kwargs: Any) -> list[T]:
+    def __call__(
+        self, fn: Callable[..., T], *args: Any, timeout: float = CALL_TIMEOUT_S, **kwargs: Any
+    ) -> list[T]:
         """Run `fn(*args, **kwargs)` on every rank. Raises the exception of the first rank that failed, with a note naming its rank."""
         call = pickle.dumps((fn, args, kwargs))
         if not self.workers:
             self.start()
-        with self._closing_on(BaseException):  # also on Ctrl-C, which leaves the workers inside a call
+        with self._closing_on(
+            BaseException
+        ):  # also on Ctrl-C, which leaves the workers inside a call
             replies = self._call(call, timeout)
         self._close_if_diverged(replies)
         _raise_first(replies)
@@ -107,7 +111,9 @@ class Pool:
         for worker in self.workers:
             worker.process.join()
             worker.pipe.close()
-        remove_jobs_of({worker.process.pid for worker in self.workers if worker.process.pid is not None})
+        remove_jobs_of(
+            {worker.process.pid for worker in self.workers if worker.process.pid is not None}
+        )
         self.workers, self.store = [], None
         if self.folder:
             self.folder.cleanup()
@@ -123,7 +129,9 @@ class Pool:
         )
         environment = self.environment | {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank if self.device == "cpu" else 0),  # gloo ranks can share an accelerator
+            "LOCAL_RANK": str(
+                rank if self.device == "cpu" else 0
+            ),  # gloo ranks can share an accelerator
             device.VARIABLE: self.device,
         }
         with _spawning(environment | {"OMP_NUM_THREADS": "1"}):
@@ -156,18 +164,26 @@ class Pool:
         for worker in late:
             with contextlib.suppress(OSError):
                 os.kill(worker.process.pid or 0, signal.SIGUSR1)
-        time.sleep(0.5)  # faulthandler writes from the signal handler, even if the main thread is blocked
+        time.sleep(
+            0.5
+        )  # faulthandler writes from the signal handler, even if the main thread is blocked
         for worker in late:
             stacks = worker.stacks.read_text() if worker.stacks.exists() else ""
             limit = f"{timeout} s, or {_SETTLE_S} s after another rank failed"
-            worker.reply = Reply(error=f"did not return ({limit}); its stacks:\n{stacks}", when=float("inf"))
+            worker.reply = Reply(
+                error=f"did not return ({limit}); its stacks:\n{stacks}", when=float("inf")
+            )
 
     def _close_if_diverged(self, replies: list[Reply]) -> None:
         """Close the pool, so that the next call starts a new one, if the ranks diverged: one died, hung or raised alone."""
-        if any(isinstance(_exception(r), WatchError) for r in replies):  # no collective runs after a verdict
+        if any(
+            isinstance(_exception(r), WatchError) for r in replies
+        ):  # no collective runs after a verdict
             self.close()
             return
-        kinds = {(bool(r.error), type(_exception(r)), r.when in (-1.0, float("inf"))) for r in replies}
+        kinds = {
+            (bool(r.error), type(_exception(r)), r.when in (-1.0, float("inf"))) for r in replies
+        }
         if len(kinds) > 1 or any(r.when in (-1.0, float("inf")) for r in replies):
             self.close()
 
@@ -224,7 +240,9 @@ def _ensure_group(calls: int) -> None:
     """Create the default group if the last call destroyed it, under a new prefix, since the store keeps old keys."""
     if dist.is_initialized():
         return
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
     for left in reversed(range(_ATTEMPTS)):
         try:
             return _connect(dist.PrefixStore(f"call{calls}/{left}", store))
@@ -237,7 +255,9 @@ def _connect(store: dist.Store) -> None:
     """Create the default group, or raise on every rank: on a busy machine gloo sometimes fails to connect to all ranks."""
     rank, size, failed = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
     try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=5))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=5)
+        )
     except RuntimeError as error:
         failed = error
     store.set(f"connected{rank}", "no" if failed else "yes")

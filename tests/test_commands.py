@@ -52,7 +52,14 @@ OTHERS: list[list[str]] = [
 
 def plan(**changes: str) -> list[str]:
     given = PLAN | {name.replace("__", "--"): value for name, value in changes.items()}
-    return ["plan", f"--mesh={given['--mesh']}", f"--shape={given['--shape']}", "--", given["FROM"], given["TO"]]
+    return [
+        "plan",
+        f"--mesh={given['--mesh']}",
+        f"--shape={given['--shape']}",
+        "--",
+        given["FROM"],
+        given["TO"],
+    ]
 
 
 def options(*more: str) -> list[str]:
@@ -65,7 +72,20 @@ LINES: list[list[str]] = [
     *(plan(__shape=shape) for shape in SHAPES),
     *(plan(FROM=spec) for spec in SPECS),
     *(plan(TO=spec) for spec in SPECS[::3]),
-    *(options("--dtype", dtype) for dtype in ("x", "", "float33", "Tensor", "load", "os", "__class__", "\x1b[2J", "f32" * 5000)),
+    *(
+        options("--dtype", dtype)
+        for dtype in (
+            "x",
+            "",
+            "float33",
+            "Tensor",
+            "load",
+            "os",
+            "__class__",
+            "\x1b[2J",
+            "f32" * 5000,
+        )
+    ),
     *(options("--node-size", size) for size in ("x", "0", "-1", "1.5", "9" * 5000)),
     *(options("--crossing", axes) for axes in ("c", "a,c", "\x1b[2J")),
     *(options("--max-bytes", size) for size in ("x", "0", "-1", "1e9", "9" * 5000)),
@@ -96,7 +116,9 @@ def ended(line: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
 
 
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
-def test_a_wrong_command_line_is_one_line(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_one_line(
+    line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     before, since = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     status, said = ended(line, capsys)
     assert status != 0, line
@@ -111,7 +133,11 @@ def test_a_wrong_command_line_is_one_line(line: list[str], capsys: pytest.Captur
 @pytest.mark.parametrize("option", ["--trace", "--flight-recorder"])
 @pytest.mark.parametrize("path", ["/nonexistent/x/y", "/proc/x", "/dev/null/x", "a\0b"])
 def test_a_path_that_cannot_be_written_is_one_line(
-    option: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    option: str,
+    path: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     directory = JobDirectory("x", 0, 2, tmp_path)
     if path == "/nonexistent/x/y":
@@ -137,7 +163,11 @@ def test_sizes_are_checked_before_a_mesh_is_made(size: int) -> None:
 
 @pytest.mark.parametrize("nprocs", [10**9, 100_000, 1, 0, -1])
 def test_the_doctor_starts_no_thousands_of_processes(nprocs: int) -> None:
-    here: Any = SimpleNamespace(devices=SimpleNamespace(found=()), system=SimpleNamespace(cores=2), place=SimpleNamespace(size=1))
+    here: Any = SimpleNamespace(
+        devices=SimpleNamespace(found=()),
+        system=SimpleNamespace(cores=2),
+        place=SimpleNamespace(size=1),
+    )
     with pytest.raises(ValueError, match="nprocs"):
         doctor._alone(None, nprocs, here)
 

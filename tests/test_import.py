@@ -28,7 +28,9 @@ print(json.dumps({
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-W", "error:::shardmesh", "-c", code], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-W", "error:::shardmesh", "-c", code], capture_output=True, text=True
+    )
 
 
 def test_import_loads_only_what_it_names():
@@ -144,14 +146,24 @@ def test_import_prints_nothing():
 def test_modules_that_torch_does_not_need_are_not_loaded():
     # triton is not in the list above where torch itself loads it, so look at the whole of what is loaded
     done = python("import sys, shardmesh; print(*{m.partition('.')[0] for m in sys.modules})")
-    assert not {"triton", "rich", "matplotlib", "jax", "hypothesis", "pytest"} & set(done.stdout.split())
+    assert not {"triton", "rich", "matplotlib", "jax", "hypothesis", "pytest"} & set(
+        done.stdout.split()
+    )
 
 
 def test_unused_modules_are_not_loaded():
-    done = python("import sys, shardmesh; print(*(m for m in sys.modules if m.startswith('shardmesh.')))")
+    done = python(
+        "import sys, shardmesh; print(*(m for m in sys.modules if m.startswith('shardmesh.')))"
+    )
     loaded = done.stdout.split()
-    unused = [f"shardmesh.sharding.{folder}" for folder in ("parallel", "training", "optim", "checkpoint", "compat")]
-    unused += [f"shardmesh.sharding.{module}" for module in ("debug.eval_shape", "jit", "functional.transforms.vmap")]
+    unused = [
+        f"shardmesh.sharding.{folder}"
+        for folder in ("parallel", "training", "optim", "checkpoint", "compat")
+    ]
+    unused += [
+        f"shardmesh.sharding.{module}"
+        for module in ("debug.eval_shape", "jit", "functional.transforms.vmap")
+    ]
     unused += [f"shardmesh.{name}" for name in NAMESPACES]
     assert [m for m in loaded if m.startswith(tuple(unused))] == []
     assert len(loaded) < 290
@@ -190,7 +202,10 @@ def test_every_name_has_one_home():
         for name in importlib.import_module(module).__all__:
             homes.setdefault(name, []).append(module)
     double = {name: found for name, found in homes.items() if len(found) > 1}
-    assert all(found[1:] == ["shardmesh.errors"] or found[-1] == "shardmesh.errors" for found in double.values()), double
+    assert all(
+        found[1:] == ["shardmesh.errors"] or found[-1] == "shardmesh.errors"
+        for found in double.values()
+    ), double
 
 
 def test_type_checkers_know_the_namespaces(tmp_path):
@@ -204,12 +219,18 @@ def test_type_checkers_know_the_namespaces(tmp_path):
         "sm.parallel.no_such_name\n"
         "sm.fully_shard\n"
     )
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT / ".venv/src")]}))
+    (tmp_path / "pyrightconfig.json").write_text(
+        json.dumps({"extraPaths": [str(ROOT / ".venv/src")]})
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "pyright", "-p", str(tmp_path), "--pythonpath", sys.executable], capture_output=True, text=True
+        [sys.executable, "-m", "pyright", "-p", str(tmp_path), "--pythonpath", sys.executable],
+        capture_output=True,
+        text=True,
     )
     errors = [line.split(" - ", 1)[1] for line in done.stdout.splitlines() if " - error: " in line]
-    assert [name for name in ("NoSuchName", "no_such_name", "fully_shard") if any(name in e for e in errors)] == [
-        "NoSuchName", "no_such_name", "fully_shard"
-    ], done.stdout
+    assert [
+        name
+        for name in ("NoSuchName", "no_such_name", "fully_shard")
+        if any(name in e for e in errors)
+    ] == ["NoSuchName", "no_such_name", "fully_shard"], done.stdout
     assert len(errors) == 3, done.stdout

@@ -79,7 +79,11 @@ def _checkpoint(mesh, folder):
     optimizer = _train(model)
     sm.checkpoint.save(sm.checkpoint.state_dict(model, optimizer), folder, step=1)
     mesh.group().barrier()
-    sm.checkpoint.load_state_dict(model, sm.checkpoint.load(folder, like=sm.checkpoint.state_dict(model, optimizer)), optimizer)
+    sm.checkpoint.load_state_dict(
+        model,
+        sm.checkpoint.load(folder, like=sm.checkpoint.state_dict(model, optimizer)),
+        optimizer,
+    )
 
 
 @sm.shard_map(in_specs=P(AXIS), out_specs=P())
@@ -108,7 +112,18 @@ def _jit(mesh, folder):
         _compiled(_vector(mesh))
 
 
-PROGRAMS = [_tensors, _data_parallel, _zero, _fsdp, _tensor_parallel, _muon, _shampoo, _checkpoint, _functions, _jit]
+PROGRAMS = [
+    _tensors,
+    _data_parallel,
+    _zero,
+    _fsdp,
+    _tensor_parallel,
+    _muon,
+    _shampoo,
+    _checkpoint,
+    _functions,
+    _jit,
+]
 
 
 def _alive(kind):

@@ -13,7 +13,9 @@ NOT_SHIPPED = {"tests", "examples", "benchmarks", "docs", "build"}
 
 
 def pip(*args: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", *args], capture_output=True, text=True, cwd="/")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *args], capture_output=True, text=True, cwd="/"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -32,7 +34,9 @@ def sources() -> set[str]:
 def wheel(tmp_path_factory) -> Path:
     """Built without the network from a copy: a build in place would leave its folders in the working tree."""
     source = tmp_path_factory.mktemp("source")
-    for name in files() | {Path(f) for f in ("pyproject.toml", "LICENSE", "README.md", "shardmesh/py.typed")}:
+    for name in files() | {
+        Path(f) for f in ("pyproject.toml", "LICENSE", "README.md", "shardmesh/py.typed")
+    }:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).exists():
             (source / name).write_bytes((ROOT / name).read_bytes())
@@ -59,8 +63,15 @@ def test_metadata(wheel):
     lines = archive.read(name).decode().splitlines()
     assert "License-Expression: Apache-2.0" in lines
     assert "Requires-Python: >=3.11" in lines
-    required = {line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")}
-    assert {r for r in required if "extra ==" not in r} == {"torch>=2.11", "numpy", "einops", "safetensors"}
+    required = {
+        line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")
+    }
+    assert {r for r in required if "extra ==" not in r} == {
+        "torch>=2.11",
+        "numpy",
+        "einops",
+        "safetensors",
+    }
 
 
 def test_versions_agree():
@@ -79,6 +90,11 @@ def test_installed_from_the_wheel(wheel, tmp_path):
         "from shardmesh.mesh.launch import local_processes\n"
         "print(shardmesh.__file__, shardmesh.mesh.__file__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
     package = target / "shardmesh"
-    assert done.stdout.split() == [str(package / "__init__.py"), str(package / "mesh" / "__init__.py")], done.stderr
+    assert done.stdout.split() == [
+        str(package / "__init__.py"),
+        str(package / "mesh" / "__init__.py"),
+    ], done.stderr

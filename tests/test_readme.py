@@ -43,7 +43,9 @@ def test_docstring_examples(name):
 def test_links_in_documents_exist():
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+            assert (page.parent / target).exists(), (
+                f"{page.name} links to {target}, which is not there"
+            )
 
 
 def test_every_public_name_is_documented():

@@ -26,7 +26,17 @@ SLOW_LIMIT_S = 300  # timeout of a slow test; pyproject.toml has that of other t
 THOROUGH = 50  # default number of examples of a property
 # Groups of tests that run on one worker of `pytest -n`, the longest first, so that they start on different workers; tests without a group
 # come last and balance the load.
-GROUPS = ("processes", "faults", "shared memory", "jax", "multinode", "tour", "from jax", "assembly", "random_processes")
+GROUPS = (
+    "processes",
+    "faults",
+    "shared memory",
+    "jax",
+    "multinode",
+    "tour",
+    "from jax",
+    "assembly",
+    "random_processes",
+)
 
 # Folders and files without fast tests: they start processes, interpret kernels, compile, or are exhaustive.
 NOT_FAST = (
@@ -58,7 +68,9 @@ def add_marks(items: Sequence[pytest.Item]) -> None:
     for cases in _by_function(items).values():
         for mark in cases[0].iter_markers("one_in"):
             values = [_values(case, mark.kwargs.get("each", ())) for case in cases]
-            kept = select_cases(values, [case.name.partition("[")[2] for case in cases], *mark.args, **mark.kwargs)
+            kept = select_cases(
+                values, [case.name.partition("[")[2] for case in cases], *mark.args, **mark.kwargs
+            )
             for number, case in enumerate(cases):
                 if number not in kept:
                     case.add_marker(pytest.mark.slow)
@@ -104,7 +116,12 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-def select_cases(values: Sequence[Mapping[str, Hashable]], names: Sequence[str], n: float, each: Sequence[str] = ()) -> set[int]:
+def select_cases(
+    values: Sequence[Mapping[str, Hashable]],
+    names: Sequence[str],
+    n: float,
+    each: Sequence[str] = (),
+) -> set[int]:
     """Return the numbers of the kept cases: one in n, rounded up, and more only to keep every value of the parameters `each`.
 
     The selection depends only on the cases, so two tests with the same cases keep the same ones.

@@ -64,10 +64,16 @@ def uniform(
     smallest, largest = _range_in(dtype, float(low), float(high))
 
     def make(words: Tensor) -> Tensor:
-        u = top53(words).to(torch.float64) * 2.0**-53 if double else (words >> 8).to(torch.float32) * 2.0**-24
+        u = (
+            top53(words).to(torch.float64) * 2.0**-53
+            if double
+            else (words >> 8).to(torch.float32) * 2.0**-24
+        )
         return u.mul_(high - low).add_(low).to(dtype).clamp_(smallest, largest)
 
-    distribution = Distribution("uniform", 2 if double else 4, make, (float(high - low), float(low), smallest, largest))
+    distribution = Distribution(
+        "uniform", 2 if double else 4, make, (float(high - low), float(low), smallest, largest)
+    )
     return by_blocks(shape, box, seed, stream, dtype, device, distribution)
 
 
@@ -101,7 +107,9 @@ def normal(
 
     def make(words: Tensor) -> Tensor:
         numbers = top53(words) if double else words
-        z = box_muller(numbers[..., ::2].contiguous(), numbers[..., 1::2].contiguous(), 53 if double else 32)
+        z = box_muller(
+            numbers[..., ::2].contiguous(), numbers[..., 1::2].contiguous(), 53 if double else 32
+        )
         return z.mul_(std).add_(mean).to(first).to(dtype)
 
     distribution = Distribution("normal", 2 if double else 4, make, (float(std), float(mean)))
@@ -182,7 +190,9 @@ def _check_float(name: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{name}: cannot draw {dtype}; draw one of {known} and convert it")
 
 
-def _complex(draw, shape, box: Box, seed: int, stream: int, dtype: torch.dtype, device, *parameters: float) -> Tensor:
+def _complex(
+    draw, shape, box: Box, seed: int, stream: int, dtype: torch.dtype, device, *parameters: float
+) -> Tensor:
     """Draw real and imaginary parts as neighbours in a real tensor with one more dim, of size 2."""
     parts = draw((*shape, 2), (*box, (0, 2)), seed, stream, PARTS[dtype], device, *parameters)
     return torch.view_as_complex(parts)

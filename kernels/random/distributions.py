@@ -45,13 +45,21 @@ def _inside(words: Tensor) -> Tensor:
 _UNIT = Distribution("unit", 2, _inside)
 
 
-def unit(shape: Sequence[int], box: Box, seed: int, stream: int, part: int, device: torch.device | str) -> Tensor:
+def unit(
+    shape: Sequence[int], box: Box, seed: int, stream: int, part: int, device: torch.device | str
+) -> Tensor:
     """`unit(shape, box, ...) -> float64 [box shape]`: u in (0, 1), the part-th of a stream of fewer than 2**40."""
     return by_blocks(shape, box, seed, stream + (part << PARTS_FROM), torch.float64, device, _UNIT)
 
 
 def exponential(
-    shape: Sequence[int], box: Box, seed: int, stream: int, dtype: torch.dtype, device: torch.device | str, rate: float
+    shape: Sequence[int],
+    box: Box,
+    seed: int,
+    stream: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    rate: float,
 ) -> Tensor:
     """`exponential(shape, box, ...) -> [box shape]`: positive, with mean 1 / rate.
 
@@ -64,11 +72,24 @@ def exponential(
     def make(words: Tensor) -> Tensor:
         return over(log(_inside(words)), -rate).to(dtype).clamp_min_(least)
 
-    return by_blocks(shape, box, seed, stream, dtype, device, Distribution("exponential", 2, make, (float(rate), least)))
+    return by_blocks(
+        shape,
+        box,
+        seed,
+        stream,
+        dtype,
+        device,
+        Distribution("exponential", 2, make, (float(rate), least)),
+    )
 
 
 def gumbel(
-    shape: Sequence[int], box: Box, seed: int, stream: int, dtype: torch.dtype, device: torch.device | str
+    shape: Sequence[int],
+    box: Box,
+    seed: int,
+    stream: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> Tensor:
     """`gumbel(shape, box, ...) -> [box shape]`: standard Gumbel numbers, always finite."""
     _check("gumbel", dtype)
@@ -91,7 +112,15 @@ def cauchy(
         cos, sin = cos_sin_turns(_inside(words) / 2)
         return (cos / sin * -sigma + median).to(dtype)
 
-    return by_blocks(shape, box, seed, stream, dtype, device, Distribution("cauchy", 2, make, (float(median), float(sigma))))
+    return by_blocks(
+        shape,
+        box,
+        seed,
+        stream,
+        dtype,
+        device,
+        Distribution("cauchy", 2, make, (float(median), float(sigma))),
+    )
 
 
 def log_normal(
@@ -110,11 +139,25 @@ def log_normal(
         normal = box_muller(numbers[..., ::2].contiguous(), numbers[..., 1::2].contiguous(), 53)
         return exp(normal * std + mean).to(dtype)
 
-    return by_blocks(shape, box, seed, stream, dtype, device, Distribution("log_normal", 2, make, (float(std), float(mean))))
+    return by_blocks(
+        shape,
+        box,
+        seed,
+        stream,
+        dtype,
+        device,
+        Distribution("log_normal", 2, make, (float(std), float(mean))),
+    )
 
 
 def geometric(
-    shape: Sequence[int], box: Box, seed: int, stream: int, dtype: torch.dtype, device: torch.device | str, p: float
+    shape: Sequence[int],
+    box: Box,
+    seed: int,
+    stream: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    p: float,
 ) -> Tensor:
     """`geometric(shape, box, ...) -> [box shape]`: trials up to the first success, at least 1.
 
@@ -126,14 +169,28 @@ def geometric(
     if not 0 < p < 1:
         raise ValueError(f"geometric: p is {p}; give 0 < p < 1")
     if dtype.is_complex or dtype == torch.bool:
-        raise ValueError(f"geometric: cannot draw {dtype}; draw whole or floating-point numbers and convert")
-    largest = torch.finfo(dtype).max if dtype.is_floating_point else _largest_double(torch.iinfo(dtype).max)
+        raise ValueError(
+            f"geometric: cannot draw {dtype}; draw whole or floating-point numbers and convert"
+        )
+    largest = (
+        torch.finfo(dtype).max
+        if dtype.is_floating_point
+        else _largest_double(torch.iinfo(dtype).max)
+    )
     failure = math.log1p(-p)
 
     def make(words: Tensor) -> Tensor:
         return over(log(_inside(words)), failure).floor_().add_(1).clamp_(max=largest).to(dtype)
 
-    return by_blocks(shape, box, seed, stream, dtype, device, Distribution("geometric", 2, make, (failure, largest)))
+    return by_blocks(
+        shape,
+        box,
+        seed,
+        stream,
+        dtype,
+        device,
+        Distribution("geometric", 2, make, (failure, largest)),
+    )
 
 
 def _largest_double(whole: int) -> float:
@@ -171,7 +228,9 @@ def poisson(rate: Tensor, units: Units) -> Tensor:
     def log_likelihood(k: Tensor) -> Tensor:
         return k * log_rate - large - log_factorial(k)
 
-    many = _rejected(rate >= SMALL_MEAN, units, a, b, large + 0.43, 1.1239 + 1.1328 / (b - 3.4), log_likelihood)
+    many = _rejected(
+        rate >= SMALL_MEAN, units, a, b, large + 0.43, 1.1239 + 1.1328 / (b - 3.4), log_likelihood
+    )
     return torch.where(rate >= SMALL_MEAN, many, few)
 
 
@@ -184,7 +243,9 @@ def binomial(count: Tensor, p: Tensor, units: Units) -> Tensor:
     n, p = count.to(torch.float64).floor().clamp_min(0), p.to(torch.float64).clamp(0, 1)
     rarer = torch.where(p > 0.5, 1 - p, p)
     mean = n * rarer
-    successes = torch.where(mean < SMALL_MEAN, _few_of(n, rarer, mean, units), _many_of(n, rarer, mean, units))
+    successes = torch.where(
+        mean < SMALL_MEAN, _few_of(n, rarer, mean, units), _many_of(n, rarer, mean, units)
+    )
     return torch.where(p > 0.5, n - successes, successes)
 
 
@@ -206,7 +267,9 @@ def _many_of(n: Tensor, p: Tensor, mean: Tensor, units: Units) -> Tensor:
     def log_likelihood(k: Tensor) -> Tensor:
         """Return the log-likelihood relative to the mode."""
         inside = k.minimum(n)
-        found = at_mode - log_factorial(inside) - log_factorial(n - inside) + (inside - mode) * log_odds
+        found = (
+            at_mode - log_factorial(inside) - log_factorial(n - inside) + (inside - mode) * log_odds
+        )
         return torch.where(k > n, -torch.inf, found)
 
     return _rejected(large, units, a, b, n * p + 0.5, (2.83 + 5.1 / b) * spread, log_likelihood)
@@ -224,7 +287,13 @@ def _inverted(u: Tensor, first: Tensor, ratio: Callable[[int], Tensor]) -> Tenso
 
 
 def _rejected(
-    wanted: Tensor, units: Units, a: Tensor, b: Tensor, center: Tensor, alpha: Tensor, log_likelihood: Callable[[Tensor], Tensor]
+    wanted: Tensor,
+    units: Units,
+    a: Tensor,
+    b: Tensor,
+    center: Tensor,
+    alpha: Tensor,
+    log_likelihood: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Return whole numbers by transformed rejection; each try draws a new pair of u for all elements."""
     found, number = torch.zeros_like(a), 0
@@ -241,7 +310,9 @@ def _rejected(
 
 def log_factorial(k: Tensor) -> Tensor:
     """Return log(k!) of whole float64 numbers: a table up to 9, then Stirling's series (DLMF 5.11.1), to 2e-14."""
-    table = torch.tensor([math.log(math.factorial(i)) for i in range(10)], dtype=torch.float64, device=k.device)
+    table = torch.tensor(
+        [math.log(math.factorial(i)) for i in range(10)], dtype=torch.float64, device=k.device
+    )
     n = k.clamp_min(10)
     r = 1 / n
     z = r * r

@@ -24,11 +24,19 @@ def _blocks_of(start: Tensor, columns: int, per_block: int) -> tuple[Tensor, Ten
     """Return the blocks of `columns` elements from each start on, [rows, blocks], and the offsets in the first block."""
     shift = per_block.bit_length() - 1
     spanned = (columns + 2 * (per_block - 1)) >> shift  # enough for any offset
-    return (start >> shift).unsqueeze(1) + torch.arange(spanned, device=start.device), start & (per_block - 1)
+    return (start >> shift).unsqueeze(1) + torch.arange(spanned, device=start.device), start & (
+        per_block - 1
+    )
 
 
 def by_blocks(
-    shape: Sequence[int], box: Box, seed: int, stream: int, dtype: torch.dtype, device: torch.device | str, distribution: Distribution
+    shape: Sequence[int],
+    box: Box,
+    seed: int,
+    stream: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    distribution: Distribution,
 ) -> Tensor:
     """Return the box, drawn from this distribution; one launch on a GPU.
 

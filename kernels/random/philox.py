@@ -79,7 +79,9 @@ def philox_blocks(seed: int, stream: int, block: Tensor) -> Tensor:
     """`philox_blocks(seed, stream, block: int64 [...]) -> int64 [..., 4]`: the four words of each block number."""
     if block.device.type == "cpu" and block.numel() <= BLOCKS_IN_NUMPY:
         number = block.reshape(-1).numpy()
-        return torch.from_numpy(np.stack(_words(seed, stream, number), axis=-1).reshape(*block.shape, 4))
+        return torch.from_numpy(
+            np.stack(_words(seed, stream, number), axis=-1).reshape(*block.shape, 4)
+        )
     return torch.stack(_words(seed, stream, block), dim=-1)
 
 

@@ -42,7 +42,10 @@ LOG, EXP = tl.constexpr(elementary.LOG), tl.constexpr(elementary.EXP)
 SIN, COS = tl.constexpr(elementary.SIN), tl.constexpr(elementary.COS)
 LN2_HIGH, LN2_LOW = tl.constexpr(elementary.LN2_HIGH), tl.constexpr(elementary.LN2_LOW)
 LOG2_E, HALF_PI = tl.constexpr(elementary.LOG2_E), tl.constexpr(elementary.HALF_PI)
-ONE_BITS, SQRT_HALF_BITS = tl.constexpr(elementary.ONE_BITS), tl.constexpr(elementary.SQRT_HALF_BITS)
+ONE_BITS, SQRT_HALF_BITS = (
+    tl.constexpr(elementary.ONE_BITS),
+    tl.constexpr(elementary.SQRT_HALF_BITS),
+)
 FRACTION_BITS = tl.constexpr(elementary.FRACTION_BITS)
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -149,7 +152,9 @@ def cos_sin_turns(x):
 
 @triton.jit
 def uniform(m, n, width, low, smallest, largest):
-    return uniform_of(m, width, low, smallest, largest), uniform_of(n, width, low, smallest, largest)
+    return uniform_of(m, width, low, smallest, largest), uniform_of(
+        n, width, low, smallest, largest
+    )
 
 
 @triton.jit
@@ -261,7 +266,18 @@ def geometric_of(m, failure, largest):
 
 _DISTRIBUTIONS = {
     distribution.__name__: distribution
-    for distribution in (uniform, normal, bernoulli, integers, unit, exponential, gumbel, cauchy, log_normal, geometric)
+    for distribution in (
+        uniform,
+        normal,
+        bernoulli,
+        integers,
+        unit,
+        exponential,
+        gumbel,
+        cauchy,
+        log_normal,
+        geometric,
+    )
 }
 
 # -- the kernel --------------------------------------------------------------------------------------------------------
@@ -312,7 +328,9 @@ def draw(
         at = first * PER_BLOCK - skipped + tl.arange(0, LANES * PER_BLOCK)
         tl.store(out + at, tl.reshape(values, (LANES * PER_BLOCK,)), mask=(at >= 0) & (at < total))
     else:
-        column = (place * PER_BLOCK - (start & (PER_BLOCK - 1)))[:, None] + tl.arange(0, PER_BLOCK)[None, :]
+        column = (place * PER_BLOCK - (start & (PER_BLOCK - 1)))[:, None] + tl.arange(0, PER_BLOCK)[
+            None, :
+        ]
         inside = (column >= 0) & (column < length) & (row.to(tl.int64) < count)[:, None]
         at = (row.to(tl.int64) * length)[:, None] + column
         tl.store(out + at, tl.reshape(values, (LANES, PER_BLOCK)), mask=inside)
@@ -329,7 +347,9 @@ def launch(out: Tensor, rows: Rows, seed: int, stream: int, distribution: Distri
 
 
 @lru_cache(maxsize=1024)
-def _prepared(rows: Rows, name: str, per_block: int) -> tuple[KernelLauncher, DeviceCopies | None, int]:
+def _prepared(
+    rows: Rows, name: str, per_block: int
+) -> tuple[KernelLauncher, DeviceCopies | None, int]:
     """Return the launcher, the table of `_table`, and the number of elements before `out`."""
     blocks, flat, skipped = _blocks(rows, per_block)
     programs = -(-rows.count * blocks // LANES)
@@ -337,7 +357,11 @@ def _prepared(rows: Rows, name: str, per_block: int) -> tuple[KernelLauncher, De
         "DISTRIBUTION": _DISTRIBUTIONS[name], "PER_BLOCK": per_block, "DIMS": len(rows.sizes), "FLAT": flat,
         "WIDE": programs * LANES >= MAX_LANES, "LANES": LANES, "num_warps": 4, **NO_FUSION,
     }  # fmt: skip
-    return KernelLauncher(draw, (programs,), constants), _table(rows, blocks) if rows.sizes else None, skipped
+    return (
+        KernelLauncher(draw, (programs,), constants),
+        _table(rows, blocks) if rows.sizes else None,
+        skipped,
+    )
 
 
 def _blocks(rows: Rows, per_block: int) -> tuple[int, bool, int]:

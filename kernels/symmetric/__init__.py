@@ -39,7 +39,15 @@ or later ones, and does not overwrite its results: a rank that arrives late gets
 from .all_reduce import one_shot_all_reduce, two_shot_all_reduce
 from .collectives import all_gather, all_to_all, reduce_scatter
 from .epilogue import LONGEST_ROW, AddNorm, AsRecord, Epilogue, record_of
-from .peers import MAX_PROGRAMS, MAX_RANKS, PAD_BYTES, Peers, SymmetricMemoryError, check, simulated_peers
+from .peers import (
+    MAX_PROGRAMS,
+    MAX_RANKS,
+    PAD_BYTES,
+    Peers,
+    SymmetricMemoryError,
+    check,
+    simulated_peers,
+)
 from .pull import Place, Pull, compile_pull, exchange, pull_many
 from .reference import reference_add_norm, reference_all_reduce, reference_pull, reference_sum
 

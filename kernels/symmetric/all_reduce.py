@@ -12,7 +12,9 @@ from .epilogue import LONGEST_ROW, AddNorm, AsRecord, Epilogue, record_of
 from .peers import Peers, check, check_if_done
 
 
-def one_shot_all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue | None = None) -> Tensor:
+def one_shot_all_reduce(
+    peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue | None = None
+) -> Tensor:
     """`one_shot_all_reduce(peers, x, out, epilogue=None) -> out`: the sum of all ranks' x, in one launch with one barrier.
 
     Args:
@@ -28,7 +30,9 @@ def one_shot_all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue
     return _all_reduce(peers, x, out, epilogue, two_shot=False)
 
 
-def two_shot_all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue | None = None) -> Tensor:
+def two_shot_all_reduce(
+    peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue | None = None
+) -> Tensor:
     """`two_shot_all_reduce(peers, x, out, epilogue=None) -> out`: the same bits as `one_shot_all_reduce`, with two barriers.
 
     Every rank sums a share of the pieces (of the rows, with an epilogue), then all read the results.
@@ -36,7 +40,9 @@ def two_shot_all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue
     return _all_reduce(peers, x, out, epilogue, two_shot=True)
 
 
-def _all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue | None, two_shot: bool) -> Tensor:
+def _all_reduce(
+    peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue | None, two_shot: bool
+) -> Tensor:
     from .symmetric_triton import launch_all_reduce  # imports triton
 
     check(peers)
@@ -52,7 +58,11 @@ def _check_all_reduce(x: Tensor, out: Tensor, epilogue: Epilogue | None) -> None
     if isinstance(epilogue, AddNorm):
         tensors |= {"residual": epilogue.residual, "added": epilogue.added}
         columns = x.shape[-1] if x.ndim else 0
-        if epilogue.weight.shape != (columns,) or not 0 < columns <= LONGEST_ROW or not epilogue.weight.is_contiguous():
+        if (
+            epilogue.weight.shape != (columns,)
+            or not 0 < columns <= LONGEST_ROW
+            or not epilogue.weight.is_contiguous()
+        ):
             raise ValueError(
                 f"a weight of shape {tuple(epilogue.weight.shape)} for rows of {columns}: give a contiguous one with a factor for each "
                 f"column, of 1 to {LONGEST_ROW} columns"
@@ -70,11 +80,20 @@ def _check_all_reduce(x: Tensor, out: Tensor, epilogue: Epilogue | None) -> None
 def _check_record(x: Tensor, out: Tensor, record: AsRecord, columns: int) -> None:
     size = record_bytes(x.numel(), record.block)
     if x.dtype not in DTYPES:
-        raise ValueError(f"{record} of {x.dtype}: float16, bfloat16 and float32 are quantized; reduce others without it")
-    if out.dtype != torch.uint8 or out.shape != (size,) or not out.is_contiguous() or alignment([out]) < UNIT:
+        raise ValueError(
+            f"{record} of {x.dtype}: float16, bfloat16 and float32 are quantized; reduce others without it"
+        )
+    if (
+        out.dtype != torch.uint8
+        or out.shape != (size,)
+        or not out.is_contiguous()
+        or alignment([out]) < UNIT
+    ):
         raise ValueError(
             f"out is {out.dtype} of shape {tuple(out.shape)} and strides {out.stride()}: {record} of {tuple(x.shape)} needs it "
             f"contiguous, uint8 of shape ({size},), and at a multiple of {UNIT} bytes"
         )
     if columns % record.block:
-        raise ValueError(f"rows of {columns} in {record}: a block would span two rows; choose a block that divides the row length")
+        raise ValueError(
+            f"rows of {columns} in {record}: a block would span two rows; choose a block that divides the row length"
+        )

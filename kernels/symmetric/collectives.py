@@ -26,12 +26,16 @@ def all_to_all(peers: Peers, x: Tensor, out: Tensor, src: int, dst: int) -> Tens
     return _exchanged(peers, _turn(tuple(whole), src, dst, peers.rank, peers.size), x, out)
 
 
-def reduce_scatter(peers: Peers, x: Tensor, out: Tensor, dim: int, scale: float | None = None) -> Tensor:
+def reduce_scatter(
+    peers: Peers, x: Tensor, out: Tensor, dim: int, scale: float | None = None
+) -> Tensor:
     """`reduce_scatter(peers, x, out, dim) -> out`: this rank's chunk, along `dim`, of the sum of all x; cast to out's dtype."""
     return _exchanged(peers, _scatter(tuple(x.shape), dim, peers.rank, peers.size), x, out, scale)
 
 
-def _exchanged(peers: Peers, ways: tuple[Pack, Pull], x: Tensor, out: Tensor, scale: float | None = None) -> Tensor:
+def _exchanged(
+    peers: Peers, ways: tuple[Pack, Pull], x: Tensor, out: Tensor, scale: float | None = None
+) -> Tensor:
     pack, pull = ways
     exchange(peers, [pack], [x], [pull], [out], x.dtype, scale)
     return out
@@ -41,17 +45,23 @@ def _exchanged(peers: Peers, ways: tuple[Pack, Pull], x: Tensor, out: Tensor, sc
 def _gather(whole: tuple[int, ...], dim: int, rank: int, size: int) -> tuple[Pack, Pull]:
     chunks = _chunks(whole, dim, size)
     mine = box_shape(chunks[rank])
-    return _packed(mine, [full_box(mine)]), Pull(whole, {box: [(r, 0)] for r, box in enumerate(chunks)}, "sum")
+    return _packed(mine, [full_box(mine)]), Pull(
+        whole, {box: [(r, 0)] for r, box in enumerate(chunks)}, "sum"
+    )
 
 
 @lru_cache(maxsize=1024)
 def _turn(whole: tuple[int, ...], src: int, dst: int, rank: int, size: int) -> tuple[Pack, Pull]:
     if (src - dst) % len(whole) == 0:
-        raise ValueError(f"all_to_all from dim {src} to dim {dst} of {len(whole)}: the dims must differ")
+        raise ValueError(
+            f"all_to_all from dim {src} to dim {dst} of {len(whole)}: the dims must differ"
+        )
     given = [box_shape(box) for box in _chunks(whole, src, size)]
     wanted = box_shape(_chunks(whole, dst, size)[rank])
     sources = {
-        box: [(r, _start(given[r], dst, rank, size))] for r, box in enumerate(_chunks(wanted, src, size)) if box_size(box)
+        box: [(r, _start(given[r], dst, rank, size))]
+        for r, box in enumerate(_chunks(wanted, src, size))
+        if box_size(box)
     }
     return _packed(given[rank], _chunks(given[rank], dst, size)), Pull(wanted, sources, "sum")
 
@@ -60,7 +70,9 @@ def _turn(whole: tuple[int, ...], src: int, dst: int, rank: int, size: int) -> t
 def _scatter(whole: tuple[int, ...], dim: int, rank: int, size: int) -> tuple[Pack, Pull]:
     chunks = _chunks(whole, dim, size)
     mine, start = box_shape(chunks[rank]), _start(whole, dim, rank, size)
-    return _packed(whole, chunks), Pull(mine, {full_box(mine): [(r, start) for r in range(size)]}, "sum")
+    return _packed(whole, chunks), Pull(
+        mine, {full_box(mine): [(r, start) for r in range(size)]}, "sum"
+    )
 
 
 def _chunks(shape: Sequence[int], dim: int, parts: int) -> list[Box]:

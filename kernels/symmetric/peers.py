@@ -11,7 +11,9 @@ from ..strided import alignment
 from ..strided_views import UNIT
 
 MAX_RANKS = 128
-MAX_PROGRAMS = 64  # fewer than any device of this kind has multiprocessors (A100 108, H100 132, MI300 304)
+MAX_PROGRAMS = (
+    64  # fewer than any device of this kind has multiprocessors (A100 108, H100 132, MI300 304)
+)
 PAD_BYTES = 4 * MAX_PROGRAMS * MAX_RANKS
 
 
@@ -63,13 +65,17 @@ class Peers:
         if found is None:
             area = self.buffer[self.region_bytes * 2 * MAX_PROGRAMS :]
             with torch.inference_mode(False):
-                found = self._staging[dtype] = area[: area.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+                found = self._staging[dtype] = area[
+                    : area.numel() // dtype.itemsize * dtype.itemsize
+                ].view(dtype)
         return found
 
 
 def _check_peers(p: Peers) -> None:
     if not (0 <= p.rank < p.size <= MAX_RANKS):
-        raise ValueError(f"rank {p.rank} of a group of {p.size}: a group of at most {MAX_RANKS} ranks can share memory")
+        raise ValueError(
+            f"rank {p.rank} of a group of {p.size}: a group of at most {MAX_RANKS} ranks can share memory"
+        )
     wanted = {
         "buffers": (torch.int64, p.size),
         "pads": (torch.int64, p.size),
@@ -79,9 +85,13 @@ def _check_peers(p: Peers) -> None:
     for name, (dtype, length) in wanted.items():
         given: Tensor = getattr(p, name)
         if given.dtype != dtype or given.shape != (length,):
-            raise ValueError(f"{name} is {given.dtype} of shape {tuple(given.shape)}: give {dtype} of shape ({length},)")
+            raise ValueError(
+                f"{name} is {given.dtype} of shape {tuple(given.shape)}: give {dtype} of shape ({length},)"
+            )
     if p.buffer.dtype != torch.uint8 or p.buffer.ndim != 1 or alignment([p.buffer]) < UNIT:
-        raise ValueError(f"buffer is {p.buffer.dtype} of {p.buffer.ndim} dims: give uint8 of 1 dim at a multiple of {UNIT} bytes")
+        raise ValueError(
+            f"buffer is {p.buffer.dtype} of {p.buffer.ndim} dims: give uint8 of 1 dim at a multiple of {UNIT} bytes"
+        )
 
 
 def check(peers: Peers) -> None:
@@ -106,14 +116,21 @@ def check_if_done(peers: Peers) -> None:
         check(peers)
 
 
-def simulated_peers(size: int, nbytes: int, device: torch.device | str, spins: int = 1 << 20) -> list[Peers]:
+def simulated_peers(
+    size: int, nbytes: int, device: torch.device | str, spins: int = 1 << 20
+) -> list[Peers]:
     """`simulated_peers(size, nbytes, device) -> one Peers per rank`, all in this process, on one device.
 
     For tests and measurements on one accelerator: each rank's operations on a separate stream, or all-reduces of all ranks
     in one launch (`symmetric_triton.launch_all_reduce(..., ranks=size)`). All programs of all ranks must fit on it together.
     """
-    memory = torch.zeros(size, nbytes + PAD_BYTES, dtype=torch.uint8, device=device)  # kept alive by each rank's buffer
+    memory = torch.zeros(
+        size, nbytes + PAD_BYTES, dtype=torch.uint8, device=device
+    )  # kept alive by each rank's buffer
     epochs = torch.zeros(size, MAX_PROGRAMS, dtype=torch.int32, device=device)
     error = torch.zeros(size, size, dtype=torch.int32, device="cpu", pin_memory=memory.is_cuda)
     buffers = torch.tensor([x.data_ptr() for x in memory], device=device)
-    return [Peers(r, size, memory[r, :nbytes], buffers, buffers + nbytes, epochs[r], error[r], spins) for r in range(size)]
+    return [
+        Peers(r, size, memory[r, :nbytes], buffers, buffers + nbytes, epochs[r], error[r], spins)
+        for r in range(size)
+    ]

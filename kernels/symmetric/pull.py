@@ -26,18 +26,24 @@ class Pull:
 
     __slots__ = ("_tables", "kind", "shape", "sources")
 
-    def __init__(self, shape: Sequence[int], sources: Mapping[Box, Sequence[Place]], kind: str) -> None:
+    def __init__(
+        self, shape: Sequence[int], sources: Mapping[Box, Sequence[Place]], kind: str
+    ) -> None:
         self.shape, self.sources, self.kind = tuple(shape), dict(sources), kind
         self._tables: dict[tuple, list[Table]] = {}
 
-    def tables(self, out: Tensor, dtype: torch.dtype, scale: float | None, rank: int, size: int) -> list[Table]:
+    def tables(
+        self, out: Tensor, dtype: torch.dtype, scale: float | None, rank: int, size: int
+    ) -> list[Table]:
         """Return the tables that fill `out`, cached by its strides, dtype and alignment."""
         aligned = alignment([out])
         key = (out.stride(), out.dtype, dtype, aligned, scale is None, rank, size)
         if key not in self._tables:
             raw = dtype == out.dtype and scale is None
             placed = self._placed(out.stride(), rank, size)
-            self._tables[key] = make_tables(placed, False, (dtype.itemsize, out.dtype.itemsize), aligned, raw)
+            self._tables[key] = make_tables(
+                placed, False, (dtype.itemsize, out.dtype.itemsize), aligned, raw
+            )
         return self._tables[key]
 
     def _placed(self, strides: Sequence[int], rank: int, size: int) -> list[PlacedView]:
@@ -46,7 +52,9 @@ class Pull:
         return [_placed(strides, box, places) for box, places in in_turn]
 
 
-def compile_pull(shape: Sequence[int], sources: Mapping[Box, Sequence[Place]], kind: str = "sum") -> Pull:
+def compile_pull(
+    shape: Sequence[int], sources: Mapping[Box, Sequence[Place]], kind: str = "sum"
+) -> Pull:
     """`compile_pull(shape, {box: [(rank, offset), ...]}, kind) -> Pull`: what to read from which rank, computed once.
 
     Args:
@@ -73,7 +81,11 @@ def exchange(
 
 
 def pull_many(
-    peers: Peers, pulls: Sequence[Pull], outs: Sequence[Tensor], dtype: torch.dtype, scale: float | None = None
+    peers: Peers,
+    pulls: Sequence[Pull],
+    outs: Sequence[Tensor],
+    dtype: torch.dtype,
+    scale: float | None = None,
 ) -> None:
     """`pull_many(peers, pulls, outs, dtype)`: fill `outs`, of any strides; every rank calls it after packing.
 
@@ -89,7 +101,13 @@ def pull_many(
     _pull(peers, pulls, outs, dtype, scale)
 
 
-def _pull(peers: Peers, pulls: Sequence[Pull], outs: Sequence[Tensor], dtype: torch.dtype, scale: float | None) -> None:
+def _pull(
+    peers: Peers,
+    pulls: Sequence[Pull],
+    outs: Sequence[Tensor],
+    dtype: torch.dtype,
+    scale: float | None,
+) -> None:
     from ..strided_triton import run  # imports triton
     from .symmetric_triton import launch_barrier
 
@@ -101,7 +119,13 @@ def _pull(peers: Peers, pulls: Sequence[Pull], outs: Sequence[Tensor], dtype: to
     check_if_done(peers)
 
 
-def _check(peers: Peers, pulls: Sequence[Pull], outs: Sequence[Tensor], dtype: torch.dtype, scale: float | None) -> None:
+def _check(
+    peers: Peers,
+    pulls: Sequence[Pull],
+    outs: Sequence[Tensor],
+    dtype: torch.dtype,
+    scale: float | None,
+) -> None:
     check(peers)
     for pull, out in zip(pulls, outs, strict=True):
         _check_out(pull, out, dtype, scale)
@@ -109,14 +133,26 @@ def _check(peers: Peers, pulls: Sequence[Pull], outs: Sequence[Tensor], dtype: t
 
 def _check_out(pull: Pull, out: Tensor, dtype: torch.dtype, scale: float | None) -> None:
     if out.shape != pull.shape:
-        raise ValueError(f"a pull of shape {pull.shape} was given a tensor of shape {tuple(out.shape)}")
-    computes = out.dtype != dtype or scale is not None or any(len(places) > 1 for places in pull.sources.values())
+        raise ValueError(
+            f"a pull of shape {pull.shape} was given a tensor of shape {tuple(out.shape)}"
+        )
+    computes = (
+        out.dtype != dtype
+        or scale is not None
+        or any(len(places) > 1 for places in pull.sources.values())
+    )
     if computes and not {out.dtype, dtype} <= COMPUTED:
-        raise ValueError(f"{dtype} cannot be combined, scaled or cast to {out.dtype} by a pull, only copied")
+        raise ValueError(
+            f"{dtype} cannot be combined, scaled or cast to {out.dtype} by a pull, only copied"
+        )
     if scale is not None and torch.float64 in (dtype, out.dtype):
-        raise ValueError("float64 cannot be scaled by a pull, as kernels take the factor as float32; scale before or after")
+        raise ValueError(
+            "float64 cannot be scaled by a pull, as kernels take the factor as float32; scale before or after"
+        )
     if dtype.itemsize > 8:
-        raise ValueError(f"{dtype} cannot be pulled from peers: pass torch.view_as_real(x), with one more dim")
+        raise ValueError(
+            f"{dtype} cannot be pulled from peers: pass torch.view_as_real(x), with one more dim"
+        )
 
 
 def _placed(strides: Sequence[int], box: Box, places: Sequence[Place]) -> PlacedView:

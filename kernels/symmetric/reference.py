@@ -34,10 +34,14 @@ def reference_add_norm(x: Tensor, epilogue: AddNorm, dtype: torch.dtype) -> tupl
     return added, (wide * root * widened(epilogue.weight)).to(dtype)
 
 
-def reference_pull(staged: Sequence[Tensor], pull: Pull, out: Tensor, scale: float | None = None) -> Tensor:
+def reference_pull(
+    staged: Sequence[Tensor], pull: Pull, out: Tensor, scale: float | None = None
+) -> Tensor:
     """`reference_pull(staged, pull, out) -> out`: from the staging areas of all ranks; only sums are supported."""
     for box, places in pull.sources.items():
-        parts = [staged[rank][offset:][: box_size(box)].view(box_shape(box)) for rank, offset in places]
+        parts = [
+            staged[rank][offset:][: box_size(box)].view(box_shape(box)) for rank, offset in places
+        ]
         combined = reference_sum(parts) if len(parts) > 1 else parts[0]
         out[slices(box)] = combined if scale is None else scaled(combined, scale)
     return out

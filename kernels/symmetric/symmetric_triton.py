@@ -32,7 +32,11 @@ from .peers import MAX_PROGRAMS, MAX_RANKS, Peers
 
 THREADS = 512
 # By default the compiler may limit itself to 64 registers, too few for the loads in flight.
-OPTIONS: dict[str, Any] = {"num_warps": THREADS // 64} if torch.version.hip else {"num_warps": THREADS // 32, "maxnreg": 128}
+OPTIONS: dict[str, Any] = (
+    {"num_warps": THREADS // 64}
+    if torch.version.hip
+    else {"num_warps": THREADS // 32, "maxnreg": 128}
+)
 PROGRAMS = tl.constexpr(MAX_PROGRAMS)
 SLOTS = tl.constexpr(MAX_RANKS)
 EPOCHS = tl.constexpr(1 << 30)
@@ -83,7 +87,10 @@ def barrier(pads, epochs, error, rank, spins, SIZE: tl.constexpr, PEERS: tl.cons
 @triton.jit
 def region_of(buffers, peer, start, like):
     """Return the start of a region of a peer, as a pointer of the type of `like`."""
-    return tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(like.dtype.element_ty)), 16) + start
+    return (
+        tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(like.dtype.element_ty)), 16)
+        + start
+    )
 
 
 @triton.jit
@@ -122,15 +129,25 @@ def store_record(
 
     The program of the last piece pads the scales to a multiple of 16 bytes.
     """
-    code, scale = encoded(tl.reshape(widened(value), (LANES // BLOCK, BLOCK // VECTOR, VECTOR)), LARGEST)
+    code, scale = encoded(
+        tl.reshape(widened(value), (LANES // BLOCK, BLOCK // VECTOR, VECTOR)), LARGEST
+    )
     first, local = at // BLOCK, tl.arange(0, LANES // BLOCK)
     left = tl.cdiv(n - at, BLOCK)  # blocks from here on
     inside = (local < PIECE // BLOCK) & (local < left)
-    tl.store(record + at + (local[:, None, None] * BLOCK + units_of(BLOCK, 1, VECTOR)), code, mask=inside[:, None, None])
+    tl.store(
+        record + at + (local[:, None, None] * BLOCK + units_of(BLOCK, 1, VECTOR)),
+        code,
+        mask=inside[:, None, None],
+    )
     scales = (record + (first + left) * BLOCK).to(tl.pointer_type(tl.float32)) + first
     tl.store(scales + local, scale, mask=inside)
     behind = left + tl.arange(0, 4)
-    tl.store(scales + behind, 0.0, mask=(first + behind < tl.cdiv(first + left, 4) * 4) & (n - at <= PIECE))
+    tl.store(
+        scales + behind,
+        0.0,
+        mask=(first + behind < tl.cdiv(first + left, 4) * 4) & (n - at <= PIECE),
+    )
 
 
 @triton.jit
@@ -175,11 +192,17 @@ def all_reduce(
         own = region_of(buffers, me, start, x)
         for i in range(0, count):
             at = (first + i * programs).to(tl.int64) * PIECE
-            tl.store(own + i * STRIDE + lane, tl.load(x + at + lane, mask=(lane < PIECE) & (lane < n - at)), mask=held)
+            tl.store(
+                own + i * STRIDE + lane,
+                tl.load(x + at + lane, mask=(lane < PIECE) & (lane < n - at)),
+                mask=held,
+            )
         arrived = signal_and_wait(pads, error, me, epoch + 1, spins, SIZE, PEERS)
         if TWO_SHOT:  # noqa: SIM102 - a constant, and what is not
             if arrived:
-                for i in range((me + SIZE - program % SIZE) % SIZE, count, SIZE):  # no other rank reads these before the barrier
+                for i in range(
+                    (me + SIZE - program % SIZE) % SIZE, count, SIZE
+                ):  # no other rank reads these before the barrier
                     value = summed(buffers, start + i * STRIDE, lane, held, x, size, SIZE, AT_ONCE)
                     tl.store(own + i * STRIDE + lane, value, mask=held)
                 arrived = signal_and_wait(pads, error, me, epoch + 2, spins, SIZE, PEERS)
@@ -187,7 +210,10 @@ def all_reduce(
             for i in range(0, count):
                 at = (first + i * programs).to(tl.int64) * PIECE
                 if TWO_SHOT:
-                    value = tl.load(region_of(buffers, (i + program) % SIZE, start + i * STRIDE, x) + lane, mask=held)
+                    value = tl.load(
+                        region_of(buffers, (i + program) % SIZE, start + i * STRIDE, x) + lane,
+                        mask=held,
+                    )
                 else:
                     value = summed(buffers, start + i * STRIDE, lane, held, x, size, SIZE, AT_ONCE)
                 finished(
@@ -235,7 +261,9 @@ def launch_all_reduce(
         )
     e = norm or AddNorm(out, out, 0.0, out)
     grid = min(MAX_PROGRAMS, -(-n // piece)), ranks
-    launcher = _all_reduce_launcher(grid, peers.size, piece, stride, x.itemsize, two_shot, norm is not None, record_of(epilogue))
+    launcher = _all_reduce_launcher(
+        grid, peers.size, piece, stride, x.itemsize, two_shot, norm is not None, record_of(epilogue)
+    )
     launcher(
         x, out, e.residual, e.added, e.weight, peers.buffers, peers.pads, peers.epochs, peers.error,
         n, out.numel() // ranks, peers.rank, peers.size, peers.spins, peers.region_bytes // x.itemsize, room, e.eps,
@@ -244,7 +272,14 @@ def launch_all_reduce(
 
 @lru_cache(maxsize=1024)
 def _all_reduce_launcher(
-    grid: tuple[int, int], size: int, piece: int, stride: int, itemsize: int, two_shot: bool, has_norm: bool, record: AsRecord | None
+    grid: tuple[int, int],
+    size: int,
+    piece: int,
+    stride: int,
+    itemsize: int,
+    two_shot: bool,
+    has_norm: bool,
+    record: AsRecord | None,
 ) -> KernelLauncher:
     lanes = next_power_of_two(stride)
     constants: dict[str, Any] = {

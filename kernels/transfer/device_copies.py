@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RESERVED_BYTES = 1 << 20  # of pinned memory: for some ten thousand launches in graphs, less if they have many tensors
+RESERVED_BYTES = (
+    1 << 20
+)  # of pinned memory: for some ten thousand launches in graphs, less if they have many tensors
 ALIGNED = 64  # bytes
 
 
@@ -32,7 +34,9 @@ class DeviceCopies:
     __slots__ = ("_copies", "host")
 
     def __init__(self, values: Sequence[Any]) -> None:
-        self.host = torch.tensor(values, dtype=torch.int64, device="cpu")  # whatever torch's default device is
+        self.host = torch.tensor(
+            values, dtype=torch.int64, device="cpu"
+        )  # whatever torch's default device is
         self._copies: dict[torch.device, Tensor | _StreamCopy] = {}
 
     def on(self, device: torch.device) -> Tensor:
@@ -55,7 +59,9 @@ class DeviceCopies:
             if capturing:
                 return _reserve.take(self.host).to(device, non_blocking=True)
             _reserve.refill()
-            found = self._copies[device] = _StreamCopy(self.host.pin_memory().to(device, non_blocking=True), device)
+            found = self._copies[device] = _StreamCopy(
+                self.host.pin_memory().to(device, non_blocking=True), device
+            )
         if capturing:
             _reserve.kept[id(found.tensor)] = found.tensor
         else:
@@ -102,7 +108,9 @@ class _Reserve:
         """Pin memory, outside of a capture."""
         if self._free is None or self._free.numel() < RESERVED_BYTES // 2:
             with self._lock, torch.inference_mode(False):
-                self._free = torch.empty(RESERVED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+                self._free = torch.empty(
+                    RESERVED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True
+                )
 
     def take(self, host: Tensor) -> Tensor:
         """Return a pinned copy of a tensor, which is kept for ever."""

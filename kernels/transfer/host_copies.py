@@ -67,24 +67,32 @@ def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -
     """
     if not is_asynchronous(device.type):
         return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(
+        device, non_blocking=True
+    )
 
 
 class CopyStream:
     """A stream of a device that copies to pinned memory next to the computation; `event` tells when.
 
-        compute   backward 2      backward 1
-        copies              grads 2         grads 1   event
+    compute   backward 2      backward 1
+    copies              grads 2         grads 1   event
     """
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device.type)
         self._device, self._stream = device, self._module.Stream(device)
-        self._sources: list[tuple[Any, Tensor]] = []  # tensors that are being copied, with an event after each: their memory must stay
+        self._sources: list[
+            tuple[Any, Tensor]
+        ] = []  # tensors that are being copied, with an event after each: their memory must stay
 
     def to_host(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Copy x as it will be after the work that the current stream has so far; return the copy, whose values come later."""
-        out = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True) if out is None else out
+        out = (
+            torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+            if out is None
+            else out
+        )
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             out.copy_(x, non_blocking=True)

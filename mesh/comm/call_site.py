@@ -29,8 +29,18 @@ _PACKAGE = Path(__file__).parent.parent.parent
 _OURS = tuple(str(_PACKAGE / part) + "/" for part in ("mesh", "sharding", "kernels"))
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _ENGINE = (_TORCH + "autograd/", _TORCH + "_tensor.py")
-_COMPILED = ("<eval_with_key>", os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_"))
-_INNER = (*_OURS, _TORCH, *_COMPILED, contextlib.__file__, typing_extensions.__file__)  # the last two call functions of others
+_COMPILED = (
+    "<eval_with_key>",
+    os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    or os.path.join(tempfile.gettempdir(), "torchinductor_"),
+)
+_INNER = (
+    *_OURS,
+    _TORCH,
+    *_COMPILED,
+    contextlib.__file__,
+    typing_extensions.__file__,
+)  # the last two call functions of others
 
 _inner_files: dict[str, bool] = {}
 
@@ -55,7 +65,9 @@ def user_frame(above: int = 1) -> tuple[FrameType, int]:
     return frame, depth
 
 
-_frames_lock = threading.RLock()  # reentrant: a collection before `gc.disable` may run a finalizer that asks for frames itself
+_frames_lock = (
+    threading.RLock()
+)  # reentrant: a collection before `gc.disable` may run a finalizer that asks for frames itself
 
 
 def frame_of_thread(ident: int | None) -> FrameType | None:

@@ -45,7 +45,9 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
     if op not in REDUCTIONS:
         raise errors.wrong_reduction(op, REDUCTIONS)
     if dtype.is_complex and op in ("max", "min"):
-        raise errors.CollectiveError(f"{op} of {dtype}: complex numbers have no order; reduce x.abs().")
+        raise errors.CollectiveError(
+            f"{op} of {dtype}: complex numbers have no order; reduce x.abs()."
+        )
 
 
 def are_indices(size: int, *indices: int | None) -> bool:
@@ -53,12 +55,16 @@ def are_indices(size: int, *indices: int | None) -> bool:
     return all(index is None or 0 <= index < size for index in indices)
 
 
-def check_send_to_self(group: Group, out: Tensor, x: Tensor, dst: int | None, src: int | None) -> None:
+def check_send_to_self(
+    group: Group, out: Tensor, x: Tensor, dst: int | None, src: int | None
+) -> None:
     """Raise CollectiveError unless a `permute` that sends to or receives from its own rank does both, with buffers of one size."""
     if dst != src:
         raise wrong_indices(group, dst, src)
     if out.numel() != x.numel():
-        raise wrong_sizes("permute", group, "out.numel() == x.numel() where a rank sends to itself", out, x)
+        raise wrong_sizes(
+            "permute", group, "out.numel() == x.numel() where a rank sends to itself", out, x
+        )
 
 
 def wrong_indices(group: Group, dst: int | None, src: int | None) -> errors.CollectiveError:
@@ -75,7 +81,9 @@ def wrong_sizes(op: str, group: Group, rule: str, out: Tensor, x: Tensor) -> err
     )
 
 
-def check_splits(group: Group, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
+def check_splits(
+    group: Group, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+) -> None:
     """Raise CollectiveError unless both splits have one entry per rank and add up to their buffers."""
     if len(out_splits) != group.size or len(in_splits) != group.size:
         rule = "one entry per rank"

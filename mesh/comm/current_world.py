@@ -25,5 +25,7 @@ def current_world() -> World:
     if world is not None:
         return world
     if _find_process_world is None:
-        raise RuntimeError("no world is active and shardmesh.mesh.processes was not imported: import shardmesh")
+        raise RuntimeError(
+            "no world is active and shardmesh.mesh.processes was not imported: import shardmesh"
+        )
     return _find_process_world()

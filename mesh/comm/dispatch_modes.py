@@ -56,7 +56,9 @@ def _recomputes(mode: Any) -> bool:
 
 def _is_of_program(mode: Any) -> bool:
     """Return whether a mode is neither one of torch's own (fake tensors, tracing) nor of this library."""
-    return getattr(mode, "_mode_key", None) is None and not f"{type(mode).__module__}.".startswith(_PACKAGE)
+    return getattr(mode, "_mode_key", None) is None and not f"{type(mode).__module__}.".startswith(
+        _PACKAGE
+    )
 
 
 @contextmanager

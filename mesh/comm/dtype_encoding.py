@@ -71,7 +71,11 @@ def add_up(parts: Tensor, out: Tensor) -> None:
     16-bit floats are added in float32.
     """
     with torch.inference_mode():  # it may write to inference tensors and to others
-        total = parts[0].to(torch.float32) if parts.dtype in (torch.float16, torch.bfloat16) else parts[0]
+        total = (
+            parts[0].to(torch.float32)
+            if parts.dtype in (torch.float16, torch.bfloat16)
+            else parts[0]
+        )
         if len(parts) == 1:
             out.view(-1).copy_(total)
             return

@@ -109,7 +109,9 @@ class Group(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.ranks}, rank={self.rank})"
 
-    def all_gather(self, out: Tensor, x: Tensor, async_op: bool = False, *, tag: CommTag | None = None) -> Work | None:
+    def all_gather(
+        self, out: Tensor, x: Tensor, async_op: bool = False, *, tag: CommTag | None = None
+    ) -> Work | None:
         """all_gather(x: S) -> R: every rank receives every rank's x, in group order.
 
             rank 0   x = [a]        out = [a b]
@@ -131,7 +133,13 @@ class Group(ABC):
         return _ended(self._all_gather(out, x, async_op), begun, x)
 
     def reduce_scatter(
-        self, out: Tensor, x: Tensor, op: str = "sum", async_op: bool = False, *, tag: CommTag | None = None
+        self,
+        out: Tensor,
+        x: Tensor,
+        op: str = "sum",
+        async_op: bool = False,
+        *,
+        tag: CommTag | None = None,
     ) -> Work | None:
         """reduce_scatter(x: U) -> S: part i of the reduced x goes to rank i.
 
@@ -142,7 +150,9 @@ class Group(ABC):
         Raises: CollectiveError when x.numel() != size * out.numel(), dtypes differ, a buffer is not contiguous, or as `all_reduce`.
         """
         if thread_context.recorder is not None:
-            return thread_context.recorder.collective(self, "reduce_scatter", out, x, op, async_op, tag=tag)
+            return thread_context.recorder.collective(
+                self, "reduce_scatter", out, x, op, async_op, tag=tag
+            )
         if x.numel() != self.size * out.numel():
             raise wrong_sizes("reduce_scatter", self, "x.numel() == size * out.numel()", out, x)
         check_pair("reduce_scatter", out, x)
@@ -152,10 +162,16 @@ class Group(ABC):
             return DONE if async_op else None
         moved = (self.size - 1) * out.nbytes
         begun = self._begin("reduce_scatter", op, x.dtype, x.numel(), moved, moved, tag)
-        reduce_scatter = self._reduce_scatter if x.dtype in dtype_encoding.NATIVE else self._reduce_scatter_encoded
+        reduce_scatter = (
+            self._reduce_scatter
+            if x.dtype in dtype_encoding.NATIVE
+            else self._reduce_scatter_encoded
+        )
         return _ended(reduce_scatter(out, x, op, async_op), begun, x)
 
-    def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False, *, tag: CommTag | None = None) -> Work | None:
+    def all_reduce(
+        self, x: Tensor, op: str = "sum", async_op: bool = False, *, tag: CommTag | None = None
+    ) -> Work | None:
         """all_reduce(x: U) -> R: x becomes the reduction of every rank's x, in place.
 
             rank 0   x = [a b]        x = [a+c b+d]
@@ -172,7 +188,9 @@ class Group(ABC):
             return DONE if async_op else None
         moved = 2 * (self.size - 1) * x.nbytes // self.size
         begun = self._begin("all_reduce", op, x.dtype, x.numel(), moved, moved, tag)
-        all_reduce = self._all_reduce if x.dtype in dtype_encoding.NATIVE else self._all_reduce_encoded
+        all_reduce = (
+            self._all_reduce if x.dtype in dtype_encoding.NATIVE else self._all_reduce_encoded
+        )
         return _ended(all_reduce(x, op, async_op), begun, x, in_place=True)
 
     def all_to_all(
@@ -200,24 +218,36 @@ class Group(ABC):
         Raises: CollectiveError when the splits do not have one entry per rank or do not add up to the buffers.
         """
         if thread_context.recorder is not None:
-            return thread_context.recorder.collective(self, "all_to_all", out, x, out_splits, in_splits, async_op, tag=tag)
+            return thread_context.recorder.collective(
+                self, "all_to_all", out, x, out_splits, in_splits, async_op, tag=tag
+            )
         even = x.numel() // self.size
         if in_splits is not None and out_splits is not None:
             check_splits(self, out, x, out_splits, in_splits)
-        elif in_splits is not out_splits or out.numel() != x.numel() or even * self.size != x.numel():
-            raise wrong_sizes("all_to_all without splits", self, "out and x of size * n elements", out, x)
+        elif (
+            in_splits is not out_splits or out.numel() != x.numel() or even * self.size != x.numel()
+        ):
+            raise wrong_sizes(
+                "all_to_all without splits", self, "out and x of size * n elements", out, x
+            )
         check_pair("all_to_all", out, x)
         if self.size == 1:
             _copy(out, x)
             return DONE if async_op else None
-        sent = (x.numel() - (even if in_splits is None else in_splits[self.rank])) * x.element_size()
-        received = (out.numel() - (even if out_splits is None else out_splits[self.rank])) * out.element_size()
+        sent = (
+            x.numel() - (even if in_splits is None else in_splits[self.rank])
+        ) * x.element_size()
+        received = (
+            out.numel() - (even if out_splits is None else out_splits[self.rank])
+        ) * out.element_size()
         begun = self._begin("all_to_all", "", x.dtype, -1, sent, received, tag)
         if tag is None and in_splits is not None and begun is not None and begun[0] is not None:
             begun[0].show_splits(begun[1], in_splits, out_splits or ())
         return _ended(self._all_to_all(out, x, out_splits, in_splits, async_op), begun, x)
 
-    def broadcast(self, x: Tensor, src: int, async_op: bool = False, *, tag: CommTag | None = None) -> Work | None:
+    def broadcast(
+        self, x: Tensor, src: int, async_op: bool = False, *, tag: CommTag | None = None
+    ) -> Work | None:
         """broadcast(x) -> R: x becomes the x of the rank with index src in the group, in place.
 
             rank 0   x = [a]        x = [a]
@@ -240,7 +270,14 @@ class Group(ABC):
         return _ended(self._broadcast(x, src, async_op), begun, x, in_place=True)
 
     def permute(
-        self, out: Tensor, x: Tensor, *, dst: int | None, src: int | None, async_op: bool = False, tag: CommTag | None = None
+        self,
+        out: Tensor,
+        x: Tensor,
+        *,
+        dst: int | None,
+        src: int | None,
+        async_op: bool = False,
+        tag: CommTag | None = None,
     ) -> Work | None:
         """permute(x: S) -> S: send x to the rank dst, and receive in out what the rank src sends here.
 
@@ -261,7 +298,9 @@ class Group(ABC):
             buffer is not contiguous.
         """
         if thread_context.recorder is not None:
-            return thread_context.recorder.collective(self, "permute", out, x, dst=dst, src=src, async_op=async_op, tag=tag)
+            return thread_context.recorder.collective(
+                self, "permute", out, x, dst=dst, src=src, async_op=async_op, tag=tag
+            )
         check_pair("permute", out, x)
         if dst == self.rank or src == self.rank:
             check_send_to_self(self, out, x, dst, src)
@@ -311,20 +350,37 @@ class Group(ABC):
         return [pickle.loads(d) for d in gathered]
 
     def direct(
-        self, op: str, sent: int, received: int, dtype: torch.dtype, run: Callable[[], None], *, tag: CommTag | None = None
+        self,
+        op: str,
+        sent: int,
+        received: int,
+        dtype: torch.dtype,
+        run: Callable[[], None],
+        *,
+        tag: CommTag | None = None,
     ) -> None:
         """Run a collective that `run` implements without the backend; it is recorded and observed like any other.
 
         Communication: as given by the arguments, which are those of `CollectiveRecord`.
         """
         if thread_context.recorder is not None:
-            return thread_context.recorder.collective(self, "direct", op, sent, received, dtype, run, tag=tag)
+            return thread_context.recorder.collective(
+                self, "direct", op, sent, received, dtype, run, tag=tag
+            )
         begun = self._begin(op, "", dtype, -1, sent, received, tag)
         run()
         _ended(None, begun)
 
     def _begin(
-        self, op: str, how: str, dtype: torch.dtype, size: int, sent: int, received: int, tag: CommTag | None, route: int = 0
+        self,
+        op: str,
+        how: str,
+        dtype: torch.dtype,
+        size: int,
+        sent: int,
+        received: int,
+        tag: CommTag | None,
+        route: int = 0,
     ) -> _Begun | None:
         """Record a collective and notify the observers, before anything is sent; the result is for `_ended`.
 
@@ -344,12 +400,22 @@ class Group(ABC):
 
     def _add_recorder(self) -> Recorder:
         watch = self.world.monitor
-        return Recorder(self, self.world.trace_buffer, None) if watch is None else watch.add_recorder(self)
+        return (
+            Recorder(self, self.world.trace_buffer, None)
+            if watch is None
+            else watch.add_recorder(self)
+        )
 
-    def _notify(self, op: str, sent: int, received: int, dtype: torch.dtype) -> Callable[[], None] | None:
+    def _notify(
+        self, op: str, sent: int, received: int, dtype: torch.dtype
+    ) -> Callable[[], None] | None:
         """Call the observers; return a function that calls what they returned."""
         record = CollectiveRecord(op, self.ranks, sent, received, dtype)
-        over = [called for observer in tuple(self._observers) if (called := observer(record)) is not None]
+        over = [
+            called
+            for observer in tuple(self._observers)
+            if (called := observer(record)) is not None
+        ]
         return partial(_call_each, over) if over else None
 
     # Reductions of dtypes that backends lack.
@@ -358,15 +424,22 @@ class Group(ABC):
         if x.is_complex() and op == "product":
             return self._product(x, lambda product: _write(x, product), async_op)
         y, native_op = dtype_encoding.encode(x, op)
-        return and_then(self._all_reduce(y, native_op, async_op), lambda: dtype_encoding.decode(y, x, op))
+        return and_then(
+            self._all_reduce(y, native_op, async_op), lambda: dtype_encoding.decode(y, x, op)
+        )
 
-    def _reduce_scatter_encoded(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None:
+    def _reduce_scatter_encoded(
+        self, out: Tensor, x: Tensor, op: str, async_op: bool
+    ) -> Work | None:
         if x.is_complex() and op == "product":
             mine = slice(self.rank * out.numel(), (self.rank + 1) * out.numel())
             return self._product(x, lambda product: _write(out, product[mine]), async_op)
         y, native_op = dtype_encoding.encode(x, op)
         part = y.new_empty(y.numel() // self.size)
-        return and_then(self._reduce_scatter(part, y, native_op, async_op), lambda: dtype_encoding.decode(part, out, op))
+        return and_then(
+            self._reduce_scatter(part, y, native_op, async_op),
+            lambda: dtype_encoding.decode(part, out, op),
+        )
 
     def _product(self, x: Tensor, use: Callable[[Tensor], None], async_op: bool) -> Work | None:
         """Gather every rank's x and pass their product, flat, to `use`: no backend multiplies complex numbers."""
@@ -388,7 +461,12 @@ class Group(ABC):
 
     @abstractmethod
     def _all_to_all(
-        self, out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, async_op: bool
+        self,
+        out: Tensor,
+        x: Tensor,
+        out_splits: Sequence[int] | None,
+        in_splits: Sequence[int] | None,
+        async_op: bool,
     ) -> Work | None:
         """Exchange parts of `x`; splits are None on every rank (all parts have the same size) or on none."""
 
@@ -396,7 +474,9 @@ class Group(ABC):
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None: ...
 
     @abstractmethod
-    def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
+    def _permute(
+        self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool
+    ) -> Work | None:
         """Send `x` to dst and receive `out` from src; neither is this rank."""
 
     @abstractmethod
@@ -415,7 +495,9 @@ _CALLS = frozenset(
 )  # fmt: skip
 
 
-def _ended(work: Work | None, begun: _Begun | None, x: Tensor | None = None, in_place: bool = False) -> Work | None:
+def _ended(
+    work: Work | None, begun: _Begun | None, x: Tensor | None = None, in_place: bool = False
+) -> Work | None:
     """Mark the collective that `_begin` recorded as completed: now, or when the work is done. Until then x must not be written."""
     if begun is None:
         return work

@@ -33,11 +33,18 @@ class NullGroup(Group):
         return _zeros(out, async_op)
 
     def _all_to_all(
-        self, out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, async_op: bool
+        self,
+        out: Tensor,
+        x: Tensor,
+        out_splits: Sequence[int] | None,
+        in_splits: Sequence[int] | None,
+        async_op: bool,
     ) -> Work | None:
         return _zeros(out, async_op)
 
-    def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
+    def _permute(
+        self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool
+    ) -> Work | None:
         if src is not None:
             _zeros(out, async_op)
         return DONE if async_op else None
@@ -88,7 +95,9 @@ def null_world(size: int, rank: int = 0) -> Iterator[World]:
     if size > MOST_RANKS:
         raise errors.MeshError(f"null_world: a world has at most {MOST_RANKS} ranks.")
     if size < 1 or not 0 <= rank < size:
-        raise errors.MeshError(f"null_world(size={size}, rank={rank}): rank must be from 0 to size - 1.")
+        raise errors.MeshError(
+            f"null_world(size={size}, rank={rank}): rank must be from 0 to size - 1."
+        )
     world = NullWorld(rank, size, list(current_world().observers))
     try:
         with thread_context.setting(world=world):

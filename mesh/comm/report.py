@@ -95,13 +95,17 @@ class CommReport:
     def _by(self, field: str) -> dict[str, tuple[int, int]]:
         found: dict[str, _Usage] = {}
         for source, use in self._usage.items():
-            found.setdefault(getattr(source, field), _Usage()).add(use.launches, use.sent, use.received)
+            found.setdefault(getattr(source, field), _Usage()).add(
+                use.launches, use.sent, use.received
+            )
         return {name: (use.launches, use.received) for name, use in found.items()}
 
     def observe(self, record: CollectiveRecord) -> Callable[[], None]:
         """Count one collective before it sends anything. Raises: CommBudgetError when it would exceed a limit."""
         call, world = user_call(), current_world()
-        self._check(record, call, "bytes", self.bytes_received, record.bytes_received, self.max_bytes)
+        self._check(
+            record, call, "bytes", self.bytes_received, record.bytes_received, self.max_bytes
+        )
         self._check(record, call, "launches", self.launches, 1, self.max_launches)
         source = CollectiveSource(call.name, record.op, world.axes_of(record.ranks), call.place)
         self._usage.setdefault(source, _Usage()).add(1, record.bytes_sent, record.bytes_received)
@@ -109,7 +113,15 @@ class CommReport:
         self._events.append(event)
         return lambda: event.update(dur=time.time_ns() / 1000 - event["ts"])
 
-    def _check(self, record: CollectiveRecord, call: UserCall, unit: str, used: int, more: int, limit: int | None) -> None:
+    def _check(
+        self,
+        record: CollectiveRecord,
+        call: UserCall,
+        unit: str,
+        used: int,
+        more: int,
+        limit: int | None,
+    ) -> None:
         if limit is not None and used + more > limit:
             raise CommBudgetError(
                 f"{call.place}: {describe(call, record)} exceeds comm_budget({unit}={limit}), of which {used} are used. Nothing was "
@@ -120,8 +132,21 @@ class CommReport:
     def report(self) -> str:
         """Return a table of launches and bytes per call, axes and line of the program."""
         rows = [("operator", "collective", "axis", "launches", "received", "sent", "line")]
-        rows += [(*s[:3], str(u.launches), str(u.received), str(u.sent), s.line) for s, u in self._usage.items()]
-        rows.append(("total", "", "", str(self.launches), str(self.bytes_received), str(self.bytes_sent), ""))
+        rows += [
+            (*s[:3], str(u.launches), str(u.received), str(u.sent), s.line)
+            for s, u in self._usage.items()
+        ]
+        rows.append(
+            (
+                "total",
+                "",
+                "",
+                str(self.launches),
+                str(self.bytes_received),
+                str(self.bytes_sent),
+                "",
+            )
+        )
         return "\n".join(table_lines(rows, right=(3, 4, 5)))
 
     def trace(self) -> list[dict[str, Any]]:
@@ -150,16 +175,29 @@ def describe(call: UserCall, record: CollectiveRecord) -> str:
 
 
 def _advice(call: UserCall) -> str:
-    return "Choose shardings that need less," if call.operator is None else f"{call.operator.advice},"
+    return (
+        "Choose shardings that need less," if call.operator is None else f"{call.operator.advice},"
+    )
 
 
-def trace_event(name: str, op: str, rank: int, thread: str | int, start: float, details: dict[str, Any]) -> dict[str, Any]:
+def trace_event(
+    name: str, op: str, rank: int, thread: str | int, start: float, details: dict[str, Any]
+) -> dict[str, Any]:
     """Return a complete event of Chrome's trace format, with a duration of 0.
 
     Args:
         start: microseconds since 1970.
     """
-    return {"name": name, "cat": op, "ph": "X", "pid": rank, "tid": thread, "ts": start, "dur": 0.0, "args": details}
+    return {
+        "name": name,
+        "cat": op,
+        "ph": "X",
+        "pid": rank,
+        "tid": thread,
+        "ts": start,
+        "dur": 0.0,
+        "args": details,
+    }
 
 
 def save_events(events: list[dict[str, Any]], path: str | Path) -> None:
@@ -167,10 +205,17 @@ def save_events(events: list[dict[str, Any]], path: str | Path) -> None:
 
 
 def _event(source: CollectiveSource, record: CollectiveRecord, world: World) -> dict[str, Any]:
-    details = {"line": source.line, "axis": source.axis, "ranks": list(record.ranks), "dtype": str(record.dtype)}
+    details = {
+        "line": source.line,
+        "axis": source.axis,
+        "ranks": list(record.ranks),
+        "dtype": str(record.dtype),
+    }
     moved = {"bytes_received": record.bytes_received, "bytes_sent": record.bytes_sent}
     name = f"{source.op} ({source.operator})"
-    return trace_event(name, source.op, world.rank, source.axis, time.time_ns() / 1000, details | moved)
+    return trace_event(
+        name, source.op, world.rank, source.axis, time.time_ns() / 1000, details | moved
+    )
 
 
 @contextmanager

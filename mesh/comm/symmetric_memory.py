@@ -20,7 +20,9 @@ from .recording.recorder import CommTag
 from .work import DONE, Work
 
 BUFFER_BYTES = 64 << 20  # on each rank, for each group that uses it
-STAGING_BYTES = BUFFER_BYTES // 4 * 3  # the part that peers may pull from; the rest is for all-reduces
+STAGING_BYTES = (
+    BUFFER_BYTES // 4 * 3
+)  # the part that peers may pull from; the rest is for all-reduces
 # About ten minutes of polls of a microsecond each, as long as NCCL waits by default.
 SPINS = 600_000_000
 
@@ -40,7 +42,11 @@ def peers_of(group: Group, device: torch.device, tag: CommTag | None = None) -> 
     Communication: the first call for a group that may have one exchanges addresses among its ranks.
     """
     if device.type not in group.shared:
-        group.shared[device.type] = _agreed(group, device, tag) if device.type in PROVIDERS and 1 < group.size <= MAX_RANKS else None
+        group.shared[device.type] = (
+            _agreed(group, device, tag)
+            if device.type in PROVIDERS and 1 < group.size <= MAX_RANKS
+            else None
+        )
     return group.shared[device.type]
 
 
@@ -63,9 +69,18 @@ def _agreed(group: Group, device: torch.device, tag: CommTag | None) -> Peers | 
     """Return the memory if every rank could allocate it, else None."""
     try:
         found = PROVIDERS[device.type](group, device, tag)
-    except (ImportError, RuntimeError) as error:  # such as no peer-to-peer access between the devices
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # such as no peer-to-peer access between the devices
         found = None
-        _log.warning("rank %d: no symmetric memory among ranks %s on %s: %s", group.world.rank, group.ranks, device, error)
+        _log.warning(
+            "rank %d: no symmetric memory among ranks %s on %s: %s",
+            group.world.rank,
+            group.ranks,
+            device,
+            error,
+        )
     missing = torch.tensor([int(found is None)], dtype=torch.int32, device=device)
     group.all_reduce(missing, "max", tag=tag)
     return None if int(missing) else found
@@ -81,7 +96,9 @@ def _of_torch(group: Group, device: torch.device, tag: CommTag | None) -> Peers 
     memory = symmetric.empty(BUFFER_BYTES + PAD_BYTES, dtype=torch.uint8, device=device).zero_()
     shared = symmetric.rendezvous(memory, handle)
     addresses = torch.tensor(list(shared.buffer_ptrs), dtype=torch.int64, device=device)
-    torch.get_device_module(device.type).synchronize(device)  # the pad must be zero before any rank writes to it
+    torch.get_device_module(device.type).synchronize(
+        device
+    )  # the pad must be zero before any rank writes to it
     group.barrier(tag=tag)
     return Peers(
         group.rank, group.size, memory[:BUFFER_BYTES], addresses, addresses + BUFFER_BYTES,
@@ -104,7 +121,9 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._module, self._device = torch.get_device_module(device.type), device
-        self._stream = self._module.Stream(device, priority=-1)  # few programs, which the other ranks wait for
+        self._stream = self._module.Stream(
+            device, priority=-1
+        )  # few programs, which the other ranks wait for
         self._last: tuple[Any, bool] | None = None
 
     def start(self, run: Callable[[], object], tensors: Iterable[Tensor]) -> Work:
@@ -122,7 +141,9 @@ class SideStream:
         """Run on the current stream, after what was started on the side stream."""
         if self._last is not None:
             event, captured = self._last
-            if captured == self._module.is_current_stream_capturing():  # a graph waits for nothing outside, nor the reverse
+            if (
+                captured == self._module.is_current_stream_capturing()
+            ):  # a graph waits for nothing outside, nor the reverse
                 self._module.current_stream(self._device).wait_event(event)
         run()
 
@@ -143,7 +164,12 @@ class _StreamWork(Work):
 
 
 def run_shared(
-    group: Group, device: torch.device, run: Callable[[Peers], object], tensors: Iterable[Tensor], async_op: bool, tag: CommTag | None
+    group: Group,
+    device: torch.device,
+    run: Callable[[Peers], object],
+    tensors: Iterable[Tensor],
+    async_op: bool,
+    tag: CommTag | None,
 ) -> Work:
     """Run an operation on the group's shared memory: on the current stream, or with `async_op` on one of its own.
 

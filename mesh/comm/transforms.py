@@ -28,7 +28,9 @@ def _no_transforms() -> bool:
 
 
 # Whether any transform of torch.func is running in this thread.
-transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", _no_transforms)
+transforms_active: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", _no_transforms
+)
 
 
 def outside_of_transforms() -> AbstractContextManager[Any]:

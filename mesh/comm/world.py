@@ -69,7 +69,9 @@ class World(ABC):
         self.epoch = 0
         self.attention: Any = None
         self._trace_buffer: TraceBuffer | None = None
-        self._groups: dict[Any, Group] = {}  # by ranks; with another backend than the default one, by (ranks, backend)
+        self._groups: dict[
+            Any, Group
+        ] = {}  # by ranks; with another backend than the default one, by (ranks, backend)
 
     @property
     def trace_buffer(self) -> TraceBuffer:
@@ -138,7 +140,9 @@ class World(ABC):
         if len(set(ordered)) != len(ordered):
             raise errors.repeated_ranks(ordered)
         if not ordered or ordered[0] < 0 or ordered[-1] >= self.size:
-            raise errors.ranks_outside_world([r for r in ordered if not 0 <= r < self.size], self.size)
+            raise errors.ranks_outside_world(
+                [r for r in ordered if not 0 <= r < self.size], self.size
+            )
         if self.rank not in ordered:
             raise errors.not_a_member(self.rank, ordered)
         return ordered

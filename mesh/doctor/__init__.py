@@ -1,7 +1,7 @@
 """The command `python -m shardmesh doctor`: find what is wrong with a machine or a job before it runs, and how to fix it.
 
-    facts.py       read the host, as plain data    by devices.py, network.py, system.py
-    checks.py      judge the facts                 pure functions, one per check
-    bandwidth.py   try collectives                 on the ranks of a job, or on local processes started for it
-    report.py      print both, or as JSON
+facts.py       read the host, as plain data    by devices.py, network.py, system.py
+checks.py      judge the facts                 pure functions, one per check
+bandwidth.py   try collectives                 on the ranks of a job, or on local processes started for it
+report.py      print both, or as JSON
 """

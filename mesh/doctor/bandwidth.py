@@ -67,7 +67,13 @@ class Measured:
     group: str = ""
 
 
-def measure(device_type: str, sizes: Sequence[int], names: Sequence[str], seconds: float, facts: Facts | None = None) -> Measured:
+def measure(
+    device_type: str,
+    sizes: Sequence[int],
+    names: Sequence[str],
+    seconds: float,
+    facts: Facts | None = None,
+) -> Measured:
     """measure("cpu", (2, 2), ("dp", "tp"), 2.0) -> Measured, on every rank of a mesh over the whole job.
 
     Args:

@@ -88,10 +88,16 @@ def device_of_each_rank(everyone: Sequence[Facts], device_type: str) -> Finding:
         texts.append(f"rank {rank}: cuda:{index}")
         if identity:
             ranks.setdefault((one.network.hostname, identity), []).append(rank)
-    shared = [f"{ranks_text(of)} use {identity} of {host}" for (host, identity), of in ranks.items() if len(of) > 1]
+    shared = [
+        f"{ranks_text(of)} use {identity} of {host}"
+        for (host, identity), of in ranks.items()
+        if len(of) > 1
+    ]
     if shared:
         fix = "torchrun --nproc-per-node <devices of the host> ...   # CUDA_VISIBLE_DEVICES: the same for all ranks, or one device for each"
-        return (fault if device_type == "cuda" else warning)(f"{'; '.join(shared)}: NCCL needs one device for each rank", fix)
+        return (fault if device_type == "cuda" else warning)(
+            f"{'; '.join(shared)}: NCCL needs one device for each rank", fix
+        )
     return ok("; ".join(texts[:16]) + ("; ..." if len(texts) > 16 else "") or "none: no GPU")
 
 
@@ -101,23 +107,47 @@ def clocks(seconds: Sequence[float]) -> Finding:
     if abs(seconds[rank]) < _CLOCKS_APART_S:
         return ok(f"at most {abs(seconds[rank]) * 1e3:.3g} ms apart")
     side = "ahead of" if seconds[rank] > 0 else "behind"
-    return warning(f"the clock of rank {rank} is {abs(seconds[rank]):.3g} s {side} that of rank 0", "chronyc makestep   # on its host")
+    return warning(
+        f"the clock of rank {rank} is {abs(seconds[rank]):.3g} s {side} that of rank 0",
+        "chronyc makestep   # on its host",
+    )
 
 
 def collectives(rows: Sequence[Bandwidth]) -> Finding:
     """Return whether collectives gave the right result."""
     wrong = [f"{row.op} along {row.axis}" for row in rows if not row.correct]
     if wrong:
-        return fault(f"wrong results: {', '.join(wrong)}", "NCCL_DEBUG=INFO python -m shardmesh doctor   # and test memory and links")
-    return ok("all_reduce and all_to_all give correct results" if rows else "only one rank: nothing to try")
+        return fault(
+            f"wrong results: {', '.join(wrong)}",
+            "NCCL_DEBUG=INFO python -m shardmesh doctor   # and test memory and links",
+        )
+    return ok(
+        "all_reduce and all_to_all give correct results"
+        if rows
+        else "only one rank: nothing to try"
+    )
 
 
 def speed(rows: Sequence[Bandwidth], device_type: str, has_other_hosts: bool) -> Finding:
     """Return whether collectives are slower than the slowest hardware that is used for training."""
-    slow = _SLOW_BETWEEN_HOSTS if has_other_hosts else _SLOW_BETWEEN_GPUS if device_type == "cuda" else 0.0
-    found = [f"{row.op} along {row.axis}: {row.bytes / row.seconds / 1e9:.3g} GB/s" for row in rows if row.bytes < slow * row.seconds]
+    slow = (
+        _SLOW_BETWEEN_HOSTS
+        if has_other_hosts
+        else _SLOW_BETWEEN_GPUS
+        if device_type == "cuda"
+        else 0.0
+    )
+    found = [
+        f"{row.op} along {row.axis}: {row.bytes / row.seconds / 1e9:.3g} GB/s"
+        for row in rows
+        if row.bytes < slow * row.seconds
+    ]
     if not found:
         return ok("nothing is remarkably slow" if rows else "nothing to measure")
     name = "GLOO_SOCKET_IFNAME" if device_type == "cpu" else "NCCL_SOCKET_IFNAME"
-    fix = f"export {name}=<the fast interface>" if has_other_hosts else "nvidia-smi topo -m   # how are the GPUs connected?"
+    fix = (
+        f"export {name}=<the fast interface>"
+        if has_other_hosts
+        else "nvidia-smi topo -m   # how are the GPUs connected?"
+    )
     return warning(f"slow: {'; '.join(found)}", fix)

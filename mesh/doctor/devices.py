@@ -67,12 +67,20 @@ class Devices:
 
 def devices() -> Devices:
     """Return the accelerators that torch finds. Takes some seconds where torch was built for them, at most `PROBE_S`."""
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else ""
+    build = (
+        f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else ""
+    )
     driver = any(os.path.exists(path) for path in _DRIVERS)
     return probed(build, driver, _run) if build and driver else Devices(build, driver)
 
 
-def probed(build: str, driver: bool, run: Callable[[], subprocess.CompletedProcess[str]]) -> Devices:
+def probed(
+    build: str, driver: bool, run: Callable[[], subprocess.CompletedProcess[str]]
+) -> Devices:
     """Return what `run` found, which prints like `_PROBE`."""
     try:
         done = run()
@@ -80,10 +88,18 @@ def probed(build: str, driver: bool, run: Callable[[], subprocess.CompletedProce
     except subprocess.TimeoutExpired:
         return Devices(build, driver, error=f"the driver did not answer within {PROBE_S:.0f} s")
     except (IndexError, ValueError):
-        return Devices(build, driver, error=(done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+        return Devices(
+            build,
+            driver,
+            error=(done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1],
+        )
     pairs = tuple((a, b) for a, b in found["no_peers"])
-    return Devices(build, driver, tuple(Device(*one) for one in found["devices"]), pairs, found["nccl"])
+    return Devices(
+        build, driver, tuple(Device(*one) for one in found["devices"]), pairs, found["nccl"]
+    )
 
 
 def _run() -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S)
+    return subprocess.run(
+        [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S
+    )

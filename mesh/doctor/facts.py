@@ -22,7 +22,19 @@ HIDDEN = "(hidden)"
 _LAST_PORT = 65535
 DEFAULT_PORT = 29500  # torchrun's default
 # Nothing else of the environment is read: reports are pasted into forums, and variables may hold passwords.
-_PREFIXES = ("CUDA_", "GLOO_", "MASTER_", "MPI_LOCAL", "NCCL_", "OMP_", "OMPI_COMM_", "PMI_", "SHARDMESH_", "SLURM_", "TORCH")
+_PREFIXES = (
+    "CUDA_",
+    "GLOO_",
+    "MASTER_",
+    "MPI_LOCAL",
+    "NCCL_",
+    "OMP_",
+    "OMPI_COMM_",
+    "PMI_",
+    "SHARDMESH_",
+    "SLURM_",
+    "TORCH",
+)
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
@@ -76,7 +88,9 @@ class Place:
         hosts = max(1, number(env, "SLURM_STEP_NUM_NODES", 1))
         local = min(size, max(1, number(env, "LOCAL_WORLD_SIZE", -(-size // hosts))))
         agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return Place(_launcher(env), number(env, "RANK", 0), size, number(env, "LOCAL_RANK", 0), local, agent)
+        return Place(
+            _launcher(env), number(env, "RANK", 0), size, number(env, "LOCAL_RANK", 0), local, agent
+        )
 
 
 def number(env: Mapping[str, str], name: str, otherwise: int) -> int:
@@ -127,7 +141,9 @@ def facts() -> Facts:
 
 def relevant(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the checks read; of those that may hold secrets only that they are set."""
-    found = {name: value for name, value in env.items() if name.startswith(_PREFIXES) or name in _NAMES}
+    found = {
+        name: value for name, value in env.items() if name.startswith(_PREFIXES) or name in _NAMES
+    }
     return {name: HIDDEN if is_secret(name) else value for name, value in found.items()}
 
 

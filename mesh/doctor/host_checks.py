@@ -16,41 +16,64 @@ _OLDEST_TORCH = (2, 11)
 _TORCH_FOR_CUDA = "pip install torch --index-url https://download.pytorch.org/whl/cu128   # or what fits the driver"
 _MEMORY_PER_RANK = 1 << 30  # torch alone, imported and with its groups, takes about half of it
 _DOCKER_SHARED = 64 << 20  # docker's default
-_NCCL_PER_RANK = 32 << 20  # three channels of some 10 MB to neighbours of the same host (NCCL's SHM transport)
+_NCCL_PER_RANK = (
+    32 << 20
+)  # three channels of some 10 MB to neighbours of the same host (NCCL's SHM transport)
 _SOCKETS_PER_RANK = 32  # a few groups, each with a connection to every rank
 _FILES = 256  # the interpreter, torch's libraries and caches
-_THREADS_PER_RANK = 64  # gloo's, the gradient engine's, NCCL's, pinned memory's; and two sets of one per core
+_THREADS_PER_RANK = (
+    64  # gloo's, the gradient engine's, NCCL's, pinned memory's; and two sets of one per core
+)
 _FREE_SHARE = 0.1  # of a device's memory; less means that another program uses it
 
 
 def python(facts: Facts) -> Finding:
-    return ok(f"{facts.software.python} on {facts.system.name}{', in a container' if facts.system.container else ''}")
+    return ok(
+        f"{facts.software.python} on {facts.system.name}{', in a container' if facts.system.container else ''}"
+    )
 
 
 def torch(facts: Facts) -> Finding:
     have = facts.software
     release = tuple(int(part) for part in re.findall(r"\d+", have.torch)[:2])
     if release < _OLDEST_TORCH:
-        return fault(f"torch {have.torch}; shardmesh needs 2.11 or newer", 'pip install --upgrade "torch>=2.11"')
+        return fault(
+            f"torch {have.torch}; shardmesh needs 2.11 or newer",
+            'pip install --upgrade "torch>=2.11"',
+        )
     if not have.distributed:
-        return fault(f"torch {have.torch} was built without torch.distributed", "pip install torch   # or build it with USE_DISTRIBUTED=1")
-    return ok(f"{have.torch}, built for {facts.devices.build or 'the CPU alone'}; shardmesh {have.shardmesh}")
+        return fault(
+            f"torch {have.torch} was built without torch.distributed",
+            "pip install torch   # or build it with USE_DISTRIBUTED=1",
+        )
+    return ok(
+        f"{have.torch}, built for {facts.devices.build or 'the CPU alone'}; shardmesh {have.shardmesh}"
+    )
 
 
 def triton(facts: Facts) -> Finding:
     version = facts.software.triton
     if not version and facts.devices.found:
-        return warning("not installed: the library's kernels run as plain torch operators", 'pip install "shardmesh[gpu]"')
+        return warning(
+            "not installed: the library's kernels run as plain torch operators",
+            'pip install "shardmesh[gpu]"',
+        )
     return ok(version or "not installed, and not needed without a GPU")
 
 
 def backends(facts: Facts) -> Finding:
     have, nccl = facts.software, facts.devices.nccl
     if have.distributed and not have.gloo:
-        return fault("torch has no gloo, which CPU tensors travel by", "pip install torch   # or build it with USE_GLOO=1")
+        return fault(
+            "torch has no gloo, which CPU tensors travel by",
+            "pip install torch   # or build it with USE_GLOO=1",
+        )
     if facts.devices.found and not have.nccl:
         return fault("torch has no NCCL, which GPU tensors travel by", _TORCH_FOR_CUDA)
-    return ok("gloo (torch's own)" + (f", NCCL {nccl}" if nccl else ", NCCL" if have.nccl else "; no NCCL"))
+    return ok(
+        "gloo (torch's own)"
+        + (f", NCCL {nccl}" if nccl else ", NCCL" if have.nccl else "; no NCCL")
+    )
 
 
 def devices(facts: Facts) -> Finding:
@@ -64,9 +87,18 @@ def devices(facts: Facts) -> Finding:
         )
     taken = [i for i, device in enumerate(have.found) if device.free < _FREE_SHARE * device.memory]
     if taken:
-        names = ", ".join(f"{i} ({size_text(have.found[i].free)} of {size_text(have.found[i].memory)} free)" for i in taken)
-        return warning(f"memory is nearly full on device {names}", "nvidia-smi   # which processes are these?")
-    return ok("; ".join(f"{i}: {device.name}, {size_text(device.memory)}" for i, device in enumerate(have.found)))
+        names = ", ".join(
+            f"{i} ({size_text(have.found[i].free)} of {size_text(have.found[i].memory)} free)"
+            for i in taken
+        )
+        return warning(
+            f"memory is nearly full on device {names}", "nvidia-smi   # which processes are these?"
+        )
+    return ok(
+        "; ".join(
+            f"{i}: {device.name}, {size_text(device.memory)}" for i, device in enumerate(have.found)
+        )
+    )
 
 
 def _no_devices(facts: Facts) -> Finding:
@@ -74,9 +106,13 @@ def _no_devices(facts: Facts) -> Finding:
     if not facts.devices.driver:
         return ok("no GPU: ranks compute on the CPU")
     if not facts.devices.build:
-        return warning("a GPU driver is loaded, but this torch is built for the CPU alone", _TORCH_FOR_CUDA)
+        return warning(
+            "a GPU driver is loaded, but this torch is built for the CPU alone", _TORCH_FOR_CUDA
+        )
     if hidden in ("", "-1"):
-        return warning(f"CUDA_VISIBLE_DEVICES={hidden} hides all GPUs", "unset CUDA_VISIBLE_DEVICES")
+        return warning(
+            f"CUDA_VISIBLE_DEVICES={hidden} hides all GPUs", "unset CUDA_VISIBLE_DEVICES"
+        )
     why = facts.devices.error or "it finds none"
     return fault(
         f"a GPU driver is loaded, but torch cannot use a GPU: {why}",
@@ -97,10 +133,15 @@ def own_device(facts: Facts) -> Finding:
     try:
         index = used_device(facts)
     except LaunchEnvironmentError as error:
-        return warning(str(error), f"torchrun --nproc-per-node {len(found)} ...   # meshes on cpu are possible all the same")
+        return warning(
+            str(error),
+            f"torchrun --nproc-per-node {len(found)} ...   # meshes on cpu are possible all the same",
+        )
     by = f"LOCAL_RANK={env['LOCAL_RANK']}" if "LOCAL_RANK" in env else "no LOCAL_RANK"
     identity = found[index].identity
-    return ok(f"cuda:{index}{identity and f' ({identity})'}: {by}, {visible(facts.env, 'cuda', len(found))}")
+    return ok(
+        f"cuda:{index}{identity and f' ({identity})'}: {by}, {visible(facts.env, 'cuda', len(found))}"
+    )
 
 
 def peer_access(facts: Facts) -> Finding:
@@ -126,20 +167,37 @@ def cores(facts: Facts) -> Finding:
 
 
 def threads(facts: Facts) -> Finding:
-    given, ranks, cores = facts.env.get("OMP_NUM_THREADS"), facts.place.local_size, _usable_cores(facts)
+    given, ranks, cores = (
+        facts.env.get("OMP_NUM_THREADS"),
+        facts.place.local_size,
+        _usable_cores(facts),
+    )
     fitting = f"export OMP_NUM_THREADS={max(1, cores // ranks)}"
     if given is None:
         if ranks > 1:
-            return warning(f"OMP_NUM_THREADS is not set: each of {ranks} ranks starts {cores} threads on {cores} cores", fitting)
-        return ok("OMP_NUM_THREADS is not set: one thread per core; torchrun sets 1 for each rank, launch the cores per rank")
+            return warning(
+                f"OMP_NUM_THREADS is not set: each of {ranks} ranks starts {cores} threads on {cores} cores",
+                fitting,
+            )
+        return ok(
+            "OMP_NUM_THREADS is not set: one thread per core; torchrun sets 1 for each rank, launch the cores per rank"
+        )
     first = given.partition(",")[0]
     if not whole_number(first):
         return fault(f"OMP_NUM_THREADS={given!r} is not a number of threads", fitting)
     if int(first) * ranks > max(cores, ranks):
-        return warning(f"OMP_NUM_THREADS={given} for each of {ranks} ranks is more than the {cores} cores", fitting)
+        return warning(
+            f"OMP_NUM_THREADS={given} for each of {ranks} ranks is more than the {cores} cores",
+            fitting,
+        )
     if int(first) == 1 and cores >= 2 * ranks and not facts.devices.found:
-        return warning(f"OMP_NUM_THREADS=1, as torchrun sets it, leaves {cores - ranks} of {cores} cores idle", fitting)
-    return ok(f"OMP_NUM_THREADS={given} for each of {ranks} rank{'s'[: ranks > 1]} on {cores} cores")
+        return warning(
+            f"OMP_NUM_THREADS=1, as torchrun sets it, leaves {cores - ranks} of {cores} cores idle",
+            fitting,
+        )
+    return ok(
+        f"OMP_NUM_THREADS={given} for each of {ranks} rank{'s'[: ranks > 1]} on {cores} cores"
+    )
 
 
 def _usable_cores(facts: Facts) -> int:
@@ -164,15 +222,26 @@ def memory(facts: Facts) -> Finding:
 
 def shared_memory(facts: Facts) -> Finding:
     have, ranks = facts.system.shared, facts.place.local_size
-    larger = "docker run --shm-size=8g ... (or --ipc=host); elsewhere: mount -o remount,size=8G /dev/shm"
+    larger = (
+        "docker run --shm-size=8g ... (or --ipc=host); elsewhere: mount -o remount,size=8G /dev/shm"
+    )
     if not have.total:
-        return warning(f"{have.folder} is not there or cannot be written: the monitor uses files in the temporary folder", larger)
+        return warning(
+            f"{have.folder} is not there or cannot be written: the monitor uses files in the temporary folder",
+            larger,
+        )
     text = f"{size_text(have.free)} free of {size_text(have.total)} in {have.folder}"
     needed = ranks * (BUFFER_BYTES + (_NCCL_PER_RANK if facts.devices.found else 0))
     if have.free < needed:
-        return fault(f"{text}, but {ranks} ranks need about {size_text(needed)}: they would die with a bus error", larger)
+        return fault(
+            f"{text}, but {ranks} ranks need about {size_text(needed)}: they would die with a bus error",
+            larger,
+        )
     if have.total <= _DOCKER_SHARED:
-        return warning(f"{text}, as docker gives by default: data loaders with workers die of it with a bus error", larger)
+        return warning(
+            f"{text}, as docker gives by default: data loaders with workers die of it with a bus error",
+            larger,
+        )
     return ok(text)
 
 
@@ -183,11 +252,18 @@ def open_files(facts: Facts) -> Finding:
     fix = f"ulimit -n {2 * needed if hard is None else min(hard, 2 * needed)}"
     if hard is not None and hard < needed:
         fix = f"raise nofile to {2 * needed} in /etc/security/limits.conf   # docker run --ulimit nofile={2 * needed}"
-    return fault(f"at most {soft} in a process, but {facts.place.size} ranks need about {needed} for their connections", fix)
+    return fault(
+        f"at most {soft} in a process, but {facts.place.size} ranks need about {needed} for their connections",
+        fix,
+    )
 
 
 def processes(facts: Facts) -> Finding:
-    limits = [limit for limit in (facts.system.processes, facts.system.limits.processes) if limit is not None]
+    limits = [
+        limit
+        for limit in (facts.system.processes, facts.system.limits.processes)
+        if limit is not None
+    ]
     if not limits:
         return ok("no limit")
     ranks, cores = facts.place.local_size, _usable_cores(facts)
@@ -208,6 +284,10 @@ def leftovers(facts: Facts) -> Finding:
     of_torch = [one.path for one in have if not one.is_of_job]
     fixes = ["python -m shardmesh doctor --fix"] if len(of_torch) < len(have) else []
     if of_torch:
-        more = f"   # and {len(of_torch) - 8} more; run this again after it" if len(of_torch) > 8 else ""
+        more = (
+            f"   # and {len(of_torch) - 8} more; run this again after it"
+            if len(of_torch) > 8
+            else ""
+        )
         fixes.append(f"rm {' '.join(of_torch[:8])}{more}")
     return warning(f"{len(have)} of jobs that are dead ({size})", "; ".join(fixes))

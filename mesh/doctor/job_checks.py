@@ -13,7 +13,12 @@ from .facts import DEFAULT_PORT, Facts, number
 from .findings import Finding, fault, ok, warning
 
 _AGAIN = "unset LOCAL_RANK LOCAL_WORLD_SIZE   # or start the program with torchrun"
-_SLOW = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "CUDA_LAUNCH_BLOCKING": "1"}
+_SLOW = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "CUDA_LAUNCH_BLOCKING": "1",
+}
 
 
 def launcher(facts: Facts) -> Finding:
@@ -22,14 +27,18 @@ def launcher(facts: Facts) -> Finding:
         given = launch_environment(env)
     except LaunchEnvironmentError as error:
         count = max(1, len(facts.devices.found))
-        return _wrong_local_number(facts) or fault(str(error), f"torchrun --standalone --nproc-per-node {count} program.py")
+        return _wrong_local_number(facts) or fault(
+            str(error), f"torchrun --standalone --nproc-per-node {count} program.py"
+        )
     numbers = launchers_of(env)[0].numbers() if place.launcher in ("slurm", "mpi") else {}
     if given is None:
         return _alone(facts, numbers)
     return (
         _local_contradiction(facts)
         or _contradiction(facts, numbers)
-        or ok(f"{place.launcher}: {place.size} rank{'s'[: place.size > 1]}, {place.local_size} on this host")
+        or ok(
+            f"{place.launcher}: {place.size} rank{'s'[: place.size > 1]}, {place.local_size} on this host"
+        )
     )
 
 
@@ -56,13 +65,19 @@ def _local_contradiction(facts: Facts) -> Finding | None:
     local = number(env, "LOCAL_WORLD_SIZE", place.size)
     if place.local_rank < local <= place.size:
         return None
-    return fault(f"LOCAL_RANK={place.local_rank}, LOCAL_WORLD_SIZE={local} and WORLD_SIZE={place.size} contradict each other", _AGAIN)
+    return fault(
+        f"LOCAL_RANK={place.local_rank}, LOCAL_WORLD_SIZE={local} and WORLD_SIZE={place.size} contradict each other",
+        _AGAIN,
+    )
 
 
 def _contradiction(facts: Facts, numbers: Mapping[str, str]) -> Finding | None:
     for ours, theirs in numbers.items():
         if theirs in facts.env and facts.env.get(ours, facts.env[theirs]) != facts.env[theirs]:
-            return fault(f"{ours}={facts.env[ours]} but {theirs}={facts.env[theirs]}", f"export {ours}=${theirs}")
+            return fault(
+                f"{ours}={facts.env[ours]} but {theirs}={facts.env[theirs]}",
+                f"export {ours}=${theirs}",
+            )
     return None
 
 
@@ -73,15 +88,23 @@ def settings(facts: Facts) -> Finding:
     except LaunchEnvironmentError as error:
         return fault(str(error), f"unset {str(error).partition('=')[0]}")
     if guard == "off":
-        return warning("SHARDMESH_MONITOR=off: ranks that do different things hang, or are wrong in silence", "unset SHARDMESH_MONITOR")
+        return warning(
+            "SHARDMESH_MONITOR=off: ranks that do different things hang, or are wrong in silence",
+            "unset SHARDMESH_MONITOR",
+        )
     if env.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         return warning(
             "TORCH_DISTRIBUTED_DEBUG=DETAIL makes each collective wait for a second one, some milliseconds each",
             "unset TORCH_DISTRIBUTED_DEBUG   # what it finds is found by default, see sm.monitor.collective_check",
         )
     if slow := [name for name, value in _SLOW.items() if env.get(name) == value]:
-        return warning(f"{', '.join(f'{name}=1' for name in slow)}: communication is slower", f"unset {' '.join(slow)}")
-    shown = sorted(name for name in env if name.startswith(("NCCL_", "GLOO_", "SHARDMESH_", "TORCH_")))
+        return warning(
+            f"{', '.join(f'{name}=1' for name in slow)}: communication is slower",
+            f"unset {' '.join(slow)}",
+        )
+    shown = sorted(
+        name for name in env if name.startswith(("NCCL_", "GLOO_", "SHARDMESH_", "TORCH_"))
+    )
     return ok(", ".join(f"{name}={shortened(env[name])}" for name in shown) or "none")
 
 
@@ -96,12 +119,22 @@ def gloo_interface(facts: Facts) -> Finding:
     for name in given.split(","):
         fix = f"export GLOO_SOCKET_IFNAME={_suggestion(have)}"
         if name not in by_name:
-            return fault(f"GLOO_SOCKET_IFNAME={given}: there is no interface {name!r}, only {_listed(have)}", fix)
+            return fault(
+                f"GLOO_SOCKET_IFNAME={given}: there is no interface {name!r}, only {_listed(have)}",
+                fix,
+            )
         if not by_name[name].up or not by_name[name].addresses:
-            return fault(f"GLOO_SOCKET_IFNAME={given}: {by_name[name]}", f"ip link set {name} up   # or: {fix}")
+            return fault(
+                f"GLOO_SOCKET_IFNAME={given}: {by_name[name]}",
+                f"ip link set {name} up   # or: {fix}",
+            )
         if by_name[name].is_loopback and facts.place.has_other_hosts:
-            return fault(f"GLOO_SOCKET_IFNAME={given}, which does not lead to the job's other hosts", fix)
-    return ok(f"{', '.join(str(by_name[name]) for name in given.split(','))}, as GLOO_SOCKET_IFNAME says")
+            return fault(
+                f"GLOO_SOCKET_IFNAME={given}, which does not lead to the job's other hosts", fix
+            )
+    return ok(
+        f"{', '.join(str(by_name[name]) for name in given.split(','))}, as GLOO_SOCKET_IFNAME says"
+    )
 
 
 def nccl_interface(facts: Facts) -> Finding:
@@ -135,7 +168,14 @@ def matches(pattern: str, name: str) -> bool:
 
 def _nccls_order(usable: Iterable[Interface]) -> list[Interface]:
     """Sort interfaces: InfiniBand, then the rest, then docker's, then loopback. Source: NCCL misc/socket.cc, ncclFindInterfaces."""
-    return sorted(usable, key=lambda one: (one.is_loopback, one.name.startswith("docker"), not one.name.startswith("ib")))
+    return sorted(
+        usable,
+        key=lambda one: (
+            one.is_loopback,
+            one.name.startswith("docker"),
+            not one.name.startswith("ib"),
+        ),
+    )
 
 
 def _interface_of(facts: Facts) -> str:
@@ -143,13 +183,19 @@ def _interface_of(facts: Facts) -> str:
     net = facts.network
     usable = next((address for address in net.own if address in net.here), "127.0.0.1")
     # Debian's 127.0.1.1 belongs to the loopback interface, but is not listed there.
-    found = (one for one in net.interfaces if usable in one.addresses or (one.is_loopback and is_loopback(usable)))
+    found = (
+        one
+        for one in net.interfaces
+        if usable in one.addresses or (one.is_loopback and is_loopback(usable))
+    )
     return str(next(found, usable))
 
 
 def _suggestion(have: Sequence[Interface]) -> str:
     """Return the name of an interface that leads to other hosts, if there is one."""
-    return next((one.name for one in _nccls_order(one for one in have if one.up and one.addresses)), "lo")
+    return next(
+        (one.name for one in _nccls_order(one for one in have if one.up and one.addresses)), "lo"
+    )
 
 
 def _chosen(ordered: Sequence[Interface]) -> str:
@@ -171,14 +217,20 @@ def hostname(facts: Facts) -> Finding:
     by_name = f"export GLOO_SOCKET_IFNAME={_suggestion(net.interfaces)}"
     local = f"echo '127.0.0.1 {net.hostname}' >> /etc/hosts   # or: {by_name}"
     if not net.own:
-        return bad(f"{net.hostname} does not resolve: gloo falls back to loopback", by_name if many else local)
+        return bad(
+            f"{net.hostname} does not resolve: gloo falls back to loopback",
+            by_name if many else local,
+        )
     if net.here.isdisjoint(net.own):
         return bad(
             f"{net.hostname} resolves to {', '.join(net.own)}, which is not an address of this host: gloo falls back to loopback",
             by_name if many else local,
         )
     if many and all(map(is_loopback, net.own)):
-        return fault(f"{net.hostname} resolves to {', '.join(net.own)}, which other hosts cannot reach", by_name)
+        return fault(
+            f"{net.hostname} resolves to {', '.join(net.own)}, which other hosts cannot reach",
+            by_name,
+        )
     return ok(f"{net.hostname} resolves to {', '.join(net.own)}")
 
 
@@ -190,9 +242,15 @@ def master_address(facts: Facts) -> Finding:
     if not found:
         return fault(f"MASTER_ADDR={given} does not resolve", fix)
     if place.has_other_hosts and all(map(is_loopback, found)):
-        return fault(f"MASTER_ADDR={given} is {', '.join(found)}: other hosts look for rank 0 on themselves", fix)
+        return fault(
+            f"MASTER_ADDR={given} is {', '.join(found)}: other hosts look for rank 0 on themselves",
+            fix,
+        )
     if place.rank == 0 and not place.agent_store and facts.network.here.isdisjoint(found):
-        return fault(f"MASTER_ADDR={given} is {', '.join(found)}, which is not an address of this host, where rank 0 is", fix)
+        return fault(
+            f"MASTER_ADDR={given} is {', '.join(found)}, which is not an address of this host, where rank 0 is",
+            fix,
+        )
     return ok(f"{given} is {', '.join(found)}")
 
 
@@ -209,7 +267,10 @@ def master_port(facts: Facts) -> Finding:
     if place.launcher == "none":
         if not port.in_use:
             return ok(f"{port.number}, torchrun's default, is free")
-        return warning(f"{port.number}, torchrun's default, is in use{by}", "torchrun --standalone ...   # or: --master-port <another>")
+        return warning(
+            f"{port.number}, torchrun's default, is in use{by}",
+            "torchrun --standalone ...   # or: --master-port <another>",
+        )
     if port.in_use and place.rank == 0:
         another = f"export MASTER_PORT={_another(port.number)}   # in every process"
         return fault(f"{port.number}, where rank 0 must listen, is in use{by}", another)

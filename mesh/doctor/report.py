@@ -44,7 +44,10 @@ class Report:
             "version": _VERSION,
             "subject": self.subject,
             "ok": not self.exit_status,
-            "checks": [{"name": n, "status": f.status, "found": f.found, "fix": f.fix} for n, f in self.checks.items()],
+            "checks": [
+                {"name": n, "status": f.status, "found": f.found, "fix": f.fix}
+                for n, f in self.checks.items()
+            ],
             "bandwidth": [_row(one) for one in self.bandwidth],
         }
 
@@ -52,7 +55,16 @@ class Report:
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
-        return "\n".join((f"shardmesh doctor: {self.subject}", "", *self._checks(), *self._table(), "", self._summary()))
+        return "\n".join(
+            (
+                f"shardmesh doctor: {self.subject}",
+                "",
+                *self._checks(),
+                *self._table(),
+                "",
+                self._summary(),
+            )
+        )
 
     def _checks(self) -> Iterator[str]:
         width = max(map(len, self.checks), default=0)
@@ -66,13 +78,22 @@ class Report:
             return []
         rows = [("axis", "ranks", "collective", "latency", "bandwidth into each rank")]
         rows += [
-            (b.axis, str(b.ranks), b.op, seconds_text(b.latency), f"{b.gigabytes_per_second:.3g} GB/s") for b in self.bandwidth
+            (
+                b.axis,
+                str(b.ranks),
+                b.op,
+                seconds_text(b.latency),
+                f"{b.gigabytes_per_second:.3g} GB/s",
+            )
+            for b in self.bandwidth
         ]
         return ["", *table_lines(rows, right=())]
 
     def _summary(self) -> str:
         faults, warnings = self.count("fault"), self.count("warning")
-        return f"{_counted(faults, 'fault')}, {_counted(warnings, 'warning')}, {self.count('ok')} ok"
+        return (
+            f"{_counted(faults, 'fault')}, {_counted(warnings, 'warning')}, {self.count('ok')} ok"
+        )
 
 
 def _row(one: Bandwidth) -> dict[str, Any]:

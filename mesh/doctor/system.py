@@ -18,7 +18,9 @@ from ..text import whole_number
 
 _DISK_S = 3.0  # a folder on a dead file server blocks without end
 _SHARED = "/dev/shm"
-_OF_TORCH = re.compile(r"torch_([0-9]{1,10})_[0-9A-Za-z_]*")  # torch/csrc: NewProcessWideShmHandle, "/torch_<pid>_<random>_<number>"
+_OF_TORCH = re.compile(
+    r"torch_([0-9]{1,10})_[0-9A-Za-z_]*"
+)  # torch/csrc: NewProcessWideShmHandle, "/torch_<pid>_<random>_<number>"
 _UNLIMITED = 1 << 60  # cgroup 1 writes a number near 2^63 for no limit
 
 
@@ -92,7 +94,9 @@ def system() -> System:
     import platform
 
     memory = meminfo(read("/proc/meminfo"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return System(
         name=platform.platform(),
         container=os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv"),
@@ -126,7 +130,10 @@ def _limit(name: str) -> tuple[int | None, int | None]:
         import resource  # which Windows lacks
     except ImportError:
         return None, None
-    soft, hard = (None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(getattr(resource, name)))
+    soft, hard = (
+        None if value == resource.RLIM_INFINITY else value
+        for value in resource.getrlimit(getattr(resource, name))
+    )
     return soft, hard
 
 
@@ -148,12 +155,24 @@ def limits(read: Callable[[str], str]) -> Limits:
     """
     groups = dict(line.split(":", 2)[1:] for line in read("/proc/self/cgroup").splitlines())
     two = [f"/sys/fs/cgroup{folder}" for folder in _upwards(groups.get("", "/"))]
-    one = {c: [f"/sys/fs/cgroup/{c}{f}" for f in _upwards(_of_controller(groups, c))] for c in ("cpu", "memory", "pids")}
+    one = {
+        c: [f"/sys/fs/cgroup/{c}{f}" for f in _upwards(_of_controller(groups, c))]
+        for c in ("cpu", "memory", "pids")
+    }
     quotas = [read(f"{folder}/cpu.max").split() for folder in two]
-    quotas += [[read(f"{folder}/cpu.cfs_{part}_us").strip() for part in ("quota", "period")] for folder in one["cpu"]]
-    memory = [read(f"{folder}/memory.max") for folder in two] + [read(f"{f}/memory.limit_in_bytes") for f in one["memory"]]
+    quotas += [
+        [read(f"{folder}/cpu.cfs_{part}_us").strip() for part in ("quota", "period")]
+        for folder in one["cpu"]
+    ]
+    memory = [read(f"{folder}/memory.max") for folder in two] + [
+        read(f"{f}/memory.limit_in_bytes") for f in one["memory"]
+    ]
     pids = [read(f"{folder}/pids.max") for folder in (*two, *one["pids"])]
-    return Limits(min(_cores(quotas), default=None), min(_numbers(memory), default=None), min(_numbers(pids), default=None))
+    return Limits(
+        min(_cores(quotas), default=None),
+        min(_numbers(memory), default=None),
+        min(_numbers(pids), default=None),
+    )
 
 
 def _of_controller(groups: dict[str, str], controller: str) -> str:
@@ -186,7 +205,9 @@ def _numbers(texts: Iterable[str]) -> Iterator[int]:
 
 def leftovers(parents: Sequence[Path], shared: Path) -> Iterator[Leftover]:
     """Yield what jobs without living processes left behind: the monitor's trace buffers, and torch's shared tensors."""
-    folders = sorted((folder, changed) for parent in parents for changed, folder in job_folders(parent))
+    folders = sorted(
+        (folder, changed) for parent in parents for changed, folder in job_folders(parent)
+    )
     for folder, changed in folders:
         with contextlib.suppress(OSError):  # a job deletes it
             if is_left(folder, changed):

@@ -1,7 +1,7 @@
 """Run the Python debugger on one rank while the others wait.
 
-    rank 0   ... (Pdb) p x  n  n  c ........... gather   continues
-    rank 1   ..................... waits ...... gather   continues     or: PeerError: rank 0 quit the debugger
+rank 0   ... (Pdb) p x  n  n  c ........... gather   continues
+rank 1   ..................... waits ...... gather   continues     or: PeerError: rank 0 quit the debugger
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def breakpoint(rank: int = 0) -> None:
     """
     world = current_world()
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world.size:
-        raise errors.MeshError(f"breakpoint(rank={rank!r}): the world has {world.size} ranks, numbered 0 to {world.size - 1}.")
+        raise errors.MeshError(
+            f"breakpoint(rank={rank!r}): the world has {world.size} ranks, numbered 0 to {world.size - 1}."
+        )
     frame = sys._getframe(1)
     if world.rank != rank:
         _wait(world, rank)
@@ -86,7 +88,9 @@ def _tell(world: World, said: Verdict | str | None) -> None:
 
 def _quit_verdict(rank: int, place: str) -> Verdict:
     text = f"rank {rank} quit the debugger at {place}"
-    return Verdict("raised", (rank,), "BdbQuit", (Observation(rank, "quit the debugger", place),), text)
+    return Verdict(
+        "raised", (rank,), "BdbQuit", (Observation(rank, "quit the debugger", place),), text
+    )
 
 
 class _Debugger(pdb.Pdb):
@@ -123,7 +127,9 @@ class _Debugger(pdb.Pdb):
             return
         continues, stop = self._continues, (self.stopframe, self.returnframe, self.stoplineno)
         self.set_trace(frame)  # which means `s`
-        self.stopframe, self.returnframe, self.stoplineno = (self.botframe, None, -1) if continues else stop
+        self.stopframe, self.returnframe, self.stoplineno = (
+            (self.botframe, None, -1) if continues else stop
+        )
 
 
 @contextmanager

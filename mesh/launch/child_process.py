@@ -44,7 +44,9 @@ class RankFailure:
     def is_of(self, number: int) -> bool:
         """Return whether this signal ended the rank: killed it, or made it raise SystemExit(128 + number)."""
         error = self.exception
-        return self.signal == number or (isinstance(error, SystemExit) and error.code == 128 + number)
+        return self.signal == number or (
+            isinstance(error, SystemExit) and error.code == 128 + number
+        )
 
 
 def callable_name(fn: object) -> str:
@@ -60,14 +62,25 @@ def child_main(parent: int, pipe: Connection, payload: bytes) -> None:
     """
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it before spawning
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGINT}
+    )  # the parent blocked it before spawning
     try:
         pipe.send_bytes(RESULT + _run(payload))
         _exit()
     except BaseException as error:
         notify_peers(error)  # to the other ranks, at once
-        text = "".join(traceback.format_exception(error.with_traceback(_without_this_file(error.__traceback__))))
-        failure = RankFailure(f"raised {type(error).__name__}: {error}", time.monotonic(), text, pickled_exception(error))
+        text = "".join(
+            traceback.format_exception(
+                error.with_traceback(_without_this_file(error.__traceback__))
+            )
+        )
+        failure = RankFailure(
+            f"raised {type(error).__name__}: {error}",
+            time.monotonic(),
+            text,
+            pickled_exception(error),
+        )
         pipe.send_bytes(FAILURE + pickle.dumps(failure))
         # Wait to be ended by the parent. Exiting now would break the peers' connections and obscure which error was first.
         pipe.poll(None)
@@ -97,7 +110,9 @@ def _run(payload: bytes) -> bytes:
     try:
         return pickle.dumps(result)
     except Exception as error:
-        error.add_note(f"{callable_name(fn)} returned a {type(result).__name__} that cannot be sent back to the parent")
+        error.add_note(
+            f"{callable_name(fn)} returned a {type(result).__name__} that cannot be sent back to the parent"
+        )
         raise
 
 

@@ -32,20 +32,42 @@ class Launcher(NamedTuple):
 
     def numbers(self) -> dict[str, str]:
         """Return the launcher's variables by torch's."""
-        return dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), (self.rank, self.size, self.local_rank), strict=True))
+        return dict(
+            zip(
+                ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+                (self.rank, self.size, self.local_rank),
+                strict=True,
+            )
+        )
 
 
 # mpirun starts its own daemons by srun, whose numbers its processes inherit: so MPI's come first.
 LAUNCHERS = (
-    Launcher("mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    Launcher(
+        "mpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     Launcher("mpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    Launcher("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    Launcher(
+        "slurm",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+    ),
 )
 
 
 def launchers_of(env: Mapping[str, str], least: int = 2) -> list[Launcher]:
     """Return the launchers that have started at least so many processes, the innermost first. For Slurm that is srun, not sbatch."""
-    return [one for one in LAUNCHERS if _is_number(env, one.rank) and (whole_number(env.get(one.size, "")) or 0) >= least]
+    return [
+        one
+        for one in LAUNCHERS
+        if _is_number(env, one.rank) and (whole_number(env.get(one.size, "")) or 0) >= least
+    ]
 
 
 def unconnected(env: Mapping[str, str]) -> str:
@@ -65,8 +87,17 @@ def completed(env: Mapping[str, str]) -> dict[str, str]:
 
     The first two only where MASTER_ADDR and MASTER_PORT are set; the last two only from a launcher with the same RANK and WORLD_SIZE.
     """
-    found, launchers = {name: value for name, value in env.items() if value or name in VISIBLE.values()}, launchers_of(env, 1)
-    if launchers and "MASTER_ADDR" in found and "MASTER_PORT" in found and "RANK" not in found and "WORLD_SIZE" not in found:
+    found, launchers = (
+        {name: value for name, value in env.items() if value or name in VISIBLE.values()},
+        launchers_of(env, 1),
+    )
+    if (
+        launchers
+        and "MASTER_ADDR" in found
+        and "MASTER_PORT" in found
+        and "RANK" not in found
+        and "WORLD_SIZE" not in found
+    ):
         found |= {"RANK": env[launchers[0].rank], "WORLD_SIZE": env[launchers[0].size]}
     for one in launchers:
         if (found.get("RANK"), found.get("WORLD_SIZE")) == (env[one.rank], env[one.size]):
@@ -95,22 +126,38 @@ def launch_environment(env: Mapping[str, str] | None = None) -> tuple[int, int] 
         )
     rank, size, port = (_number(env, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if size > MOST_RANKS:
-        raise errors.LaunchEnvironmentError(f"WORLD_SIZE={size}: a job has at most {MOST_RANKS} ranks.")
+        raise errors.LaunchEnvironmentError(
+            f"WORLD_SIZE={size}: a job has at most {MOST_RANKS} ranks."
+        )
     if not 0 <= rank < size:
-        raise errors.LaunchEnvironmentError(f"RANK={rank} with WORLD_SIZE={size}: ranks go from 0 to WORLD_SIZE - 1.")
+        raise errors.LaunchEnvironmentError(
+            f"RANK={rank} with WORLD_SIZE={size}: ranks go from 0 to WORLD_SIZE - 1."
+        )
     if port > 65535:
-        raise errors.LaunchEnvironmentError(f"MASTER_PORT={port}: a port is a number from 0 to 65535.")
+        raise errors.LaunchEnvironmentError(
+            f"MASTER_PORT={port}: a port is a number from 0 to 65535."
+        )
     if port == 0 and size > 1:
-        raise errors.LaunchEnvironmentError("MASTER_PORT=0: the ranks would not find each other; write a free port of the host of rank 0.")
+        raise errors.LaunchEnvironmentError(
+            "MASTER_PORT=0: the ranks would not find each other; write a free port of the host of rank 0."
+        )
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         if name in env:
             _number(env, name)
-    if "\0" in env["MASTER_ADDR"] or not env["MASTER_ADDR"].isprintable() or len(env["MASTER_ADDR"]) > _LONGEST_NAME:
-        raise errors.LaunchEnvironmentError(f"MASTER_ADDR={shortened(env['MASTER_ADDR'], 80)!r}: it must be the name or address of a host.")
+    if (
+        "\0" in env["MASTER_ADDR"]
+        or not env["MASTER_ADDR"].isprintable()
+        or len(env["MASTER_ADDR"]) > _LONGEST_NAME
+    ):
+        raise errors.LaunchEnvironmentError(
+            f"MASTER_ADDR={shortened(env['MASTER_ADDR'], 80)!r}: it must be the name or address of a host."
+        )
     return rank, size
 
 
-def device_index(env: Mapping[str, str], device_type: str, count: int, is_alone: bool = False) -> int | None:
+def device_index(
+    env: Mapping[str, str], device_type: str, count: int, is_alone: bool = False
+) -> int | None:
     """Return which of `count` visible devices belongs to this process: LOCAL_RANK (never RANK), or the only one; None leaves the choice.
 
     `srun --gpus-per-task=1` and a `CUDA_VISIBLE_DEVICES` for each process leave one visible device, whose index is 0 on every rank.
@@ -142,7 +189,9 @@ def device_index(env: Mapping[str, str], device_type: str, count: int, is_alone:
 def visible(env: Mapping[str, str], device_type: str, count: int) -> str:
     """Return how many devices there are, and the variable that may hide others: "1 cuda device (CUDA_VISIBLE_DEVICES='2')"."""
     name = VISIBLE.get(device_type, "")
-    return f"{count or 'no'} {device_type} device{'s'[: count != 1]}" + (f" ({name}={env[name]!r})" if name in env else "")
+    return f"{count or 'no'} {device_type} device{'s'[: count != 1]}" + (
+        f" ({name}={env[name]!r})" if name in env else ""
+    )
 
 
 def _local_size(env: Mapping[str, str], launcher: Launcher) -> str:
@@ -168,5 +217,7 @@ def _is_number(env: Mapping[str, str], name: str) -> bool:
 def _number(env: Mapping[str, str], name: str) -> int:
     found = whole_number(env[name])
     if found is None:
-        raise errors.LaunchEnvironmentError(f"{name}={shortened(env[name], 80)!r}: it must be a whole number.")
+        raise errors.LaunchEnvironmentError(
+            f"{name}={shortened(env[name], 80)!r}: it must be a whole number."
+        )
     return found

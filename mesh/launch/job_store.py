@@ -25,7 +25,9 @@ from ..text import whole_number
 from .progress import Progress
 
 _ANSWER_S = 10.0  # for a store to answer; a server of another kind never does
-_SLOW_ANSWER_S = 60.0  # the same for one on this host, which may have to look up the names of many peers first
+_SLOW_ANSWER_S = (
+    60.0  # the same for one on this host, which may have to look up the names of many peers first
+)
 _SILENT_S = 20.0  # after which a server that takes connections and does not answer is no store, if names are looked up in time
 _SLOW_LOOKUP_S = 1.0
 _TO_RESOLVE_S = 2.0  # for the name of MASTER_ADDR, before there is a line about it
@@ -50,7 +52,11 @@ class Address(NamedTuple):
 
 
 def address_of(env: Mapping[str, str]) -> Address:
-    return Address(env["MASTER_ADDR"], whole_number(env["MASTER_PORT"]) or 0, env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    return Address(
+        env["MASTER_ADDR"],
+        whole_number(env["MASTER_PORT"]) or 0,
+        env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
 
 
 def opened(address: Address, rank: int, size: int, progress: Progress) -> tuple[Store, bool]:
@@ -79,7 +85,12 @@ def _served(address: Address) -> Store:
     if not found:
         raise _does_not_lead_here(address, f"{address.host!r} does not resolve")
     try:
-        return _made(address, True, _SLOW_ANSWER_S if any(map(is_own, found)) else _ANSWER_S, loopback_socket(found, address.port))
+        return _made(
+            address,
+            True,
+            _SLOW_ANSWER_S if any(map(is_own, found)) else _ANSWER_S,
+            loopback_socket(found, address.port),
+        )
     except (dist.DistNetworkError, OSError) as error:
         if not _says_in_use(error):
             raise _does_not_lead_here(address, str(error).splitlines()[0]) from error
@@ -112,7 +123,9 @@ def loopback_socket(found: Sequence[str], port: int) -> socket.socket | None:
 
 def loopback_listener(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address of this host. Raises: OSError when the port is in use."""
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listening = socket.socket(
+        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
+    )
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
@@ -157,7 +170,10 @@ def _reached(address: Address, rank: int, size: int, progress: Progress) -> Stor
         if problem := _problem(address) or _slow_resolver(address):
             silent_since = None
         else:
-            problem, silent_since = "it does not answer", now if silent_since is None else silent_since
+            problem, silent_since = (
+                "it does not answer",
+                now if silent_since is None else silent_since,
+            )
             if is_over or now - silent_since >= _SILENT_S:
                 raise _no_store(address)
         if is_due:
@@ -191,7 +207,9 @@ def _slow_resolver(address: Address) -> str:
     )
 
 
-def _made(address: Address, serves: bool, limit: float, listening: socket.socket | None = None) -> Store:
+def _made(
+    address: Address, serves: bool, limit: float, listening: socket.socket | None = None
+) -> Store:
     """Create torch's store.
 
     Raises: DistNetworkError; LaunchEnvironmentError when there is no answer.
@@ -215,11 +233,22 @@ def _connect(
     """Create torch's store in a thread, since torch waits without end for an answer from a server that is no store."""
     box: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
     file = None if listening is None else listening.detach()
-    threading.Thread(target=_make, args=(box, address, serves, limit, file), name="shardmesh-connect", daemon=True).start()
+    threading.Thread(
+        target=_make,
+        args=(box, address, serves, limit, file),
+        name="shardmesh-connect",
+        daemon=True,
+    ).start()
     return box
 
 
-def _make(box: queue.SimpleQueue[Store | Exception], address: Address, serves: bool, limit: float, file: int | None) -> None:
+def _make(
+    box: queue.SimpleQueue[Store | Exception],
+    address: Address,
+    serves: bool,
+    limit: float,
+    file: int | None,
+) -> None:
     try:
         box.put(
             TCPStore(
@@ -273,7 +302,9 @@ def _no_store(address: Address) -> errors.LaunchEnvironmentError:
     )
 
 
-def _unreachable(address: Address, rank: int, problem: str, progress: Progress) -> errors.LaunchEnvironmentError:
+def _unreachable(
+    address: Address, rank: int, problem: str, progress: Progress
+) -> errors.LaunchEnvironmentError:
     server = "the launcher's store" if address.is_launchers else "rank 0"
     return errors.LaunchEnvironmentError(
         f"rank {rank} cannot reach {server} at {address} within {progress.timeout:.0f} s: {problem}. Check that "

@@ -46,7 +46,15 @@ _TERM_GRACE_S = 5.0  # from SIGTERM, which a child may catch to save its work, t
 _FIRST_FAILURE_S = 0.5  # after a failure, wait this long for earlier ones: a killed rank breaks its peers' connections
 _POLL_S = 1.0  # check exit statuses as well as pipes, which a child's own children can hold open after it died
 _NO_GUARD_EXIT = 79  # exit status of a rank that called launch() while it imported the script
-_RESERVED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_RESERVED = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 _environ_lock = threading.Lock()
 
@@ -61,7 +69,14 @@ class LaunchError(RuntimeError):
         traceback: its traceback as text, or "".
     """
 
-    def __init__(self, message: str, rank: int, signal: int | None = None, exitcode: int | None = None, tb: str = ""):
+    def __init__(
+        self,
+        message: str,
+        rank: int,
+        signal: int | None = None,
+        exitcode: int | None = None,
+        tb: str = "",
+    ):
         super().__init__(message)
         self.rank, self.signal, self.exitcode, self.traceback = rank, signal, exitcode, tb
 
@@ -136,7 +151,9 @@ def _local_store() -> dist.TCPStore:
     """Return a store at a free port that is reached from this host only."""
     listening = loopback_listener(_HOST, 0)
     port = listening.getsockname()[1]
-    return dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    return dist.TCPStore(
+        _HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
 
 
 # ------------------------------------------------------------------------------------------------ checks of the call
@@ -146,7 +163,9 @@ def _check_call(fn: object, nprocs: object, env: Mapping[str, str] | None) -> No
     with _environ_lock:  # another thread's launch() may have set RANK for a child
         rank = os.environ.get("RANK")
     if rank is not None:
-        if getattr(mp.current_process(), "_inheriting", False):  # a rank is importing the script: let the parent report it, once
+        if getattr(
+            mp.current_process(), "_inheriting", False
+        ):  # a rank is importing the script: let the parent report it, once
             raise SystemExit(_NO_GUARD_EXIT)
         raise RuntimeError(
             f"launch() was called in a process that is already rank {rank} of "
@@ -155,7 +174,9 @@ def _check_call(fn: object, nprocs: object, env: Mapping[str, str] | None) -> No
             "which import this script, do not run it again."
         )
     if not callable(fn):
-        raise TypeError(f"launch() needs a function, got {fn!r}: write launch(train, 4, args), not launch(train(), 4)")
+        raise TypeError(
+            f"launch() needs a function, got {fn!r}: write launch(train, 4, args), not launch(train(), 4)"
+        )
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"launch() needs nprocs >= 1, got {nprocs!r}")
     if clash := sorted(set(env or ()) & set(_RESERVED)):
@@ -174,7 +195,9 @@ def _pickle_call(fn: Callable, args: tuple, kwargs: dict) -> bytes:
         try:
             pickle.dumps(value)
         except Exception as error:
-            raise ValueError(f"launch() cannot send {what} to another process: {error}. Instead, {fix}.") from error
+            raise ValueError(
+                f"launch() cannot send {what} to another process: {error}. Instead, {fix}."
+            ) from error
     return pickle.dumps((fn, args, kwargs))
 
 
@@ -250,7 +273,9 @@ class _LocalRank:
     failure: RankFailure | None = None
 
     def update(self) -> None:
-        exitcode = self.process.exitcode  # read before the pipe: then all that an ended child wrote is there
+        exitcode = (
+            self.process.exitcode
+        )  # read before the pipe: then all that an ended child wrote is there
         if self.reading and self.pipe.poll():
             self._read()
         if exitcode is None:
@@ -261,7 +286,9 @@ class _LocalRank:
 
     def _read(self) -> None:
         self.reading = False
-        with contextlib.suppress(EOFError, OSError):  # it ended without a report; the exit status has the reason
+        with contextlib.suppress(
+            EOFError, OSError
+        ):  # it ended without a report; the exit status has the reason
             message = self.pipe.recv_bytes()
             if message[:1] == RESULT:
                 self.result = message[1:]
@@ -292,7 +319,9 @@ def _exit_failure(exitcode: int, when: str) -> RankFailure:
 def _start(ranks: list[_LocalRank], rank: int, shared: Mapping[str, str], payload: bytes) -> None:
     context = mp.get_context("spawn")
     mine, theirs = context.Pipe(duplex=True)
-    process = context.Process(target=child_main, args=(os.getpid(), theirs, payload), name=f"rank{rank}")
+    process = context.Process(
+        target=child_main, args=(os.getpid(), theirs, payload), name=f"rank{rank}"
+    )
     with _spawning({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
         process.start()
         ranks.append(_LocalRank(rank, process, mine))
@@ -349,11 +378,16 @@ def _raise_first_failure(ranks: Sequence[_LocalRank], signals: Sequence[int]) ->
     failed = [(r.rank, r.failure) for r in ranks if r.failure]
     if not failed:
         return
-    failed.sort(key=lambda f: (f[1].exitcode is None, f[1].when))  # ranks that died come first: they cause their peers' errors
+    failed.sort(
+        key=lambda f: (f[1].exitcode is None, f[1].when)
+    )  # ranks that died come first: they cause their peers' errors
     (rank, failure), *others = failed
     if signals and failure.is_of(signals[0]):
         name = signal.Signals(signals[0]).name
-        print(f"shardmesh: launch: {name} has ended {len(failed)} of {len(ranks)} ranks", file=sys.stderr)
+        print(
+            f"shardmesh: launch: {name} has ended {len(failed)} of {len(ranks)} ranks",
+            file=sys.stderr,
+        )
         raise SystemExit(128 + signals[0])
     lines = [f"rank {rank} of {len(ranks)} {failure.summary}"]
     if failure.traceback:

@@ -108,11 +108,20 @@ class _StoreAgreement:
         error: why they could not agree.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, has_notice: Callable[[], bool], check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        has_notice: Callable[[], bool],
+        check: Callable[[], None],
+    ) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._has_notice, self._check = has_notice, check
         self._step: int | None = None
-        self._lock = threading.Lock()  # held by the thread while ranks agree, so that no step begins here
+        self._lock = (
+            threading.Lock()
+        )  # held by the thread while ranks agree, so that no step begins here
         self._over = False
         self._wake: SimpleQueue[None] = SimpleQueue()
         self.agreed: int | None = None
@@ -141,8 +150,14 @@ class _StoreAgreement:
     def _run(self) -> None:
         try:
             noticed = self._wait_for_notice()
-        except Exception as error:  # the process of the store has ended, as it may at the end of a job
-            _log.info("rank %d no longer checks for a preemption notice of other ranks: %s", self._rank, error)
+        except (
+            Exception
+        ) as error:  # the process of the store has ended, as it may at the end of a job
+            _log.info(
+                "rank %d no longer checks for a preemption notice of other ranks: %s",
+                self._rank,
+                error,
+            )
             return
         if noticed:
             self._agree()
@@ -153,7 +168,11 @@ class _StoreAgreement:
             if self._has_notice():
                 if self._finds_failure():
                     return False
-                _log.warning("rank %d is being preempted (%s): all ranks will stop in the same step", self._rank, _notice)
+                _log.warning(
+                    "rank %d is being preempted (%s): all ranks will stop in the same step",
+                    self._rank,
+                    _notice,
+                )
                 self._store.set("notice", str(self._rank))
                 return True
             if self._store.check(["notice"]):
@@ -178,7 +197,9 @@ class _StoreAgreement:
         return False
 
     def _agree(self) -> None:
-        while self._step is None and not self._over:  # the other ranks wait for this rank's first step
+        while (
+            self._step is None and not self._over
+        ):  # the other ranks wait for this rank's first step
             time.sleep(_STEP_POLL_S)
         with self._lock:
             try:
@@ -189,7 +210,9 @@ class _StoreAgreement:
             except Exception as error:
                 self.error = error
                 return
-            with contextlib.suppress(Exception):  # the process of the store must not exit before all ranks have read the step
+            with contextlib.suppress(
+                Exception
+            ):  # the process of the store must not exit before all ranks have read the step
                 self._store.set(f"read{self._rank}", "")
                 self._wait_for_all("read", _READ_TIMEOUT_S)
 
@@ -201,7 +224,9 @@ class _StoreAgreement:
         """Wait until all ranks have set this key; return False if `stop` was called first."""
         deadline = time.monotonic() + timeout
         while not self._over:
-            missing = [rank for rank in range(self._size) if not self._store.check([f"{what}{rank}"])]
+            missing = [
+                rank for rank in range(self._size) if not self._store.check([f"{what}{rank}"])
+            ]
             if not missing:
                 return True
             self._check()
@@ -222,7 +247,9 @@ def _check_order(step: int, before: int | None) -> None:
         )
 
 
-_agreements: weakref.WeakKeyDictionary[Any, _LocalAgreement | _StoreAgreement] = weakref.WeakKeyDictionary()
+_agreements: weakref.WeakKeyDictionary[Any, _LocalAgreement | _StoreAgreement] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _key(world: World) -> Any:
@@ -231,14 +258,20 @@ def _key(world: World) -> Any:
 
 
 def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
-    with contextlib.suppress(ValueError):  # outside the main thread only other ranks or the file can give a notice
+    with contextlib.suppress(
+        ValueError
+    ):  # outside the main thread only other ranks or the file can give a notice
         _listen()
     if not isinstance(world, ProcessWorld) or world.size == 1:
         return _LocalAgreement()
     watch = monitor_of(world)
     # Use a separate connection: the main thread may block in the other one, waiting for ranks that wait for this agreement.
-    store: Any = PrefixStore(f"shardmesh/preemption/{world.job}/{world.epoch}", distributed_c10d._get_default_store())
-    made = _StoreAgreement(store.clone(), world.rank, world.size, _has_notice, partial(_check_job, watch))
+    store: Any = PrefixStore(
+        f"shardmesh/preemption/{world.job}/{world.epoch}", distributed_c10d._get_default_store()
+    )
+    made = _StoreAgreement(
+        store.clone(), world.rank, world.size, _has_notice, partial(_check_job, watch)
+    )
     weakref.finalize(world, made.stop)
     return made
 
@@ -323,8 +356,13 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         _reset(number)
         world = current_world()
         rank = f" rank {world.rank}:" if world.size > 1 else ""
-        with contextlib.suppress(OSError):  # not through sys.stderr, which may be in the middle of a write
-            os.write(2, f"shardmesh:{rank} {signal.Signals(number).name}: ends with code {128 + number}\n".encode())
+        with contextlib.suppress(
+            OSError
+        ):  # not through sys.stderr, which may be in the middle of a write
+            os.write(
+                2,
+                f"shardmesh:{rank} {signal.Signals(number).name}: ends with code {128 + number}\n".encode(),
+            )
         raise SystemExit(128 + number)
     _notice = "SIGTERM"
     for agreement in list(_agreements.values()):

@@ -76,7 +76,11 @@ def local_device(device_type: str) -> torch.device:
 
 def _default_backend(device_type: str) -> str:
     known = dist.Backend.default_device_backend_map
-    if device_type in _HOST_ONLY or device_type not in known or not dist.is_backend_available(known[device_type]):
+    if (
+        device_type in _HOST_ONLY
+        or device_type not in known
+        or not dist.is_backend_available(known[device_type])
+    ):
         return "gloo"
     return f"cpu:gloo,{device_type}:{known[device_type]}"
 
@@ -111,7 +115,9 @@ def _module(device_type: str) -> Any:
     try:
         parsed = torch.device(device_type)
     except (RuntimeError, TypeError):
-        raise errors.MeshError(f'device type {device_type!r}: must be one that torch knows, such as "cpu" or "cuda".') from None
+        raise errors.MeshError(
+            f'device type {device_type!r}: must be one that torch knows, such as "cpu" or "cuda".'
+        ) from None
     if parsed.index is not None:
         raise errors.MeshRuntimeError(
             f'device type {device_type!r}: write "{parsed.type}" without an index; LOCAL_RANK chooses the device.'
@@ -137,7 +143,9 @@ def _bind_device(device_type: str) -> None:
         module.set_device(bound.index)
         return
     is_used = getattr(module, "is_initialized", lambda: False)()
-    if is_used and module.current_device() != 0:  # nothing but the program chooses another than the first
+    if (
+        is_used and module.current_device() != 0
+    ):  # nothing but the program chooses another than the first
         return
     is_alone = dist.get_world_size() == 1 or is_used if started else False
     index = device_index(os.environ, device_type, module.device_count(), is_alone)
@@ -166,7 +174,11 @@ def _check_backend(device_type: str, backend: str | None) -> None:
     if backend is None:
         return
     backend = backend.lower()
-    wanted = dict(part.split(":") for part in backend.split(",")) if ":" in backend else {device_type: backend}
+    wanted = (
+        dict(part.split(":") for part in backend.split(","))
+        if ":" in backend
+        else {device_type: backend}
+    )
     if any(running.get(device) != name for device, name in wanted.items()):
         raise errors.MeshError(
             f"backend={backend!r}, but the default process group exists already, with {running}. Omit backend, or "

@@ -43,4 +43,8 @@ class Progress:
         return True
 
     def report(self, whom: str, why: str = "") -> None:
-        print(f"waiting for {whom} ({self.waited:.0f} s){why and ': '}{why}", file=sys.stderr, flush=True)
+        print(
+            f"waiting for {whom} ({self.waited:.0f} s){why and ': '}{why}",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -41,7 +41,9 @@ T = TypeVar("T")
 @overload
 def rank_zero(fn: Callable[Args, T], *, local: bool = False) -> Callable[Args, T | None]: ...
 @overload
-def rank_zero(fn: None = None, *, local: bool = False) -> Callable[[Callable[Args, T]], Callable[Args, T | None]]: ...
+def rank_zero(
+    fn: None = None, *, local: bool = False
+) -> Callable[[Callable[Args, T]], Callable[Args, T | None]]: ...
 def rank_zero(fn: Callable[..., Any] | None = None, *, local: bool = False) -> Callable[..., Any]:
     """rank_zero(fn)(*args) -> fn(*args) on rank 0, None on the others, which do not wait.
 
@@ -164,8 +166,13 @@ def _sending_outcome(group: Group, line: str) -> Iterator[None]:
 def _verdict(rank: int, line: str, error: Exception) -> Verdict:
     kind = type(error).__name__
     summary = f"rank {rank} raised {kind} in main_process_first at {line}, so the other ranks do not run the block: {error}"
-    lines = [summary, *(f"  | {text}" for text in "".join(traceback.format_exception(error)).splitlines())]
-    return Verdict("raised", (rank,), kind, (Observation(rank, "main_process_first", line),), "\n".join(lines))
+    lines = [
+        summary,
+        *(f"  | {text}" for text in "".join(traceback.format_exception(error)).splitlines()),
+    ]
+    return Verdict(
+        "raised", (rank,), kind, (Observation(rank, "main_process_first", line),), "\n".join(lines)
+    )
 
 
 def _paused(world: World) -> Any:
@@ -187,12 +194,16 @@ class _Region:
     def observe(self, record: CollectiveRecord) -> None:
         """Warn of a collective with ranks that are not in the region."""
         absent = sorted(self._absent.intersection(record.ranks))
-        if not absent or current_world() is not self._world:  # in another world, inside the region, no rank is absent
+        if (
+            not absent or current_world() is not self._world
+        ):  # in another world, inside the region, no rank is absent
             return
         call = user_call()
         if (call.file, call.line) not in _warned:
             _warned.add((call.file, call.line))
-            warnings.warn_explicit(self._text(record, call.name, absent), UserWarning, call.file, call.line)
+            warnings.warn_explicit(
+                self._text(record, call.name, absent), UserWarning, call.file, call.line
+            )
 
     def _text(self, record: CollectiveRecord, name: str, absent: Sequence[int]) -> str:
         by = "" if name == record.op else f" by {name}"

@@ -41,15 +41,22 @@ _TO_TELL_S = 2.0  # how long a rank that cannot start tries to tell the others
 _TO_TELL_LATE_S = 8.0  # the same for one that raises long before the others expect it
 _RANK_PROCESS = "_SHARDMESH_RANK_PROCESS"  # a variable
 _TO_COME_S = 0.8  # how long ranks that differ wait for the rest, so that votes can decide which are the outliers
-_TO_READ_S = 1.0  # how long the rank that serves the store stays, so that the others can read what is wrong
+_TO_READ_S = (
+    1.0  # how long the rank that serves the store stays, so that the others can read what is wrong
+)
 _GO, _AGAIN = "go", "again"
-_FIRST_PAUSE_S, _PAUSE_S = 1e-3, 1e-2  # between reads of the store, in a job of up to _FEW ranks; with more ranks each reads less often,
+_FIRST_PAUSE_S, _PAUSE_S = (
+    1e-3,
+    1e-2,
+)  # between reads of the store, in a job of up to _FEW ranks; with more ranks each reads less often,
 _FEW = 100  # so that one store can serve them all
 
 _starts = itertools.count()
 
 
-def rendezvous(rank: int, size: int, alike: Mapping[str, str], timeout: float = TIMEOUT_S, *, device: str = "") -> Store:
+def rendezvous(
+    rank: int, size: int, alike: Mapping[str, str], timeout: float = TIMEOUT_S, *, device: str = ""
+) -> Store:
     """rendezvous(rank, size, alike) -> the store for a new default group of `size` ranks, which are all there and agree.
 
     Two processes with one RANK, another WORLD_SIZE, version or setting on some rank, and a rank of another job end it on all ranks
@@ -74,7 +81,9 @@ def rendezvous(rank: int, size: int, alike: Mapping[str, str], timeout: float = 
         except dist.DistError as error:  # the rank that serves it has ended, or makes a new one
             job_store.drop(address)
             if progress.is_over():
-                raise errors.LaunchEnvironmentError(f"rank {rank} lost the store at {address}: {error}") from error
+                raise errors.LaunchEnvironmentError(
+                    f"rank {rank} lost the store at {address}: {error}"
+                ) from error
             time.sleep(_PAUSE_S)
         else:
             return PrefixStore(f"shardmesh/epoch{number}", store)
@@ -84,21 +93,35 @@ def notify_of_early_errors() -> None:
     """Notify the other ranks if this one raises before its first mesh and no launcher ends them; they would wait for it."""
     env = completed(os.environ)
     numbers = [env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
-    if None in map(whole_number, numbers) or numbers[1] == "1" or not env.get("MASTER_ADDR") or job_store.address_of(env).is_launchers:
+    if (
+        None in map(whole_number, numbers)
+        or numbers[1] == "1"
+        or not env.get("MASTER_ADDR")
+        or job_store.address_of(env).is_launchers
+    ):
         return
     before, rank_process = sys.excepthook, os.getpid()
-    if os.environ.setdefault(_RANK_PROCESS, str(rank_process)) != str(rank_process):  # a child inherits the RANK, but is not that rank
+    if os.environ.setdefault(_RANK_PROCESS, str(rank_process)) != str(
+        rank_process
+    ):  # a child inherits the RANK, but is not that rank
         return
 
     def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         before(kind, error, where)
         if os.getpid() == rank_process and not next(_starts) and not dist.is_initialized():
-            notify_ranks(errors.LaunchEnvironmentError(f"it raised {kind.__name__} before it made a mesh: {error}"), _TO_TELL_LATE_S)
+            notify_ranks(
+                errors.LaunchEnvironmentError(
+                    f"it raised {kind.__name__} before it made a mesh: {error}"
+                ),
+                _TO_TELL_LATE_S,
+            )
 
     sys.excepthook = tell
 
 
-def notify_ranks(error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S) -> errors.LaunchEnvironmentError:
+def notify_ranks(
+    error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S
+) -> errors.LaunchEnvironmentError:
     """Notify the ranks that can be reached in time that this one cannot start; return the error that all ranks raise."""
     env = completed(os.environ)
     rank, port = (whole_number(env.get(name, "")) for name in ("RANK", "MASTER_PORT"))
@@ -108,7 +131,14 @@ def notify_ranks(error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL
     info = own_rank_info(rank, {"WORLD_SIZE": env.get("WORLD_SIZE", "?")}, next(_starts), env)
     try:
         store, serves = job_store.opened(address, rank, 0, progress)
-        StoreRendezvous(store, info, progress, address, serves, f"rank {rank} ({info.place}) cannot start: {error}").run()
+        StoreRendezvous(
+            store,
+            info,
+            progress,
+            address,
+            serves,
+            f"rank {rank} ({info.place}) cannot start: {error}",
+        ).run()
     except errors.LaunchEnvironmentError as found:
         return found if job_store.is_open(address) else error
     except dist.DistError:
@@ -120,10 +150,22 @@ class StoreRendezvous:
     """One rank's part in the agreement of all ranks. With a `fault` the rank cannot take part, and tells the others why."""
 
     def __init__(
-        self, store: Store, info: RankInfo, progress: Progress, address: Address, serves: bool, fault: str = ""
+        self,
+        store: Store,
+        info: RankInfo,
+        progress: Progress,
+        address: Address,
+        serves: bool,
+        fault: str = "",
     ) -> None:
         self.store: Any = PrefixStore("shardmesh/start", store)
-        self.info, self.progress, self.address, self.serves, self.fault = info, progress, address, serves, fault
+        self.info, self.progress, self.address, self.serves, self.fault = (
+            info,
+            progress,
+            address,
+            serves,
+            fault,
+        )
         self.size = whole_number(info.size) or 0
 
     def run(self) -> int:
@@ -155,9 +197,16 @@ class StoreRendezvous:
 
     def _check_job(self) -> None:
         """Raise a LaunchEnvironmentError if the store belongs to another job, which continues."""
-        first = parsed("shardmesh/start/job", self.store.compare_set("job", "", self.info.to_json()), RankInfo.from_json)
+        first = parsed(
+            "shardmesh/start/job",
+            self.store.compare_set("job", "", self.info.to_json()),
+            RankInfo.from_json,
+        )
         if self.info.job and first.job and first.job != self.info.job:
-            self.store.append("strays", f"rank {self.info.rank} of job {self.info.job!r} ({self.info.place}) came here by mistake; ")
+            self.store.append(
+                "strays",
+                f"rank {self.info.rank} of job {self.info.job!r} ({self.info.place}) came here by mistake; ",
+            )
             raise errors.LaunchEnvironmentError(
                 f"the store at {self.address} belongs to job {first.job!r} (rank {first.rank}, {first.place}, came first), and rank "
                 f"{self.info.rank} ({self.info.place}) is one of job {self.info.job!r}: give each job its own MASTER_ADDR or "
@@ -199,7 +248,11 @@ class StoreRendezvous:
     def _may_follow(self, holder: RankInfo) -> bool:
         """Return whether the process that was this rank before is this one, has ended, or is one that torchrun has replaced."""
         elsewhere = holder.machine != self.info.machine
-        return holder.is_same_process(self.info) or holder.is_gone() or (elsewhere and _is_restartable())
+        return (
+            holder.is_same_process(self.info)
+            or holder.is_gone()
+            or (elsewhere and _is_restartable())
+        )
 
     def _duplicate(self, keys: Any, holder: RankInfo, verdict: str) -> str:
         one, other = sorted((holder, self.info), key=lambda info: (info.host, info.pid))
@@ -236,7 +289,9 @@ class StoreRendezvous:
                 is_ready, pauses = True, self._pauses()
                 if self._sign(keys, "ready") == self.size:
                     _write_verdict(keys, self._compared(keys) or _GO)
-            votes_are_in = differing and (time.monotonic() - since > _TO_COME_S or keys.check([differing]))
+            votes_are_in = differing and (
+                time.monotonic() - since > _TO_COME_S or keys.check([differing])
+            )
             if votes_are_in and (difference := self._compared(keys)):
                 _write_verdict(keys, difference)
             self._report_progress(keys)
@@ -261,14 +316,19 @@ class StoreRendezvous:
         here = [f"rank{rank}" for rank in _on_list(keys, "came")]
         if here and not keys.check(here):
             raise bad_value(_key("came"), _read(keys, "came"), "it names ranks that have not come")
-        infos = [parsed(_key(key), text, RankInfo.from_json) for key, text in zip(here, keys.multi_get(here), strict=True)]
+        infos = [
+            parsed(_key(key), text, RankInfo.from_json)
+            for key, text in zip(here, keys.multi_get(here), strict=True)
+        ]
         return disagreement(infos, self._missing(keys, "came")) or shared_device(infos)
 
     def _report_progress(self, keys: Any) -> None:
         if self.progress.is_over():
             _write_verdict(keys, self._too_late(keys))
         elif self.progress.is_due():
-            self.progress.report(f"{ranks_text(self._awaited(keys))} of {self.size}", _read(self.store, "strays"))
+            self.progress.report(
+                f"{ranks_text(self._awaited(keys))} of {self.size}", _read(self.store, "strays")
+            )
 
     def _awaited(self, keys: Any) -> list[int]:
         """Return the ranks that have not arrived; once all have, those that are not ready."""
@@ -289,7 +349,11 @@ class StoreRendezvous:
         """Confirm that this rank has read the verdict. The rank that serves the store waits for the others."""
         _add(keys, "left", 1)
         deadline = time.monotonic() + _TO_READ_S
-        while self.serves and _add(keys, "left", 0) < max(self.size, 2) and time.monotonic() < deadline:
+        while (
+            self.serves
+            and _add(keys, "left", 0) < max(self.size, 2)
+            and time.monotonic() < deadline
+        ):
             time.sleep(_PAUSE_S)
 
 
@@ -310,7 +374,11 @@ def _add(keys: Any, name: str, amount: int) -> int:
 
 
 def _on_list(keys: Any, list_name: str) -> set[int]:
-    return parsed(_key(list_name), keys.get(list_name), rank_list) if keys.check([list_name]) else set()
+    return (
+        parsed(_key(list_name), keys.get(list_name), rank_list)
+        if keys.check([list_name])
+        else set()
+    )
 
 
 def _write_verdict(keys: Any, verdict: str) -> str:

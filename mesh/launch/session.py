@@ -1,10 +1,10 @@
 """session: close the process groups of a program at the end of a block, also after an error.
 
-    with sm.session():           rank 0   mesh, training ...... sync   close groups of some ranks, then the default group
-        mesh = ...               rank 1   mesh, training .. sync       the same, in the same order
-        train(mesh)
-                                 rank 0   mesh, training ..  PeerError: rank 1 raised ...        close without waiting
-                                 rank 1   mesh, raises       reports it to the others            close without waiting
+with sm.session():           rank 0   mesh, training ...... sync   close groups of some ranks, then the default group
+    mesh = ...               rank 1   mesh, training .. sync       the same, in the same order
+    train(mesh)
+                             rank 0   mesh, training ..  PeerError: rank 1 raised ...        close without waiting
+                             rank 1   mesh, raises       reports it to the others            close without waiting
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Session:
 
     def __enter__(self) -> Session:
         if self.place:
-            raise RuntimeError(f"{self!r} cannot be entered again: write `with session():` to open a new one.")
+            raise RuntimeError(
+                f"{self!r} cannot be entered again: write `with session():` to open a new one."
+            )
         with ExitStack() as stack:
             stack.enter_context(_stalls(*self._times))
             stack.enter_context(ending_in_order())
@@ -94,7 +96,12 @@ class Session:
         hooks.monitor_calls(world.monitor)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
         with self._stack:
             if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
                 self._end_together()
@@ -145,12 +152,18 @@ class Session:
         for key in [key for key, mesh in world.meshes.items() if _is_in(mesh, meshes)]:
             del world.meshes[key]
         world.configured_meshes.difference_update(meshes)
-        world._groups = {key: group for key, group in world._groups.items() if not _is_in(group, groups)}
+        world._groups = {
+            key: group for key, group in world._groups.items() if not _is_in(group, groups)
+        }
         world.epoch += 1
         for group in groups:
             group.close(self._why(f"the group of ranks {group.ranks}"))
         for mesh in meshes:
-            mesh.world, mesh._groups, mesh._torch = ClosedWorld(world, self._why(repr(mesh))), {}, None
+            mesh.world, mesh._groups, mesh._torch = (
+                ClosedWorld(world, self._why(repr(mesh))),
+                {},
+                None,
+            )
 
     def _why(self, what: str) -> str:
         return f"{what} belongs to the session that was opened at {self.place} and is closed: make a new mesh and move the tensors to it."
@@ -207,7 +220,9 @@ class _Snapshot:
     def destroy_since(self, groups: Sequence[Group]) -> None:
         """Destroy torch's process groups of these groups that were made since, except the default group."""
         for group in groups:
-            handle = group._channel and group._channel() if isinstance(group, ProcessGroup) else None
+            handle = (
+                group._channel and group._channel() if isinstance(group, ProcessGroup) else None
+            )
             if handle is not None and handle is not dist.group.WORLD and self._is_since(handle):
                 dist.destroy_process_group(handle)
 

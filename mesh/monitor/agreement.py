@@ -72,7 +72,9 @@ class Agreement:
         Raises: OSError when another process has named a folder that is none of those this rank would choose.
         """
         chosen, key = str(parent_folder(needed)), f"folder/{machine()}"
-        named = parsed(self._key(key), self._keys(self._whole).compare_set(key, "", chosen), message)
+        named = parsed(
+            self._key(key), self._keys(self._whole).compare_set(key, "", chosen), message
+        )
         known = {str(folder): folder for folder in (Path(chosen), *parent_folders())}
         if named not in known:
             raise OSError(
@@ -102,7 +104,9 @@ class Agreement:
             return
         self._asked.set()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(monitor,), name="shardmesh-agreement", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(monitor,), name="shardmesh-agreement", daemon=True
+            )
             self._thread.start()
 
     def stop(self) -> None:
@@ -133,7 +137,11 @@ class Agreement:
             return "the store has what an earlier attempt of the job left there"
         asked = random.sample(self._unseen, min(_ASKED, len(self._unseen)))
         hidden = sorted(rank for rank in asked if self._is_hidden(monitor, keys, rank))
-        return f"{ranks_text(hidden)} and rank {self._rank} do not see each other's files in {monitor.directory.folder}" if hidden else ""
+        return (
+            f"{ranks_text(hidden)} and rank {self._rank} do not see each other's files in {monitor.directory.folder}"
+            if hidden
+            else ""
+        )
 
     def _is_hidden(self, monitor: Monitor, keys: Any, rank: int) -> bool:
         """Return whether a rank has files that this rank cannot see."""

@@ -1,7 +1,7 @@
 """Abort the communicators of accelerators when the job has failed: nothing else ends a kernel that waits for other ranks.
 
-    the verdict is raised     first abort: destroy_process_group would wait for the kernels, under a lock that an abort needs as well
-    half a second later       abort: the main thread is stuck in a synchronization, which that ends; then it raises the verdict
+the verdict is raised     first abort: destroy_process_group would wait for the kernels, under a lock that an abort needs as well
+half a second later       abort: the main thread is stuck in a synchronization, which that ends; then it raises the verdict
 """
 
 from __future__ import annotations
@@ -38,9 +38,16 @@ class Communicators:
         """
         with self._lock:
             handles = [] if self._aborts else torch_groups()
-            if handles and self._monitor.is_of_this_job():  # asked afterwards: if so, the groups are those of this job
-                backends = {id(found): found for handle in handles for found in _backends(handle)}.values()
-                self._aborts = [threading.Thread(target=_abort, args=(b,), name="shardmesh-abort", daemon=True) for b in backends]
+            if (
+                handles and self._monitor.is_of_this_job()
+            ):  # asked afterwards: if so, the groups are those of this job
+                backends = {
+                    id(found): found for handle in handles for found in _backends(handle)
+                }.values()
+                self._aborts = [
+                    threading.Thread(target=_abort, args=(b,), name="shardmesh-abort", daemon=True)
+                    for b in backends
+                ]
                 for thread in self._aborts:
                     thread.start()
         deadline = time.monotonic() + (_LONGEST_S if wait else 0)
@@ -57,5 +64,7 @@ def _backends(handle: Any) -> list[Any]:
 
 
 def _abort(backend: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # it was aborted before, or takes longer than torch's timeout
+    with contextlib.suppress(
+        RuntimeError
+    ):  # it was aborted before, or takes longer than torch's timeout
         backend.abort()

@@ -30,7 +30,20 @@ if TYPE_CHECKING:
 _STUCK_NS = 5_000_000_000
 _Place = tuple[int, int]
 # Functions and methods that return when the device has computed their result, besides those called `...synchronize`
-_WAITING = {"item", "tolist", "cpu", "numpy", "to", "copy_", "nonzero", "equal", "float", "int", "bool", "is_nonzero"}
+_WAITING = {
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "to",
+    "copy_",
+    "nonzero",
+    "equal",
+    "float",
+    "int",
+    "bool",
+    "is_nonzero",
+}
 
 
 class DeviceWaits:
@@ -46,7 +59,9 @@ class DeviceWaits:
         """Look where the main thread is, and publish what it waits for if it has been there since the last look."""
         monitor, now = self._monitor, monotonic_ns()
         records, place, waits = monitor.buffer.words[Header.RECORDS], None, False
-        if records == self._records and any(recorder.stream_mark is not None for recorder in monitor.recorders):
+        if records == self._records and any(
+            recorder.stream_mark is not None for recorder in monitor.recorders
+        ):
             place, waits = place_of(frame_of_thread(threading.main_thread().ident))
         if place is None or place != self._place:
             self._there_since = now
@@ -60,7 +75,10 @@ class DeviceWaits:
     def _publish(self, blocked: int) -> None:
         words = self._monitor.buffer.words
         found = words[Header.BLOCKED]
-        if found not in (0, self._shown):  # the main thread waits on the host, and publishes that itself
+        if found not in (
+            0,
+            self._shown,
+        ):  # the main thread waits on the host, and publishes that itself
             self._shown = 0
         elif found != blocked:
             words[Header.BLOCKED_SINCE] = self._since
@@ -86,12 +104,28 @@ def _waits(code: CodeType, at: int) -> bool:
     """Return whether the instruction there is a call of a function that waits for a device, or the truth of a value (`if x:`)."""
     if at < 0:  # the frame has not begun
         return False
-    before = [found for found in dis.get_instructions(code) if found.offset <= at]  # `at` may be in the cache behind the last one
+    before = [
+        found for found in dis.get_instructions(code) if found.offset <= at
+    ]  # `at` may be in the cache behind the last one
     here = before[-1]
     if "CALL" not in here.opname:
-        return "IF_TRUE" in here.opname or "IF_FALSE" in here.opname or here.opname in ("TO_BOOL", "UNARY_NOT")
+        return (
+            "IF_TRUE" in here.opname
+            or "IF_FALSE" in here.opname
+            or here.opname in ("TO_BOOL", "UNARY_NOT")
+        )
     start = here.positions and (here.positions.lineno, here.positions.col_offset)
-    names = [found for found in before if found.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_SUPER"))]
-    called = [found for found in names if found.positions and (found.positions.lineno, found.positions.col_offset) == start]
+    names = [
+        found
+        for found in before
+        if found.opname.startswith(
+            ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_SUPER")
+        )
+    ]
+    called = [
+        found
+        for found in names
+        if found.positions and (found.positions.lineno, found.positions.col_offset) == start
+    ]
     name = str(called[-1].argval) if called else ""
     return name in _WAITING or name.endswith("synchronize")

@@ -17,7 +17,9 @@ class LastWord:
     def __init__(self) -> None:
         self._pid = os.getpid()
 
-    def __del__(self, end: Callable[[int], Any] = os._exit, pid: Callable[[], int] = os.getpid) -> None:
+    def __del__(
+        self, end: Callable[[int], Any] = os._exit, pid: Callable[[], int] = os.getpid
+    ) -> None:
         if pid() == self._pid:
             end(1)
 

@@ -32,7 +32,15 @@ from .agreement import Agreement, warn
 from .communicators import Communicators
 from .completion import is_pending
 from .diagnosis import diagnose, verdict_text
-from .diagnosis.members import Member, agree, ended_ranks, have_all_come, lost_ranks, member, members
+from .diagnosis.members import (
+    Member,
+    agree,
+    ended_ranks,
+    have_all_come,
+    lost_ranks,
+    member,
+    members,
+)
 from .hosts.relay import is_needed
 from .recording.job_directory import Alarm, JobDirectory, is_near
 from .torch_calls import hooks
@@ -53,8 +61,13 @@ _TO_EXPLAIN_S = 1.0  # how long to look for the reason of a broken connection
 _SETTLE_S = 0.3
 _LONGEST_EXIT_S = 1e6
 _TO_SHOW_S = 0.3
-_DOUBT_NS = 50_000_000  # after waiting so long, a rank asks whether the missing ranks are visible at all
-_STACK_S, _FAR_STACK_S = 0.3, 1.0  # how long to wait for the stack of a rank on this host, on another host
+_DOUBT_NS = (
+    50_000_000  # after waiting so long, a rank asks whether the missing ranks are visible at all
+)
+_STACK_S, _FAR_STACK_S = (
+    0.3,
+    1.0,
+)  # how long to wait for the stack of a rank on this host, on another host
 
 
 class Monitor:
@@ -73,7 +86,9 @@ class Monitor:
         relay: the connection to other hosts; None if there is none.
     """
 
-    def __init__(self, world: World, directory: JobDirectory, agreement: Agreement | None = None) -> None:
+    def __init__(
+        self, world: World, directory: JobDirectory, agreement: Agreement | None = None
+    ) -> None:
         self.world = weakref.proxy(world)
         self.directory, self.buffer, self.alarm = directory, directory.buffer, directory.alarm
         self.recorders: list[Recorder] = []
@@ -88,7 +103,9 @@ class Monitor:
         self.relay: Relay | None = None
         self._verdict: Verdict | None = None
         self.watchdog = Watchdog(self)
-        self.buffer.words[Header.EXIT_S] = 0 if termination.is_hosted() else math.ceil(min(settings().exit_s, _LONGEST_EXIT_S))
+        self.buffer.words[Header.EXIT_S] = (
+            0 if termination.is_hosted() else math.ceil(min(settings().exit_s, _LONGEST_EXIT_S))
+        )
 
     @property
     def sees_all(self) -> bool:
@@ -190,7 +207,11 @@ class Monitor:
     def raised(self, error: BaseException) -> None:
         """Notify the other ranks that this rank's program raised."""
         self.notified = True
-        if os.getpid() != self.pid or isinstance(error, WatchError) or self.buffer.words[Header.STATE] != RankState.RUNNING:
+        if (
+            os.getpid() != self.pid
+            or isinstance(error, WatchError)
+            or self.buffer.words[Header.STATE] != RankState.RUNNING
+        ):
             return
         self.abandoned = True
         termination.keep_groups()
@@ -201,7 +222,11 @@ class Monitor:
             self.fail(stalled)
         elif not (termination.is_broken_connection(error) and self._find_lost()):
             text = "".join(traceback.format_exception(error))
-            self.fail(verdict_text.raised(self.world.rank, type(error).__name__, str(error), text, self.buffer))
+            self.fail(
+                verdict_text.raised(
+                    self.world.rank, type(error).__name__, str(error), text, self.buffer
+                )
+            )
         self.buffer.words[Header.STATE] = RankState.RAISED
         self.communicators.abort(wait=True)
 
@@ -226,7 +251,9 @@ class Monitor:
     def look(self, recorder: Recorder) -> None:
         """Wait until votes decide which of the ranks that differ are the outliers, and raise that as a WatchError."""
         since, sequence = monotonic_ns(), recorder.called - 1
-        while not agree(members(self, recorder, sequence)) and self._diagnose(recorder, sequence, since):
+        while not agree(members(self, recorder, sequence)) and self._diagnose(
+            recorder, sequence, since
+        ):
             time.sleep(_NAP_S)
 
     def _diagnose(self, recorder: Recorder, sequence: int, since: int) -> bool:
@@ -255,10 +282,18 @@ class Monitor:
         if sequence == 0 and self._is_on:
             recorder.find_neighbours(self.directory)
 
-    def _wait_for(self, recorder: Recorder, sequence: int, done: Callable[[list[Member]], bool]) -> None:
+    def _wait_for(
+        self, recorder: Recorder, sequence: int, done: Callable[[list[Member]], bool]
+    ) -> None:
         self.wait_until(recorder, sequence, lambda: done(members(self, recorder, sequence)))
 
-    def wait_until(self, recorder: Recorder, sequence: int, is_done: Callable[[], bool], limit_ns: float = math.inf) -> bool:
+    def wait_until(
+        self,
+        recorder: Recorder,
+        sequence: int,
+        is_done: Callable[[], bool],
+        limit_ns: float = math.inf,
+    ) -> bool:
         """Wait until `is_done()` or the time limit; return whether it is done. Raises: the diagnosed WatchError."""
         since = monotonic_ns()
         for _ in range(_SPINS):
@@ -267,13 +302,19 @@ class Monitor:
         nap = _NAP_S
         with self._blocked(recorder, sequence, since):
             while not is_done():
-                if monotonic_ns() - since > limit_ns or not self._diagnose(recorder, sequence, since):
+                if monotonic_ns() - since > limit_ns or not self._diagnose(
+                    recorder, sequence, since
+                ):
                     return False
                 time.sleep(nap)
-                nap = min(1.5 * nap, _LONGEST_NAP_S)  # leave the processors to the ranks that are waited for
+                nap = min(
+                    1.5 * nap, _LONGEST_NAP_S
+                )  # leave the processors to the ranks that are waited for
         return True
 
-    def wait_for_peers(self, recorder: Recorder, sequence: int, places: Sequence[int | None]) -> None:
+    def wait_for_peers(
+        self, recorder: Recorder, sequence: int, places: Sequence[int | None]
+    ) -> None:
         """Return when these members have called this collective.
 
         A message between two ranks cannot be waited for in slices, so it is not waited for before both ranks have called.
@@ -282,7 +323,10 @@ class Monitor:
 
         def done(_: Any) -> bool:
             peers = [member(self.directory, recorder.key, r, sequence) for r in ranks]
-            return all(m.came is not False or (m.buffer is not None and not is_near(m.buffer)) for m in peers)
+            return all(
+                m.came is not False or (m.buffer is not None and not is_near(m.buffer))
+                for m in peers
+            )
 
         self._wait_for(recorder, sequence, done)
         wrong = diagnose.wrong_route(self, recorder, sequence) if self._is_on else None
@@ -293,7 +337,9 @@ class Monitor:
         """Raise a WatchError where a rank sends another number of elements than its receiver expects, as far as ranks have called."""
         if diagnose.wrong_splits(self, recorder, sequence) is not None:
             deadline = time.monotonic() + _TO_SHOW_S
-            while time.monotonic() < deadline and not all(m.route for m in members(self, recorder, sequence)):
+            while time.monotonic() < deadline and not all(
+                m.route for m in members(self, recorder, sequence)
+            ):
                 time.sleep(_NAP_S)  # the outlier is known once all have shown how much they send
             wrong = diagnose.wrong_splits(self, recorder, sequence)
             if wrong is not None:
@@ -308,14 +354,18 @@ class Monitor:
         if not self._is_done_soon(recorder, sequence, work, _SLICE):
             self._wait_long(recorder, sequence, work)
 
-    def _is_done_soon(self, recorder: Recorder, sequence: int, work: Any, slice_: timedelta) -> bool:
+    def _is_done_soon(
+        self, recorder: Recorder, sequence: int, work: Any, slice_: timedelta
+    ) -> bool:
         """Wait for a slice of time; return whether the work is done. (When the slice runs out, torch takes 0.2 ms to build its error.)"""
         try:
             work.wait(slice_)
         except RuntimeError as error:
             if is_pending(error, work):
                 return False
-            self.wait_to_the_end(recorder, sequence, work)  # it ended just after the slice, or it failed
+            self.wait_to_the_end(
+                recorder, sequence, work
+            )  # it ended just after the slice, or it failed
         return True
 
     def _wait_long(self, recorder: Recorder, sequence: int, work: Any) -> None:
@@ -323,7 +373,11 @@ class Monitor:
         with self._blocked(recorder, sequence, since):
             while not self._is_done_soon(recorder, sequence, work, slice_):
                 is_long = monotonic_ns() - since >= _LONG_NS
-                if not (self._diagnose(recorder, sequence, since) if is_long else self.checked() is not None):
+                if not (
+                    self._diagnose(recorder, sequence, since)
+                    if is_long
+                    else self.checked() is not None
+                ):
                     work.wait(default_pg_timeout)
                     return
                 slice_ = _LONG_SLICE if is_long else slice_
@@ -343,12 +397,16 @@ class Monitor:
     def explain(self, recorder: Recorder, sequence: int, error: RuntimeError) -> None:
         """Raise the reason for a collective that broke: WatchError where another rank is the reason, else the error itself."""
         since = monotonic_ns()
-        progress = _TO_EXPLAIN_S + (self.relay.lost_after_s if self.relay is not None and self.relay.has_others else 0)
+        progress = _TO_EXPLAIN_S + (
+            self.relay.lost_after_s if self.relay is not None and self.relay.has_others else 0
+        )
         while monotonic_ns() - since < progress * 1e9:
             try:
                 if not self._diagnose(recorder, sequence, since):
                     break
-                gone = diagnose.lost(self, recorder, sequence)  # also a rank that had called this collective
+                gone = diagnose.lost(
+                    self, recorder, sequence
+                )  # also a rank that had called this collective
                 if gone is not None:
                     raise self.failed(gone)
             except WatchError as found:
@@ -399,7 +457,9 @@ class Monitor:
             if buffer.words[Header.PAUSED]:
                 return 0
             if buffer.words[Header.RESUMED]:
-                start = max(start, buffer.words[Header.RESUMED] + buffer.words[Header.CLOCK] - clock)
+                start = max(
+                    start, buffer.words[Header.RESUMED] + buffer.words[Header.CLOCK] - clock
+                )
         return monotonic_ns() - start
 
     def stack_of(self, rank: int) -> list[str]:
@@ -418,12 +478,23 @@ class Monitor:
         A rank that got what it needed may be the first to exit, before the others notice that they differ.
         """
         deadline = time.monotonic() + _SETTLE_S
-        while self._is_on and not self.notified and self.buffer.words[Header.STATE] == RankState.RUNNING and os.getpid() == self.pid:
+        while (
+            self._is_on
+            and not self.notified
+            and self.buffer.words[Header.STATE] == RankState.RUNNING
+            and os.getpid() == self.pid
+        ):
             verdict = self.standing()
             if verdict is not None:
-                print(f"shardmesh: rank {self.directory.rank}: {verdict.text}", file=sys.stderr, flush=True)
+                print(
+                    f"shardmesh: rank {self.directory.rank}: {verdict.text}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 self.abandoned = self.notified = True
-            if time.monotonic() > deadline or all(self.is_settled(recorder) for recorder in self.recorders if not recorder.is_channel):
+            if time.monotonic() > deadline or all(
+                self.is_settled(recorder) for recorder in self.recorders if not recorder.is_channel
+            ):
                 return
             time.sleep(0.01)
 

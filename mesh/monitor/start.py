@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 def start_monitor(world: World, job: str, agreement: Agreement | None = None) -> Monitor | None:
     """Start the monitor of this process; None if this rank's files cannot be made, which all ranks are notified of."""
     try:
-        parent = None if agreement is None else agreement.folder(ranks_here(world.size) * BUFFER_BYTES + ALARM_BYTES)
+        parent = (
+            None
+            if agreement is None
+            else agreement.folder(ranks_here(world.size) * BUFFER_BYTES + ALARM_BYTES)
+        )
         directory = JobDirectory(job, world.rank, world.size, parent)
         if agreement is not None:
             agreement.join(directory)

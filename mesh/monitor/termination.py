@@ -48,10 +48,15 @@ _SPARE_S = 3.0
 _PAUSE_S = 0.05
 # packages of programs that run other programs
 _HOSTS = {"_pytest", "unittest", "IPython", "ipykernel", "pdb", "bdb", "debugpy", "pydevd", "code"}
-_BROKEN = re.compile(r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|NCCL error|recvValue failed")
+_BROKEN = re.compile(
+    r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|NCCL error|recvValue failed"
+)
 
 # exit statuses that shells report for a process ended by one of these signals -> the signal
-SIGNAL_OF_EXIT = {128 + number: number.name for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))}
+SIGNAL_OF_EXIT = {
+    128 + number: number.name
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+}
 
 alarm_signal: int | None = None
 monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
@@ -69,7 +74,9 @@ def install() -> None:
     _hooks.append(sys.excepthook)
     _take_signal()
     sys.excepthook = _on_uncaught
-    thread_errors.install(lambda: [monitor.buffer for monitor in list(monitors) if monitor.pid == os.getpid()])
+    thread_errors.install(
+        lambda: [monitor.buffer for monitor in list(monitors) if monitor.pid == os.getpid()]
+    )
     atexit.register(_on_exit)
 
 
@@ -82,21 +89,30 @@ def notify_peers(error: BaseException) -> None:
 
 def is_broken_connection(error: BaseException) -> bool:
     """Return whether the error says only that another rank is gone."""
-    return isinstance(error, dist.DistError) or (isinstance(error, (RuntimeError, OSError)) and bool(_BROKEN.search(str(error))))
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, (RuntimeError, OSError)) and bool(_BROKEN.search(str(error)))
+    )
 
 
 def interruption(error: BaseException) -> str | None:
     """Return how a person or a scheduler has ended the program, a key of `INTERRUPTIONS`; None for any other error."""
     if isinstance(error, KeyboardInterrupt):
         return "KeyboardInterrupt"
-    return SIGNAL_OF_EXIT.get(error.code) if isinstance(error, SystemExit) and isinstance(error.code, int) else None
+    return (
+        SIGNAL_OF_EXIT.get(error.code)
+        if isinstance(error, SystemExit) and isinstance(error.code, int)
+        else None
+    )
 
 
 @contextlib.contextmanager
 def ignoring_ctrl_c(error: BaseException | None) -> Iterator[None]:
     """Ignore further Ctrl-C inside the block, after this one: the terminal interrupts a worker of torchrun, and then torchrun does."""
     handler = signal.getsignal(signal.SIGINT)
-    is_ours = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+    is_ours = (
+        isinstance(error, KeyboardInterrupt)
+        and threading.current_thread() is threading.main_thread()
+    )
     if not is_ours or handler is None:
         yield
         return
@@ -158,9 +174,15 @@ def is_hosted() -> bool:
 
 def may_end(monitor: Monitor) -> bool:
     """Return whether the process exists only for the failed job, and may be ended."""
-    if monitor.pid != os.getpid() or not settings().exit_s or monitor.buffer.words[Header.PAUSED] % IDLE:
+    if (
+        monitor.pid != os.getpid()
+        or not settings().exit_s
+        or monitor.buffer.words[Header.PAUSED] % IDLE
+    ):
         return False
-    if not threading.main_thread().is_alive():  # the program is over, but another thread of it is not
+    if (
+        not threading.main_thread().is_alive()
+    ):  # the program is over, but another thread of it is not
         return True
     return monitor.is_of_this_job() and not is_hosted()
 
@@ -200,9 +222,16 @@ def _flush() -> None:
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def _on_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process is about to end; torchrun interrupts it once more
+def _on_uncaught(
+    kind: type[BaseException], error: BaseException, where: TracebackType | None
+) -> None:
+    if (
+        isinstance(error, KeyboardInterrupt)
+        and threading.current_thread() is threading.main_thread()
+    ):
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # the process is about to end; torchrun interrupts it once more
     notify_peers(error)
     interrupted = _interruption_behind(error)
     if interrupted is not None:
@@ -216,8 +245,14 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, where: Traceba
     for monitor in list(monitors):  # nothing may hide the error itself
         with contextlib.suppress(Exception):
             verdict = monitor.standing()
-            if verdict is not None and not (verdict.kind == "raised" and monitor.directory.rank in verdict.ranks):
-                print(f"shardmesh: rank {monitor.directory.rank}: {verdict.text}", file=sys.stderr, flush=True)
+            if verdict is not None and not (
+                verdict.kind == "raised" and monitor.directory.rank in verdict.ranks
+            ):
+                print(
+                    f"shardmesh: rank {monitor.directory.rank}: {verdict.text}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def _interruption_behind(error: BaseException) -> tuple[int, Verdict] | None:
@@ -256,7 +291,9 @@ def _end_others(monitor: Monitor) -> None:
     """
     monitor.buffer.words[Header.AWARE] = 1
     while stuck := [buffer for buffer in monitor.near_buffers() if _is_stuck(buffer)]:
-        living = [buffer for buffer in monitor.near_buffers() if is_local(buffer) and not is_dead(buffer)]
+        living = [
+            buffer for buffer in monitor.near_buffers() if is_local(buffer) and not is_dead(buffer)
+        ]
         buffers = [buffer for buffer in living if all(buffer is not one for one in stuck)]
         if monitor.directory.rank != min(buffer.words[Header.RANK] for buffer in buffers):
             return
@@ -268,7 +305,11 @@ def _kill_late(monitor: Monitor, stuck: Sequence[TraceBuffer]) -> None:
     """Kill those of these ranks whose time to exit is over."""
     for buffer in stuck:
         if monotonic_ns() - monitor.failed_at > _SHARE * 1e9 * buffer.words[Header.EXIT_S]:
-            print(f"shardmesh: rank {buffer.words[Header.RANK]} does not react and is killed", file=sys.stderr, flush=True)
+            print(
+                f"shardmesh: rank {buffer.words[Header.RANK]} does not react and is killed",
+                file=sys.stderr,
+                flush=True,
+            )
             with contextlib.suppress(OSError):
                 os.kill(buffer.words[Header.PID], signal.SIGKILL)
 
@@ -279,7 +320,9 @@ def _is_stuck(buffer: TraceBuffer) -> bool:
     if is_over or not words[Header.EXIT_S] or words[Header.PAUSED] % IDLE or not is_local(buffer):
         return False
     found = process_state(words[Header.PID])
-    if found is None or found[0] in "ZXt" or found[1] != words[Header.BORN]:  # it has ended, or a debugger holds it
+    if (
+        found is None or found[0] in "ZXt" or found[1] != words[Header.BORN]
+    ):  # it has ended, or a debugger holds it
         return False
     return found[0] == "T" or not words[Header.AWARE]
 

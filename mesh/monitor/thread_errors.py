@@ -16,7 +16,9 @@ def install(buffers: Callable[[], Iterable[TraceBuffer]]) -> None:
     def hook(args: Any) -> None:
         if args.exc_type is not SystemExit:
             name = "a thread" if args.thread is None else f"thread {args.thread.name!r}"
-            text = f"its {name} raised {args.exc_type.__name__}: {args.exc_value}".removesuffix(": ")
+            text = f"its {name} raised {args.exc_type.__name__}: {args.exc_value}".removesuffix(
+                ": "
+            )
             for buffer in buffers():
                 buffer.words[Header.THREAD_ERROR] = buffer.text(text)
         before(args)

@@ -51,7 +51,13 @@ def described(handle: Any) -> str:
     for kind in sorted(device.type for device in handle._device_types):
         backend = handle._get_backend(torch.device(kind))
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-        after = "" if timeout is None else ", waits without limit" if timeout >= ON_HOST else f", {timeout.total_seconds():g} s"
+        after = (
+            ""
+            if timeout is None
+            else ", waits without limit"
+            if timeout >= ON_HOST
+            else f", {timeout.total_seconds():g} s"
+        )
         texts.append(f"{kind}: {backend.name()}{after}")
     return f"{'; '.join(texts)}; device bound: {getattr(handle, 'bound_device_id', None) or 'none'}"
 

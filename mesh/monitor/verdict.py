@@ -18,11 +18,23 @@ from ..errors import (
     WatchError,
 )
 from ..text import printable, shortened
-from .store_values import MOST_RANKS, checked, checked_list, checked_ranks, has_fields, json_object, whole
+from .store_values import (
+    MOST_RANKS,
+    checked,
+    checked_list,
+    checked_ranks,
+    has_fields,
+    json_object,
+    whole,
+)
 
 _COLUMNS = 120
 # field of a verdict on a rank that was ended from outside -> how
-INTERRUPTIONS = {"KeyboardInterrupt": "interrupted (Ctrl-C)", "SIGTERM": "ended by SIGTERM", "SIGHUP": "ended by SIGHUP"}
+INTERRUPTIONS = {
+    "KeyboardInterrupt": "interrupted (Ctrl-C)",
+    "SIGTERM": "ended by SIGTERM",
+    "SIGHUP": "ended by SIGHUP",
+}
 
 # kind of verdict -> the error that ranks raise
 ERRORS: dict[str, type[WatchError]] = {
@@ -114,5 +126,7 @@ def _wrapped(line: str) -> list[str]:
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     call, at, place = line.rpartition(" at ")
     whole = f"{call} at\0{place}" if at else line  # file:line stays on the line of its "at"
-    pieces = textwrap.wrap(whole, _COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    pieces = textwrap.wrap(
+        whole, _COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
     return [piece.replace("\0", " ") for piece in pieces]

@@ -25,7 +25,9 @@ TICK_S = 0.05
 _ALIVE_S = 1.0  # how often to look which ranks are alive
 _POLITE_S = 0.5  # time after a verdict that a program has to call a collective, before its main thread is interrupted
 _DEAF_S = 5.0  # time after a verdict until a program that did not react is ended
-_TO_LEAVE_S = 1.5  # how long a program must go on after its groups were destroyed to count as living on
+_TO_LEAVE_S = (
+    1.5  # how long a program must go on after its groups were destroyed to count as living on
+)
 
 
 class Watchdog:
@@ -37,7 +39,9 @@ class Watchdog:
         self._left_at = 0
         self._before: dict[Recorder, int] = {}  # what recorders had called at the last tick
         self._looked_at = 0
-        self._on_stream: dict[Recorder, int] = {}  # what recorders with a lost rank had called, as a stream waited for it
+        self._on_stream: dict[
+            Recorder, int
+        ] = {}  # what recorders with a lost rank had called, as a stream waited for it
         self._warned: set[tuple[int, int]] = set()
         self._device_waits = DeviceWaits(monitor)
         self._thread = threading.Thread(target=self._run, name="shardmesh-watchdog", daemon=True)
@@ -74,7 +78,9 @@ class Watchdog:
             self._device_waits.look()
             for recorder in monitor.recorders:
                 called = recorder.called
-                if recorder.settled < called and self._before.get(recorder) == called:  # else the program is making progress
+                if (
+                    recorder.settled < called and self._before.get(recorder) == called
+                ):  # else the program is making progress
                     self._look(recorder, called)
                 self._before[recorder] = called
             self._find_cycle()
@@ -96,17 +102,27 @@ class Watchdog:
         once a rank is lost: a query by this thread may disturb the capture of a CUDA graph.
         """
         monitor = self._monitor
-        if monitor.buffer.words[Header.PAUSED] >= IDLE:  # it may wait for as long as nobody else does
+        if (
+            monitor.buffer.words[Header.PAUSED] >= IDLE
+        ):  # it may wait for as long as nobody else does
             gone = lost_ranks(monitor.directory)
             if gone:
                 monitor.fail(verdict_text.died(gone))
                 return
-        on_device = [recorder for recorder in monitor.recorders if recorder.on_device and not recorder.is_channel]
+        on_device = [
+            recorder
+            for recorder in monitor.recorders
+            if recorder.on_device and not recorder.is_channel
+        ]
         gone = {m.rank for m in lost_ranks(monitor.directory)} if on_device else set()
         with_gone = [recorder for recorder in on_device if gone.intersection(recorder.group.ranks)]
         waiting = {recorder: recorder.called for recorder in with_gone if recorder.is_on_stream()}
         for recorder, called in waiting.items():
-            verdict = diagnose.lost(monitor, recorder, called - 1) if self._on_stream.get(recorder) == called else None
+            verdict = (
+                diagnose.lost(monitor, recorder, called - 1)
+                if self._on_stream.get(recorder) == called
+                else None
+            )
             if verdict is not None:
                 monitor.fail(verdict)
                 return
@@ -126,10 +142,18 @@ class Watchdog:
         termination.set_deadline(monitor, termination.may_end(monitor))
         if waited < _POLITE_S:
             return
-        if not monitor.notified and termination.alarm_signal is not None and threading.main_thread().is_alive():
+        if (
+            not monitor.notified
+            and termination.alarm_signal is not None
+            and threading.main_thread().is_alive()
+        ):
             signal.pthread_kill(threading.main_thread().ident or 0, termination.alarm_signal)
-        monitor.communicators.abort(wait=False)  # what this sets free first runs the handler of the signal
-        if waited > (settings().exit_s if monitor.notified else min(_DEAF_S, settings().exit_s)) and termination.may_end(monitor):
+        monitor.communicators.abort(
+            wait=False
+        )  # what this sets free first runs the handler of the signal
+        if waited > (
+            settings().exit_s if monitor.notified else min(_DEAF_S, settings().exit_s)
+        ) and termination.may_end(monitor):
             why = f"{waited:.0f} s after its job failed (SHARDMESH_EXIT_S), here:\n{self.stack()}"
             termination.end(monitor, f"rank {monitor.directory.rank} is ended {why}{verdict.text}")
 
@@ -151,10 +175,18 @@ class Watchdog:
         if record is None or (not monitor.sees_all and any(m.buffer is None for m in found)):
             return
         waited, warn_ns = monotonic_ns() - record.start, settings().warn * 1e9
-        if waited > warn_ns and (recorder.key, sequence) not in self._warned and monitor.ns_since(record.start) > warn_ns:
+        if (
+            waited > warn_ns
+            and (recorder.key, sequence) not in self._warned
+            and monitor.ns_since(record.start) > warn_ns
+        ):
             self._warned.add((recorder.key, sequence))
             first = diagnose.first_missed(recorder, sequence, [m for m in found if m.came is False])
-            self._warn(verdict_text.stall(monitor, recorder, first, members(monitor, recorder, first), waited).text)
+            self._warn(
+                verdict_text.stall(
+                    monitor, recorder, first, members(monitor, recorder, first), waited
+                ).text
+            )
         monitor.check_visible(recorder, record.start)
         is_waiting = not recorder.shows_waits or monitor.buffer.blocked is not None
         verdict = diagnose.diagnose(monitor, recorder, sequence, record.start, is_waiting)
@@ -162,7 +194,9 @@ class Watchdog:
             monitor.fail(verdict)
 
     def _warn(self, text: str) -> None:
-        print(f"shardmesh: rank {self._monitor.directory.rank}: {text}", file=sys.stderr, flush=True)
+        print(
+            f"shardmesh: rank {self._monitor.directory.rank}: {text}", file=sys.stderr, flush=True
+        )
 
     def stack(self) -> str:
         """Return the main thread's stack, without the library's frames except for the innermost one."""
@@ -171,5 +205,7 @@ class Watchdog:
             return ""
         summary = traceback.extract_stack(frame)
         frames = [f for f, _ in traceback.walk_stack(frame)][::-1]
-        kept = [s for s, f in zip(summary, frames, strict=True) if not is_inner(f.f_code) or f is frame]
+        kept = [
+            s for s, f in zip(summary, frames, strict=True) if not is_inner(f.f_code) or f is frame
+        ]
         return "".join(traceback.format_list(kept))

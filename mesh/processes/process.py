@@ -51,7 +51,11 @@ class ProcessGroup(Group):
     __slots__ = ("_backend", "_channel", "_connected", "_given", "_label", "_lacks_host")
 
     def __init__(
-        self, world: World, ranks: tuple[int, ...], given: dist.ProcessGroup | None = None, backend: GroupBackend = DEFAULT,
+        self,
+        world: World,
+        ranks: tuple[int, ...],
+        given: dist.ProcessGroup | None = None,
+        backend: GroupBackend = DEFAULT,
         label: str = "",
     ) -> None:
         super().__init__(world, ranks)
@@ -75,7 +79,12 @@ class ProcessGroup(Group):
         Raises: LaunchEnvironmentError after destroy_process_group.
         """
         is_default = self._backend == DEFAULT
-        if self._given is None and is_default and dist.is_initialized() and self.size == dist.get_world_size():
+        if (
+            self._given is None
+            and is_default
+            and dist.is_initialized()
+            and self.size == dist.get_world_size()
+        ):
             self._given = weakref.ref(_default_group())
         if self._given is not None:
             return self._alive(self._given)
@@ -138,14 +147,26 @@ class ProcessGroup(Group):
                 "Call init_device_mesh(...) or torch.distributed.init_process_group(...) first."
             )
         is_whole = self.size == dist.get_world_size()
-        if is_whole and self._backend == DEFAULT and (self.size == 1 or dist.get_backend() == "mpi"):  # MPI cannot make another group
+        if (
+            is_whole
+            and self._backend == DEFAULT
+            and (self.size == 1 or dist.get_backend() == "mpi")
+        ):  # MPI cannot make another group
             return _default_group()
         name, options, _ = self._backend
         is_monitored = self.world.monitor is not None and name != FAKE
-        timeout = timeouts.group_timeout(name or dist.get_backend_config()) if is_monitored else None
+        timeout = (
+            timeouts.group_timeout(name or dist.get_backend_config()) if is_monitored else None
+        )
         backends = without_host(dist.get_backend_config()) if name is None else name
         try:
-            made = new_group(self.ranks, self.world.job if isinstance(self.world, ProcessWorld) else "", timeout, backends, options)
+            made = new_group(
+                self.ranks,
+                self.world.job if isinstance(self.world, ProcessWorld) else "",
+                timeout,
+                backends,
+                options,
+            )
         except RuntimeError as error:
             self._explain(error)
             raise
@@ -160,7 +181,12 @@ class ProcessGroup(Group):
             self.recorder.monitor.explain(self.recorder, self.recorder.called - 1, error)
 
     def _start(
-        self, call: Callable[..., Any], buffers: tuple[Tensor, ...], async_op: bool, *args: Any, kind: type[WatchedWork] = WatchedWork
+        self,
+        call: Callable[..., Any],
+        buffers: tuple[Tensor, ...],
+        async_op: bool,
+        *args: Any,
+        kind: type[WatchedWork] = WatchedWork,
     ) -> Work | None:
         """Run a collective of torch. A monitored one (on the CPU) is always started asynchronously, then waited for by the monitor.
 
@@ -194,27 +220,41 @@ class ProcessGroup(Group):
         return self._start(calls.all_gather, (out, x), async_op, _flat(out), _flat(x))
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None:
-        if op == "sum" and x.device.type == "cpu" and _is_gloo(self._channel_for(x.device), x.device):
+        if (
+            op == "sum"
+            and x.device.type == "cpu"
+            and _is_gloo(self._channel_for(x.device), x.device)
+        ):
             return self._reduce_scatter_by_all_to_all(out, x, async_op)
         return self._start(calls.reduce_scatter, (out, x), async_op, _flat(out), _flat(x), op)
 
     def _reduce_scatter_by_all_to_all(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
         """Exchange the parts of each sum and add them in the order of ranks: gloo's reduce_scatter is slower than its all_reduce."""
         arrived = x.detach().new_empty(self.size, out.numel())
-        work = and_then(self._all_to_all(arrived, x, None, None, True), lambda: dtype_encoding.add_up(arrived, out))
+        work = and_then(
+            self._all_to_all(arrived, x, None, None, True),
+            lambda: dtype_encoding.add_up(arrived, out),
+        )
         return work if async_op or work is None else work.wait()
 
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work | None:
         return self._start(calls.all_reduce, (x,), async_op, x, op)
 
     def _all_to_all(
-        self, out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, async_op: bool
+        self,
+        out: Tensor,
+        x: Tensor,
+        out_splits: Sequence[int] | None,
+        in_splits: Sequence[int] | None,
+        async_op: bool,
     ) -> Work | None:
         splits = out_splits, in_splits
         if x.dtype not in dtype_encoding.NATIVE:
             width = x.element_size()
             out, x = dtype_encoding.as_bytes(out), dtype_encoding.as_bytes(x)
-            splits = tuple(None if given is None else [n * width for n in given] for given in splits)
+            splits = tuple(
+                None if given is None else [n * width for n in given] for given in splits
+            )
         return self._start(calls.all_to_all, (out, x), async_op, _flat(out), _flat(x), *splits)
 
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None:
@@ -222,7 +262,9 @@ class ProcessGroup(Group):
             x = dtype_encoding.as_bytes(x)
         return self._start(calls.broadcast, (x,), async_op, x, src)
 
-    def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
+    def _permute(
+        self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool
+    ) -> Work | None:
         handle = self._channel_for(x.device)
         self._connect(handle, x)
         if x.dtype not in dtype_encoding.NATIVE or x.is_neg():
@@ -239,10 +281,14 @@ class ProcessGroup(Group):
     def _connect(self, handle: dist.ProcessGroup, x: Tensor) -> None:
         """Run one collective of all ranks before the first message: NCCL connects a whole group in its first call if all ranks make it."""
         if not self._connected and x.device.type != "cpu":
-            self._as_ours(calls.all_reduce)(x.new_zeros(1, dtype=torch.int32), "sum", group=handle, async_op=False)
+            self._as_ours(calls.all_reduce)(
+                x.new_zeros(1, dtype=torch.int32), "sum", group=handle, async_op=False
+            )
             self._connected = True
 
-    def _start_messages(self, handle: dist.ProcessGroup, out: Tensor, x: Tensor, dst: int | None, src: int | None) -> Work:
+    def _start_messages(
+        self, handle: dist.ProcessGroup, out: Tensor, x: Tensor, dst: int | None, src: int | None
+    ) -> Work:
         ops = []
         if dst is not None and x.numel():
             ops.append(dist.P2POp(dist.isend, x, group=handle, group_peer=dst))
@@ -260,12 +306,22 @@ class ProcessGroup(Group):
 
     def _watch_of(self, x: Tensor) -> Monitor | None:
         """Return the monitor if it should watch the wait for a collective on this tensor, else None."""
-        return self.recorder.monitor if self.recorder is not None and x.device.type == "cpu" and _settings.mode != "off" else None
+        return (
+            self.recorder.monitor
+            if self.recorder is not None and x.device.type == "cpu" and _settings.mode != "off"
+            else None
+        )
 
     def _barrier(self) -> None:
         """Wait for all ranks on the host, in the CPU backend if there is one; `dist.barrier` uses the bound device instead."""
         device = self._host_device()
-        self._start(calls.barrier, (_EMPTY,), False, device, kind=WatchedWork if device.type == "cpu" else PolledWork)
+        self._start(
+            calls.barrier,
+            (_EMPTY,),
+            False,
+            device,
+            kind=WatchedWork if device.type == "cpu" else PolledWork,
+        )
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather the sizes, then the data, padded to the longest."""
@@ -277,7 +333,10 @@ class ProcessGroup(Group):
         padded = torch.nn.functional.pad(mine, (0, longest - len(data)))
         everyone = torch.empty(self.size, longest, dtype=torch.uint8, device=device)
         self._all_gather(everyone, padded, False)
-        return [bytes(row[:size].numpy()) for row, size in zip(everyone.cpu(), sizes.tolist(), strict=True)]
+        return [
+            bytes(row[:size].numpy())
+            for row, size in zip(everyone.cpu(), sizes.tolist(), strict=True)
+        ]
 
     def _host_device(self) -> torch.device:
         """Return the device for data of the host: the CPU if the group has a backend for it, else the bound or current device."""
@@ -320,7 +379,9 @@ class ProcessWorld(World):
         rank, size = (dist.get_rank(), dist.get_world_size()) if default is not None else (0, 1)
         super().__init__(rank, size, observers)
         self._default = None if default is None else weakref.ref(default)
-        self.from_torch: weakref.WeakKeyDictionary[Any, DeviceMesh] = weakref.WeakKeyDictionary()  # torch's meshes, converted
+        self.from_torch: weakref.WeakKeyDictionary[Any, DeviceMesh] = (
+            weakref.WeakKeyDictionary()
+        )  # torch's meshes, converted
         self.job = ""
         if default is not None and size > 1:
             self._start_watch()
@@ -331,7 +392,9 @@ class ProcessWorld(World):
         if name is None:
             return
         self.job, stale = name
-        self.monitor = start_monitor(self, self.job, Agreement(store, self.job, stale, self.rank, self.size))
+        self.monitor = start_monitor(
+            self, self.job, Agreement(store, self.job, stale, self.rank, self.size)
+        )
         if self.monitor is not None:
             self.monitor.relay = start_relay(self.monitor, store)
 
@@ -348,7 +411,11 @@ class ProcessWorld(World):
         """Return the group of these ascending ranks; a backend that is the default group's makes no
         other group, unless a communicator does.
         """
-        if not backend.communicator and backend.options is None and (backend.name is None or is_default_backend(backend.name)):
+        if (
+            not backend.communicator
+            and backend.options is None
+            and (backend.name is None or is_default_backend(backend.name))
+        ):
             return super()._backend_group(ranks, DEFAULT)
         key = ranks, backend
         group = self._groups.get(key)
@@ -380,7 +447,9 @@ _world: ProcessWorld | None = None
 def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     if group is None:
-        raise errors.LaunchEnvironmentError("torch.distributed has no default group: call init_device_mesh first.")
+        raise errors.LaunchEnvironmentError(
+            "torch.distributed has no default group: call init_device_mesh first."
+        )
     return group
 
 

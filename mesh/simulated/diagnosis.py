@@ -39,17 +39,29 @@ def different_collectives(
     problem: str, ranks: Sequence[int], calls: Sequence[Arrival], places: Sequence[str | None]
 ) -> CollectiveMismatchError:
     blamed, field = _outliers(ranks, calls), _field(calls)
-    seen = tuple(Observation(*found) for found in zip(ranks, map(str, calls), (place or "" for place in places), strict=True))
+    seen = tuple(
+        Observation(*found)
+        for found in zip(ranks, map(str, calls), (place or "" for place in places), strict=True)
+    )
     if field == "step":
         seen = tuple(in_step(s, call.step) for s, call in zip(seen, calls, strict=True))
     who: dict[str, list[int]] = {}
     for observation in seen:
-        who.setdefault(f"{observation.call}{at(observation.place or None)}", []).append(observation.rank)
+        who.setdefault(f"{observation.call}{at(observation.place or None)}", []).append(
+            observation.rank
+        )
     lines = [f"  ranks {members} call {text}" for text, members in who.items()]
     advice = OTHER_STEPS if field == "step" else RULE
     if field == "lineage":
-        advice = numbers_drawn({rank: call.trace_buffer for rank, call in zip(ranks, calls, strict=True)}) or OTHER_VALUES
-    text = composed(f"{problem} in the group of ranks {short(ranks)}{_blame(blamed)}.", advice, lines)
+        advice = (
+            numbers_drawn(
+                {rank: call.trace_buffer for rank, call in zip(ranks, calls, strict=True)}
+            )
+            or OTHER_VALUES
+        )
+    text = composed(
+        f"{problem} in the group of ranks {short(ranks)}{_blame(blamed)}.", advice, lines
+    )
     return CollectiveMismatchError(text, Verdict("mismatch", blamed, field, seen, text))
 
 
@@ -89,10 +101,14 @@ def _name_of_value(value: object) -> str:
 
 def _outliers(ranks: Sequence[int], calls: Sequence[Arrival]) -> tuple[int, ...]:
     if are_in_different_steps(calls):
-        marked = [(rank, call) for rank, call in zip(ranks, calls, strict=True) if call.step is not None]
+        marked = [
+            (rank, call) for rank, call in zip(ranks, calls, strict=True) if call.step is not None
+        ]
         in_one_step = parties_by(marked, lambda place: place[1].step)
         return minority([[rank for rank, _ in party] for party in in_one_step])
-    parties = connected(list(zip(ranks, calls, strict=True)), lambda one, other: _alike(one[1], other[1]))
+    parties = connected(
+        list(zip(ranks, calls, strict=True)), lambda one, other: _alike(one[1], other[1])
+    )
     if len(parties) == 1:
         return worst_correspondent(ranks, list(_messages(calls)))
     return minority([[rank for rank, _ in party] for party in parties])
@@ -124,7 +140,10 @@ def _alike(one: Arrival, other: Arrival) -> bool:
 def no_rank_can_go_on(waits: Sequence[BlockedRank], finished: Sequence[int]) -> DeadlockError:
     """Return the error for a simulated world in which every rank is blocked or has finished."""
     blamed = _who_keeps_waiting(waits, set(finished))
-    lines = [f"  rank {w.rank} waits in {w.call} over ranks {short(w.ranks)} for ranks {w.missing}{at(w.place)}" for w in waits]
+    lines = [
+        f"  rank {w.rank} waits in {w.call} over ranks {short(w.ranks)} for ranks {w.missing}{at(w.place)}"
+        for w in waits
+    ]
     if finished:
         lines.append(f"  ranks {list(finished)} have finished")
     seen = tuple(Observation(w.rank, str(w.call), w.place or "") for w in waits)
@@ -139,4 +158,10 @@ def _who_keeps_waiting(waits: Sequence[BlockedRank], finished: set[int]) -> tupl
     if gone:
         return minority([gone, [w.rank for w in waits if not finished.isdisjoint(w.missing)]])
     buffers = {w.rank: w.call.trace_buffer for w in waits if w.call.trace_buffer is not None}
-    return left_the_order(buffers, {rank: buffer.words[Header.RECORDS] - 1 for rank, buffer in buffers.items()}) if buffers else ()
+    return (
+        left_the_order(
+            buffers, {rank: buffer.words[Header.RECORDS] - 1 for rank, buffer in buffers.items()}
+        )
+        if buffers
+        else ()
+    )

@@ -66,13 +66,17 @@ class Rendezvous:
         self.result: Any = None
         self.error: Exception | None = None
 
-    def complete(self, ranks: tuple[int, ...], move: Move, place_of: Callable[[int], str | None]) -> None:
+    def complete(
+        self, ranks: tuple[int, ...], move: Move, place_of: Callable[[int], str | None]
+    ) -> None:
         """Move the data, or set the error that every rank raises. Called when all ranks have arrived."""
         calls = [self.calls[r] for r in ranks]
         try:
             problem = _disagreement(ranks, calls)
             if problem is not None:
-                raise verdict.different_collectives(problem, ranks, calls, list(map(place_of, ranks)))
+                raise verdict.different_collectives(
+                    problem, ranks, calls, list(map(place_of, ranks))
+                )
             # In inference mode both inference tensors and others may be written; outside, inference tensors raise.
             with torch.inference_mode():
                 self.result = move(calls)
@@ -92,7 +96,10 @@ def _disagreement(ranks: tuple[int, ...], calls: list[Arrival]) -> str | None:
     if any(c.op != first.op or c.agree != first.agree or c.tag != first.tag for c in calls):
         return "ranks call different collectives"
     parties = connected(calls, lambda one, other: not unlike(one.lineage, other.lineage))
-    if is_divided(parties, lambda one, other: differ(one.lineage, one.trace_buffer, other.lineage, other.trace_buffer)):
+    if is_divided(
+        parties,
+        lambda one, other: differ(one.lineage, one.trace_buffer, other.lineage, other.trace_buffer),
+    ):
         return "ranks call the same collective for values that were made differently"
     if first.op == "all_to_all":
         return _wrong_split(ranks, calls)
@@ -120,10 +127,14 @@ def _wrong_pair(ranks: tuple[int, ...], calls: list[Arrival]) -> str | None:
     return None
 
 
-def _wrong_sent(ranks: tuple[int, ...], calls: list[Arrival], i: int, dst: int, sent: int) -> str | None:
+def _wrong_sent(
+    ranks: tuple[int, ...], calls: list[Arrival], i: int, dst: int, sent: int
+) -> str | None:
     out, _, _, src = calls[dst].buffers
     if src != i:
-        return f"rank {ranks[i]} sends to rank {ranks[dst]}, which expects from {_named(ranks, src)}"
+        return (
+            f"rank {ranks[i]} sends to rank {ranks[dst]}, which expects from {_named(ranks, src)}"
+        )
     if sent != out.numel():
         return f"rank {ranks[i]} sends {sent} elements to rank {ranks[dst]}, which expects {out.numel()}"
     return None
@@ -148,7 +159,9 @@ def _fold(xs: list[Tensor], op: str) -> Tensor:
 
 def move_reduce_scatter(calls: list[Arrival]) -> None:
     total = _fold([c.buffers[1].reshape(-1) for c in calls], calls[0].agree[0])
-    for c, part in zip(calls, total.chunk(len(calls)) if total.numel() else [total] * len(calls), strict=True):
+    for c, part in zip(
+        calls, total.chunk(len(calls)) if total.numel() else [total] * len(calls), strict=True
+    ):
         c.buffers[0].view(-1).copy_(part)
 
 
@@ -166,7 +179,9 @@ def move_all_to_all(calls: list[Arrival]) -> None:
             for part, inbox in zip(x.split(list(c.buffers[3])), arrived, strict=True):
                 if part.numel():  # among many ranks most are empty
                     inbox.append(part)
-    for c, flat in zip(calls, [torch.cat(parts) if parts else None for parts in arrived], strict=True):
+    for c, flat in zip(
+        calls, [torch.cat(parts) if parts else None for parts in arrived], strict=True
+    ):
         if flat is not None:
             c.buffers[0].view(-1).copy_(flat)
 
@@ -179,7 +194,10 @@ def move_broadcast(calls: list[Arrival]) -> None:
 
 
 def move_permute(calls: list[Arrival]) -> None:
-    arrived = [None if c.buffers[3] is None else calls[c.buffers[3]].buffers[1].reshape(-1).clone() for c in calls]
+    arrived = [
+        None if c.buffers[3] is None else calls[c.buffers[3]].buffers[1].reshape(-1).clone()
+        for c in calls
+    ]
     for c, flat in zip(calls, arrived, strict=True):
         if flat is not None:
             c.buffers[0].view(-1).copy_(flat)

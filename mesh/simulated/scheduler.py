@@ -112,7 +112,9 @@ class Scheduler:
 
     def _break_deadlock(self) -> None:
         waits = [
-            BlockedRank(r, here.calls[r], ranks, [m for m in ranks if m not in here.calls], self._line_of(r))
+            BlockedRank(
+                r, here.calls[r], ranks, [m for m in ranks if m not in here.calls], self._line_of(r)
+            )
             for r, (ranks, here) in sorted(self.waiting.items())
         ]
         error = no_rank_can_go_on(waits, sorted(self.finished))

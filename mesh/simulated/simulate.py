@@ -38,13 +38,17 @@ from .threads import RankEnded, acquire, release
 _settings = settings()
 # The operating system may deliver a signal to any thread, which does not wake Python's main thread, the one that must handle it.
 _POLL_S = 0.2  # between looks of the main thread for a signal
-_UNWIND_S = 1.0  # for the ranks to unwind after Ctrl-C; one that sleeps or computes longer is left running
+_UNWIND_S = (
+    1.0  # for the ranks to unwind after Ctrl-C; one that sleeps or computes longer is left running
+)
 
 
 class SimulatedWorld(World):
     """The world of one rank of `simulate`."""
 
-    def __init__(self, rank: int, size: int, scheduler: Scheduler, observers: list[Observer]) -> None:
+    def __init__(
+        self, rank: int, size: int, scheduler: Scheduler, observers: list[Observer]
+    ) -> None:
         super().__init__(rank, size, observers)
         self.scheduler = scheduler
 
@@ -78,26 +82,47 @@ class SimulatedGroup(Group):
         return DONE if async_op else None
 
     def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
-        return self._move(Arrival("all_gather", like(x), (out, x)), rendezvous.move_all_gather, async_op)
+        return self._move(
+            Arrival("all_gather", like(x), (out, x)), rendezvous.move_all_gather, async_op
+        )
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None:
-        return self._move(Arrival("reduce_scatter", (op, *like(x)), (out, x)), rendezvous.move_reduce_scatter, async_op)
+        return self._move(
+            Arrival("reduce_scatter", (op, *like(x)), (out, x)),
+            rendezvous.move_reduce_scatter,
+            async_op,
+        )
 
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work | None:
-        return self._move(Arrival("all_reduce", (op, *like(x)), (x,)), rendezvous.move_all_reduce, async_op)
+        return self._move(
+            Arrival("all_reduce", (op, *like(x)), (x,)), rendezvous.move_all_reduce, async_op
+        )
 
     def _all_to_all(
-        self, out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, async_op: bool
+        self,
+        out: Tensor,
+        x: Tensor,
+        out_splits: Sequence[int] | None,
+        in_splits: Sequence[int] | None,
+        async_op: bool,
     ) -> Work | None:
         even = [x.numel() // self.size] * self.size
         call = Arrival("all_to_all", (x.dtype,), (out, x, out_splits or even, in_splits or even))
         return self._move(call, rendezvous.move_all_to_all, async_op)
 
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None:
-        return self._move(Arrival("broadcast", (*like(x), f"src={src}"), (x, src)), rendezvous.move_broadcast, async_op)
+        return self._move(
+            Arrival("broadcast", (*like(x), f"src={src}"), (x, src)),
+            rendezvous.move_broadcast,
+            async_op,
+        )
 
-    def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
-        return self._move(Arrival("permute", (x.dtype,), (out, x, dst, src)), rendezvous.move_permute, async_op)
+    def _permute(
+        self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool
+    ) -> Work | None:
+        return self._move(
+            Arrival("permute", (x.dtype,), (out, x, dst, src)), rendezvous.move_permute, async_op
+        )
 
     def _barrier(self) -> None:
         self._run(Arrival("barrier", (), ()), rendezvous.move_nothing)
@@ -112,7 +137,9 @@ def _marked_step(world: World) -> int | None:
     return world.trace_buffer.words[Header.STEP] if origin is not None and origin[1] else None
 
 
-def simulate(n: int, prints: str = "all") -> Callable[[Callable[..., Any]], Callable[..., list[Any]]]:
+def simulate(
+    n: int, prints: str = "all"
+) -> Callable[[Callable[..., Any]], Callable[..., list[Any]]]:
     """simulate(n)(fn)(*args, **kwargs) -> [result of rank 0, ..., result of rank n-1].
 
     Run fn on n ranks in threads of this process, with real data and real collectives, forward and backward. All ranks get the
@@ -143,7 +170,9 @@ def simulate(n: int, prints: str = "all") -> Callable[[Callable[..., Any]], Call
     [6.0, 6.0, 6.0, 6.0]
     """
     if not isinstance(n, int) or not 1 <= n <= MOST_RANKS:
-        raise errors.MeshError(f"simulate({n!r}): the number of ranks must be a positive integer, at most {MOST_RANKS}.")
+        raise errors.MeshError(
+            f"simulate({n!r}): the number of ranks must be a positive integer, at most {MOST_RANKS}."
+        )
     check_prints(prints)
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
@@ -206,7 +235,9 @@ def _wait_for(scheduler: Scheduler) -> None:
             scheduler.abandon()
 
 
-def _run_rank(world: SimulatedWorld, fn: Callable[[], Any], results: list[Any], modes: _Modes) -> None:
+def _run_rank(
+    world: SimulatedWorld, fn: Callable[[], Any], results: list[Any], modes: _Modes
+) -> None:
     scheduler, rank = world.scheduler, world.rank
     output = scheduler.outputs[rank]
 
@@ -233,9 +264,13 @@ def _run_guarded(scheduler: Scheduler, rank: int, part: Callable[[], Any]) -> No
         pass
     except BaseException as error:
         found = error.__traceback__
-        while found is not None and found.tb_frame.f_code.co_filename == __file__:  # begin the traceback in the program
+        while (
+            found is not None and found.tb_frame.f_code.co_filename == __file__
+        ):  # begin the traceback in the program
             found = found.tb_next
-        scheduler.fail(error.with_traceback(found), f"raised on rank {rank} of simulate({scheduler.size})")
+        scheduler.fail(
+            error.with_traceback(found), f"raised on rank {rank} of simulate({scheduler.size})"
+        )
 
 
 def _readable_traceback(error: BaseException) -> TracebackType | None:

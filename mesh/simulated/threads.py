@@ -58,7 +58,9 @@ class Worker(threading.Thread):
     def interrupt(self) -> None:
         """Raise RankEnded in this thread, at its next bytecode."""
         if self.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(RankEnded))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self.ident), ctypes.py_object(RankEnded)
+            )
 
 
 def _do_nothing() -> None:

@@ -58,18 +58,31 @@ class Evaluated:
     rank: int
 
     def __str__(self) -> str:
-        memory = {"arguments": self.argument_bytes, "result": self.result_bytes, "peak": self.peak_bytes}
+        memory = {
+            "arguments": self.argument_bytes,
+            "result": self.result_bytes,
+            "peak": self.peak_bytes,
+        }
         rows = [(name, f"{count:,}", "bytes") for name, count in memory.items()]
         received = {f"received over {axis}": use for axis, use in self.report.by_axis.items()}
         received["received in total"] = self.report.launches, self.report.bytes_received
-        rows += [(name, f"{count:,}", f"bytes  in {calls:,} launches") for name, (calls, count) in received.items()]
+        rows += [
+            (name, f"{count:,}", f"bytes  in {calls:,} launches")
+            for name, (calls, count) in received.items()
+        ]
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         lines = [f"{name:{widths[0]}}  {count:>{widths[1]}} {unit}" for name, count, unit in rows]
-        return "\n".join([f"rank {self.rank} of ({axes_text(self.mesh.shape, self.mesh.axis_names)})", *lines])
+        return "\n".join(
+            [f"rank {self.rank} of ({axes_text(self.mesh.shape, self.mesh.axis_names)})", *lines]
+        )
 
 
 def eval_shape(
-    f: Callable[..., Any], *args: Any, mesh: AbstractMesh | None = None, rank: int = 0, **kwargs: Any
+    f: Callable[..., Any],
+    *args: Any,
+    mesh: AbstractMesh | None = None,
+    rank: int = 0,
+    **kwargs: Any,
 ) -> Evaluated:
     """eval_shape(f, *args) -> Evaluated: run `f` without data, as one rank of a mesh of any size.
 
@@ -124,9 +137,13 @@ def _root_mesh(mesh: AbstractMesh | None, given: Any) -> AbstractMesh:
     """
     if mesh is not None:
         if not isinstance(mesh, AbstractMesh):
-            raise TypeError(f'eval_shape(mesh={mesh!r}): mesh must be a mesh, such as sm.AbstractMesh((128, 8), ("dp", "tp"))')
+            raise TypeError(
+                f'eval_shape(mesh={mesh!r}): mesh must be a mesh, such as sm.AbstractMesh((128, 8), ("dp", "tp"))'
+            )
         return mesh
-    found = max(_meshes_of(given), key=lambda m: (prod(m.shape), type(m) is AbstractMesh), default=None)
+    found = max(
+        _meshes_of(given), key=lambda m: (prod(m.shape), type(m) is AbstractMesh), default=None
+    )
     if found is not None:
         return found
     try:
@@ -164,7 +181,9 @@ def _parts_of(tree: Any) -> Iterator[Any]:
         if isinstance(leaf, (Tensor, Layout, AbstractMesh)):
             yield leaf
         elif not isinstance(leaf, nn.Module) and hasattr(leaf, "__dict__") and not callable(leaf):
-            yield from (x for x in vars(leaf).values() if isinstance(x, (Tensor, Layout, AbstractMesh)))
+            yield from (
+                x for x in vars(leaf).values() if isinstance(x, (Tensor, Layout, AbstractMesh))
+            )
 
 
 def _tensors_of(tree: Any) -> list[Tensor]:
@@ -187,7 +206,9 @@ class _Inside:
     def __init__(self, root: AbstractMesh) -> None:
         self.mesh = init_device_mesh("meta", root.shape, axis_names=root.axis_names)
         self.mesh.topology = root.topology
-        self.abstract = root if type(root) is AbstractMesh else AbstractMesh(root.shape, root.axis_names)
+        self.abstract = (
+            root if type(root) is AbstractMesh else AbstractMesh(root.shape, root.axis_names)
+        )
         self.copies: dict[Any, Any] = {ELSEWHERE: self._enter_held}
 
     def enter(self, tree: Any) -> Any:
@@ -233,7 +254,9 @@ class _Inside:
 
     def _of_layout(self, layout: Layout) -> ShardedTensor:
         at = self._layout_for(layout)
-        return ShardedTensor._make_guarded(torch.empty(at.local_shape, dtype=at.dtype, device="meta"), at, 0)
+        return ShardedTensor._make_guarded(
+            torch.empty(at.local_shape, dtype=at.dtype, device="meta"), at, 0
+        )
 
     def _layout_for(self, layout: Layout) -> Layout:
         return Layout.of(self._mesh_for(layout.mesh), layout.spec, layout.shape, layout.dtype)
@@ -254,7 +277,9 @@ class _Inside:
 
     def _leave(self, x: Any) -> Any:
         if isinstance(x, ShardedTensor):
-            return Layout.of(self._outside(x._layout.mesh), x._layout.spec, x._layout.shape, x._layout.dtype)
+            return Layout.of(
+                self._outside(x._layout.mesh), x._layout.spec, x._layout.shape, x._layout.dtype
+            )
         if isinstance(x, AbstractMesh):
             return self._outside(x)
         return _like(x) if isinstance(x, Tensor) else x
@@ -271,7 +296,11 @@ class _TensorsElsewhere(TorchFunctionMode):
         self._inside = inside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__ and type(args[0]) is not ShardedTensor and not _is_number(args[0]):
+        if (
+            func is Tensor.__deepcopy__
+            and type(args[0]) is not ShardedTensor
+            and not _is_number(args[0])
+        ):
             return self._inside._enter(args[0])
         return func(*args, **(kwargs or {}))
 
@@ -285,7 +314,12 @@ def _part_like(whole: Any, mesh: AbstractMesh) -> Any:
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and x.ndim == 0 and x.device.type == "cpu"
+    return (
+        isinstance(x, Tensor)
+        and not isinstance(x, ShardedTensor)
+        and x.ndim == 0
+        and x.device.type == "cpu"
+    )
 
 
 def _like(x: Tensor) -> Tensor:

@@ -24,7 +24,9 @@ from ...mesh.comm.thread_context import thread_context
 from ..ops.plain_operands import tensors_in
 from ..tensor.sharded_tensor import ShardedTensor
 
-_DETACH = torch.ops.aten.detach.default  # the only operator that is called on the wrapper of a ShardedTensor
+_DETACH = (
+    torch.ops.aten.detach.default
+)  # the only operator that is called on the wrapper of a ShardedTensor
 _CONSTANTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 
 
@@ -45,7 +47,9 @@ class PeakMemory(TorchDispatchMode):
         self._bytes: dict[int, int] = {}  # storage -> its bytes; 0 for a stand-in
         self._stand_ins: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         given = {storage._cdata: storage for storage in self._storages((args, kwargs))}
         for key, storage in given.items():

@@ -1,5 +1,4 @@
-"""All uses of private APIs of torch's autograd. torch's own DDP and FSDP use the first two.
-"""
+"""All uses of private APIs of torch's autograd. torch's own DDP and FSDP use the first two."""
 
 from __future__ import annotations
 
@@ -54,7 +53,9 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
     """
     find = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # type: ignore[attr-defined]
     if find is None:
-        raise NotImplementedError(f"torch {torch.__version__} has no API for the active saved_tensors_hooks; use 2.11 or later")
+        raise NotImplementedError(
+            f"torch {torch.__version__} has no API for the active saved_tensors_hooks; use 2.11 or later"
+        )
     return find(True)
 
 
@@ -63,7 +64,9 @@ def _assume_true(x: torch.Tensor) -> bool:
 
 
 # Whether the tensor itself requires grad, without `__torch_function__`; assumed True if torch has no such function.
-any_requires_grad: Callable[[torch.Tensor], bool] = getattr(torch._C, "_any_requires_grad", _assume_true)
+any_requires_grad: Callable[[torch.Tensor], bool] = getattr(
+    torch._C, "_any_requires_grad", _assume_true
+)
 
 
 def untransformed(x: torch.Tensor) -> torch.Tensor:
@@ -98,7 +101,9 @@ _forward_threads: list[int] = []  # threads in `forward_mode`, once for each blo
 
 def in_forward_mode() -> bool:
     """Return True if tangents are computed in this thread (`sm.jvp`, `torch.func.jvp`, `torch.autograd.forward_ad`)."""
-    return forward_ad._current_level >= 0 and (thread_context.forward_mode_depth > 0 or not _forward_threads)
+    return forward_ad._current_level >= 0 and (
+        thread_context.forward_mode_depth > 0 or not _forward_threads
+    )
 
 
 def in_foreign_forward_mode() -> bool:

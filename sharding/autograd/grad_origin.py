@@ -57,7 +57,11 @@ def origin_of(grad: Tensor, layout: Layout, grad_layout: Layout | None = None) -
     origin, dtype = found.origin, layout.dtype
     if found.layout is not layout.replace(dtype=found.layout.dtype):
         return Origin(grad, layout, grad_layout)
-    return origin if origin.layout.dtype is dtype else origin._replace(layout=origin.layout.replace(dtype=dtype))
+    return (
+        origin
+        if origin.layout.dtype is dtype
+        else origin._replace(layout=origin.layout.replace(dtype=dtype))
+    )
 
 
 def note_origin(made: Tensor, layout: Layout, origin: Origin) -> Tensor:
@@ -67,7 +71,11 @@ def note_origin(made: Tensor, layout: Layout, origin: Origin) -> Tensor:
         `made`, or a view of it if it is the tensor of `origin` itself.
     """
     tensor = origin.tensor
-    if not layout.spec.unreduced or layout.pending.keys() <= origin.layout.pending.keys() or layout.has_empty_part:
+    if (
+        not layout.spec.unreduced
+        or layout.pending.keys() <= origin.layout.pending.keys()
+        or layout.has_empty_part
+    ):
         return made
     if made is tensor:
         made = tensor.view_as(tensor)

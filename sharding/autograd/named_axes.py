@@ -1,8 +1,8 @@
 """Named axes inside a mapped function: the mesh that they belong to, and this rank's place along them.
 
-    mesh (dp=2, tp=2)      shard_map(f, axis_names={"tp"})     inside f: "tp" is bound, "dp" is not
-        [0 1]
-        [2 3]              on rank 2:  axes "tp" = ranks (2, 3), this one has index 0
+mesh (dp=2, tp=2)      shard_map(f, axis_names={"tp"})     inside f: "tp" is bound, "dp" is not
+    [0 1]
+    [2 3]              on rank 2:  axes "tp" = ranks (2, 3), this one has index 0
 """
 
 from __future__ import annotations
@@ -133,9 +133,13 @@ class AxisEnv:
         """
         axes = self.axes(name)
         given = tuple(tuple(map(int, group)) for group in groups)
-        if sorted(place for group in given for place in group) != list(range(axes.size)) or not all(given):
+        if sorted(place for group in given for place in group) != list(range(axes.size)) or not all(
+            given
+        ):
             shown = list(map(list, given))
-            raise ValueError(f"axis_index_groups={shown} over {axes}: each of the places 0 to {axes.size - 1} must be in one group, once")
+            raise ValueError(
+                f"axis_index_groups={shown} over {axes}: each of the places 0 to {axes.size - 1} must be in one group, once"
+            )
         key = axes.names, given
         found = self._axes.get(key)
         if found is None:
@@ -143,7 +147,9 @@ class AxisEnv:
         return found  # type: ignore[return-value]
 
     def _key(self, name: Any) -> Any:
-        if isinstance(name, str) or (isinstance(name, Sequence) and all(isinstance(one, str) for one in name)):
+        if isinstance(name, str) or (
+            isinstance(name, Sequence) and all(isinstance(one, str) for one in name)
+        ):
             return name if isinstance(name, str) else tuple(name)
         raise TypeError(
             f"axis_name={name!r}: a collective takes the name of a mesh axis, or a tuple of names, and the manual axes here are "
@@ -156,7 +162,9 @@ class AxisEnv:
             if one not in self.names:
                 raise _unbound(one, f"the manual axes here are {list(self.names)}")
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"axis_name={name!r}: name one or more of the axes {list(self.names)}, each once")
+            raise ValueError(
+                f"axis_name={name!r}: name one or more of the axes {list(self.names)}, each once"
+            )
         return names
 
     def inside(self, mesh: DeviceMesh, names: tuple[str, ...]) -> AxisEnv:
@@ -170,7 +178,9 @@ class AxisEnv:
                 f"shard_map over {list(names)} inside a mapped function in which {again[0]!r} is manual already: map over the other axes, "
                 "with axis_names on the outer function"
             )
-        part = set(mesh.axis_names) <= set(self.root.axis_names) and self.root[mesh.axis_names] is mesh
+        part = (
+            set(mesh.axis_names) <= set(self.root.axis_names) and self.root[mesh.axis_names] is mesh
+        )
         return AxisEnv(self.root, (*self.names, *names)) if part else AxisEnv(mesh, names)
 
     def size(self, names: Sequence[str]) -> int:
@@ -233,7 +243,10 @@ def _env_of_replay(name: AxisName) -> AxisEnv:
     if engine_hooks.current_backward() < 0 or not found:
         raise _unbound(name, "no mapped function is running")
     if len({id(m.root) for m in found}) > 1:
-        raise _unbound(name, "several meshes have it, and torch.utils.checkpoint does not say which is meant; use sm.remat")
+        raise _unbound(
+            name,
+            "several meshes have it, and torch.utils.checkpoint does not say which is meant; use sm.remat",
+        )
     return found[0]
 
 

@@ -57,7 +57,9 @@ class _Transformed(torch.autograd.Function):
     def forward(x: Tensor, op: Any, comm_dtype: torch.dtype | None) -> Tensor:
         x = with_memory(x)
         out = op(x)
-        shared = out.untyped_storage()._cdata == x.untyped_storage()._cdata  # torch would treat it as a view, also for tangents
+        shared = (
+            out.untyped_storage()._cdata == x.untyped_storage()._cdata
+        )  # torch would treat it as a view, also for tangents
         return out.clone() if shared else out
 
     @staticmethod
@@ -76,8 +78,12 @@ class _Transformed(torch.autograd.Function):
             return under_transforms(with_memory(tangents[0]), ctx.op)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, op: Any, comm_dtype: torch.dtype | None) -> tuple[Tensor, Any]:
-        return under_transforms(x.movedim(in_dims[0], -1), op.batched(info.batch_size), comm_dtype), -1
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, op: Any, comm_dtype: torch.dtype | None
+    ) -> tuple[Tensor, Any]:
+        return under_transforms(
+            x.movedim(in_dims[0], -1), op.batched(info.batch_size), comm_dtype
+        ), -1
 
 
 def under_transforms(x: Tensor, op: Any, comm_dtype: torch.dtype | None = None) -> Tensor:
@@ -92,7 +98,12 @@ def under_transforms(x: Tensor, op: Any, comm_dtype: torch.dtype | None = None) 
 
 def batched_layout(layout: Layout, count: int) -> Layout:
     """Return the layout with a batch dim of this length at the end, whole on every rank."""
-    return Layout.of(layout.mesh, P.of_cuts([*layout.spec.cuts, ()], layout.pending), (*layout.shape, count), layout.dtype)
+    return Layout.of(
+        layout.mesh,
+        P.of_cuts([*layout.spec.cuts, ()], layout.pending),
+        (*layout.shape, count),
+        layout.dtype,
+    )
 
 
 # -- levels of torch.func ----------------------------------------------------------------------------------------------

@@ -18,9 +18,16 @@ from ...mesh.errors import WatchError
 
 T = TypeVar("T")
 _SHOWN = 3
-_BRIEF = 200  # characters of a description: what a file has must not come back as the text of an error
+_BRIEF = (
+    200  # characters of a description: what a file has must not come back as the text of an error
+)
 _LONGEST_TEXT = 2000  # characters of what one rank reports to the others
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "out of memory")
+_NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "Cannot allocate memory",
+    "out of memory",
+)
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 80
 
@@ -85,7 +92,9 @@ def all_ranks(world: World) -> Group:
         ValueError: the world has no data.
     """
     if isinstance(world, NullWorld):
-        raise ValueError("checkpoints need data, but null_world has none; save and load in processes or in sm.simulate")
+        raise ValueError(
+            "checkpoints need data, but null_world has none; save and load in processes or in sm.simulate"
+        )
     return world.group(range(world.size))
 
 
@@ -109,13 +118,19 @@ def run_on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
             raise interrupt from None
         failure = interrupt or error
     gathered = group.all_gather_object((mine, None if failure is None else _error_text(failure)))
-    problems = {rank: text for rank, (_, text) in zip(group.ranks, gathered, strict=True) if text is not None}
+    problems = {
+        rank: text
+        for rank, (_, text) in zip(group.ranks, gathered, strict=True)
+        if text is not None
+    }
     if problems:
         raise CheckpointError(_merge_texts(problems, group.size)) from failure
     return [value for value, _ in gathered]
 
 
-def agree(group: Group, what: str, lines: Mapping[str, str], failure: Exception | None = None) -> None:
+def agree(
+    group: Group, what: str, lines: Mapping[str, str], failure: Exception | None = None
+) -> None:
     """Check that all ranks have the same lines, by name, in the same order.
 
     Args:
@@ -126,13 +141,23 @@ def agree(group: Group, what: str, lines: Mapping[str, str], failure: Exception 
 
     Communication: one all_gather of 32 bytes from each rank; after a difference one more, of the lines.
     """
-    digest = hashlib.sha256("\n".join(f"{name}\t{line}" for name, line in lines.items()).encode()).digest()
-    gathered = group.all_gather_object(digest if failure is None else f"{what}: {_error_text(failure)}")
-    problems = {rank: text for rank, text in zip(group.ranks, gathered, strict=True) if isinstance(text, str)}
+    digest = hashlib.sha256(
+        "\n".join(f"{name}\t{line}" for name, line in lines.items()).encode()
+    ).digest()
+    gathered = group.all_gather_object(
+        digest if failure is None else f"{what}: {_error_text(failure)}"
+    )
+    problems = {
+        rank: text
+        for rank, text in zip(group.ranks, gathered, strict=True)
+        if isinstance(text, str)
+    }
     if problems:
         raise CheckpointError(_merge_texts(problems, group.size)) from failure
     if len(set(gathered)) > 1:
-        raise CheckpointError(f"{what}: {_difference(group, group.all_gather_object(list(lines.items())))}")
+        raise CheckpointError(
+            f"{what}: {_difference(group, group.all_gather_object(list(lines.items())))}"
+        )
 
 
 def _difference(group: Group, gathered: list[list[tuple[str, str]]]) -> str:
@@ -140,7 +165,10 @@ def _difference(group: Group, gathered: list[list[tuple[str, str]]]) -> str:
     for rank, lines in zip(group.ranks, gathered, strict=True):
         for one, other in zip(first, lines, strict=False):
             if one != other:
-                has, other_has = f"rank {group.ranks[0]} has {one[0]!r}: {one[1]}", f"rank {rank} has {other[0]!r}: {other[1]}"
+                has, other_has = (
+                    f"rank {group.ranks[0]} has {one[0]!r}: {one[1]}",
+                    f"rank {rank} has {other[0]!r}: {other[1]}",
+                )
                 return f"{has}, but {other_has}; give the same on every rank"
         if len(lines) != len(first):
             longer, more = (group.ranks[0], first) if len(first) > len(lines) else (rank, lines)
@@ -155,7 +183,9 @@ def _error_text(error: Exception) -> str:
     if isinstance(error, CheckpointError | ValueError | TypeError):
         text = str(error)
         return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
-    where = f": {error.filename}" if isinstance(error, OSError) and error.filename is not None else ""
+    where = (
+        f": {error.filename}" if isinstance(error, OSError) and error.filename is not None else ""
+    )
     return f"{type(error).__name__}: {brief(error)}{where}"
 
 
@@ -166,5 +196,8 @@ def _merge_texts(problems: dict[int, str], size: int) -> str:
         said.setdefault(text, []).append(rank)
     if len(said) == 1 and len(problems) == size:
         return next(iter(said))
-    texts = [f"on rank {', '.join(map(str, ranks[:8]))}: {text}" for text, ranks in list(said.items())[:_SHOWN]]
+    texts = [
+        f"on rank {', '.join(map(str, ranks[:8]))}: {text}"
+        for text, ranks in list(said.items())[:_SHOWN]
+    ]
     return "; ".join(texts) + (f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else "")

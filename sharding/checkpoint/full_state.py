@@ -71,7 +71,9 @@ def whole_on(leaf: Any, rank: int, world: World) -> Any:
     return leaf.value if isinstance(leaf, PerRank) else leaf
 
 
-def load_full_state_dict(module: nn.Module, state: Any, rank: int = 0, *, optimizer: Optimizer | None = None) -> None:
+def load_full_state_dict(
+    module: nn.Module, state: Any, rank: int = 0, *, optimizer: Optimizer | None = None
+) -> None:
     """load_full_state_dict(module, state): load the whole tensors of `rank` into a module; every rank receives its boxes.
 
         rank 0   [a b]        [a]
@@ -98,14 +100,21 @@ def load_full_state_dict(module: nn.Module, state: Any, rank: int = 0, *, optimi
     if world.rank == rank and optimizer is None:
         state = {"model": state}
     group = all_ranks(world)
-    description = run_on_all_ranks(group, lambda: _describe(state) if world.rank == rank else None)[rank]
+    description = run_on_all_ranks(group, lambda: _describe(state) if world.rank == rank else None)[
+        rank
+    ]
     assert description is not None  # noqa: S101
     described, values = description
     like = wanted_tree(state_dict(module, optimizer), described, world)
     _check_known(described, {name_of(path) for path, _ in leaves(like)})
-    agree(group, "load_full_state_dict", {name_of(path): _line(want) for path, want in leaves(like)})
+    agree(
+        group, "load_full_state_dict", {name_of(path): _line(want) for path, want in leaves(like)}
+    )
     whole = {name_of(path): leaf for path, leaf in leaves(state)} if world.rank == rank else {}
-    sent = mapped(like, lambda path, want: _receive(name_of(path), want, described, values, whole, rank, world))
+    sent = mapped(
+        like,
+        lambda path, want: _receive(name_of(path), want, described, values, whole, rank, world),
+    )
     load_state_dict(module, sent, optimizer)
 
 
@@ -120,7 +129,10 @@ def _describe(state: Any) -> tuple[Stored, dict[str, Any]]:
         )
     values = {name: leaf for name, leaf in found.items() if name not in tensors}
     entries = {
-        name: StoredLeaf(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else StoredLeaf(None, None) for name, leaf in found.items()
+        name: StoredLeaf(leaf.shape, leaf.dtype)
+        if isinstance(leaf, Tensor)
+        else StoredLeaf(None, None)
+        for name, leaf in found.items()
     }
     return Stored(Path("the state that was given"), entries, structure_of(state), {}, None), values
 
@@ -129,7 +141,9 @@ def _check_known(described: Stored, names: set[str]) -> None:
     unknown = [name for name in described.entries if name not in names]
     if unknown:
         known = sorted(names)[:3]
-        raise ValueError(f"load_full_state_dict: the state has {unknown[:3]} that the module does not have; it has {known} ...")
+        raise ValueError(
+            f"load_full_state_dict: the state has {unknown[:3]} that the module does not have; it has {known} ..."
+        )
 
 
 def _line(want: Any) -> str:
@@ -137,7 +151,13 @@ def _line(want: Any) -> str:
 
 
 def _receive(
-    name: str, want: Any, described: Stored, values: Mapping[str, Any], whole: Mapping[str, Any], rank: int, world: World
+    name: str,
+    want: Any,
+    described: Stored,
+    values: Mapping[str, Any],
+    whole: Mapping[str, Any],
+    rank: int,
+    world: World,
 ) -> Any:
     """Return a leaf on this rank: a tensor sent by `rank`, or a value that every rank has."""
     if isinstance(want, StoredValue):
@@ -146,7 +166,11 @@ def _receive(
     if isinstance(want, Layout):
         return _scattered(whole.get(name), want, rank, world)
     device = want.device if isinstance(want, WholeTensor) else torch.device("cpu")
-    x = whole[name].detach().to(device).contiguous() if name in whole else torch.empty(entry.shape or (), dtype=entry.dtype, device=device)
+    x = (
+        whole[name].detach().to(device).contiguous()
+        if name in whole
+        else torch.empty(entry.shape or (), dtype=entry.dtype, device=device)
+    )
     all_ranks(world).broadcast(x, rank)
     return x
 
@@ -154,7 +178,11 @@ def _receive(
 def _scattered(whole: Tensor | None, layout: Layout, rank: int, world: World) -> ShardedTensor:
     target: Any = layout.mesh
     source = Layout.of(_mesh_of(rank, target.device_type), P(), layout.shape, layout.dtype)
-    local = torch.empty(0, dtype=layout.dtype, device=target.device) if whole is None else whole.detach().to(target.device).contiguous()
+    local = (
+        torch.empty(0, dtype=layout.dtype, device=target.device)
+        if whole is None
+        else whole.detach().to(target.device).contiguous()
+    )
     return redistribute(ShardedTensor._make_guarded(local, source), target, layout.spec)
 
 
@@ -165,4 +193,6 @@ def _mesh_of(rank: int, device_type: str) -> DeviceMesh:
 
 def _check_rank(name: str, rank: int, world: World) -> None:
     if not isinstance(rank, int) or not 0 <= rank < world.size:
-        raise ValueError(f"{name}: rank must be an integer from 0 to {world.size - 1}, got {rank!r}")
+        raise ValueError(
+            f"{name}: rank must be an integer from 0 to {world.size - 1}, got {rank!r}"
+        )

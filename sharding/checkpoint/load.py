@@ -70,11 +70,16 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
     contents = _read_contents(group, Path(dir), step)
     prepared, failure = attempt(lambda: _prepare(contents, like, world))
     stored, tree, wants = prepared or (None, None, {})
-    lines = {"": f"dir={os.fspath(dir)!r}, step={step}", **{name: line_of(want) for name, want in wants.items()}}
+    lines = {
+        "": f"dir={os.fspath(dir)!r}, step={step}",
+        **{name: line_of(want) for name, want in wants.items()},
+    }
     agree(group, "load", lines, failure)
     assert stored is not None  # noqa: S101
     loaded = _read_parts(world, group, stored, wants)
-    return load_stateful(like, mapped(tree, lambda path, want: _result(stored, loaded, name_of(path), want)))
+    return load_stateful(
+        like, mapped(tree, lambda path, want: _result(stored, loaded, name_of(path), want))
+    )
 
 
 def _prepare(contents: _Contents, like: Any, world: World) -> tuple[Stored, Any, dict[str, Any]]:
@@ -88,23 +93,33 @@ def _prepare(contents: _Contents, like: Any, world: World) -> tuple[Stored, Any,
     return stored, tree, wants
 
 
-def _read_parts(world: World, group: Group, stored: Stored, wants: Mapping[str, Any]) -> LoadedParts:
+def _read_parts(
+    world: World, group: Group, stored: Stored, wants: Mapping[str, Any]
+) -> LoadedParts:
     """Read this rank's parts of all wanted leaves.
 
     Raises:
         CheckpointError: some rank of some node could not read; on every rank, the same text.
     """
     node = _sharing(world)
-    tensors = {name: want if isinstance(want, Layout) else None for name, want in wants.items() if not isinstance(want, StoredValue)}
+    tensors = {
+        name: want if isinstance(want, Layout) else None
+        for name, want in wants.items()
+        if not isinstance(want, StoredValue)
+    }
     plan = plan_reads(stored, tensors, _values(stored, wants, node), node)
-    if len(node) == 1:  # each rank starts at another piece, so that together they read an uncached file only once
+    if (
+        len(node) == 1
+    ):  # each rank starts at another piece, so that together they read an uncached file only once
         first = len(plan) * world.rank // world.size
         plan = plan[first:] + plan[:first]
     parts: list[LoadedParts] = []
     allocate = partial(_allocate, stored, wants, world.rank)
 
     def work() -> None:
-        parts.append(read(stored, plan, world.group(node), world.rank, allocate, _device(world.group(node))))
+        parts.append(
+            read(stored, plan, world.group(node), world.rank, allocate, _device(world.group(node)))
+        )
 
     run_on_all_ranks(group, work)
     return parts[0]
@@ -136,7 +151,9 @@ class _Contents(NamedTuple):
         """
         stored = parse(self.path, self.manifest, self.index)
         if None not in (self.step, stored.step) and self.step != stored.step:
-            raise CheckpointError(f"{self.path} is of step {stored.step} by its manifest, not {self.step}: its folder was renamed")
+            raise CheckpointError(
+                f"{self.path} is of step {stored.step} by its manifest, not {self.step}: its folder was renamed"
+            )
         return stored
 
 
@@ -205,7 +222,9 @@ def _no_checkpoint(dir: Path, step: int | None) -> str:
     have = sorted(folders.complete(dir))
     which = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
     return f"load: {dir} has no {which}" + (
-        f"; it has steps {have[-8:]}" if have else "; is it the folder that was passed to sm.checkpoint.save?"
+        f"; it has steps {have[-8:]}"
+        if have
+        else "; is it the folder that was passed to sm.checkpoint.save?"
     )
 
 
@@ -264,7 +283,11 @@ def _node(world: World) -> range:
 
 def _device(group: Group) -> torch.device:
     """Return the device from which a group sends host data."""
-    return group._host_device() if isinstance(group, ProcessGroup) and group.size > 1 else torch.device("cpu")
+    return (
+        group._host_device()
+        if isinstance(group, ProcessGroup) and group.size > 1
+        else torch.device("cpu")
+    )
 
 
 def _result(stored: Stored, loaded: LoadedParts, name: str, want: Any) -> Any:
@@ -272,7 +295,11 @@ def _result(stored: Stored, loaded: LoadedParts, name: str, want: Any) -> Any:
         return ShardedTensor._make_guarded(loaded.tensors[name], want)
     if isinstance(want, WholeTensor):
         return loaded.tensors[name]
-    return value_of(stored, want.name, loaded.values[want.name]) if want.name in loaded.values else want.fallback
+    return (
+        value_of(stored, want.name, loaded.values[want.name])
+        if want.name in loaded.values
+        else want.fallback
+    )
 
 
 def load_stateful(like: Any, loaded: Any) -> Any:
@@ -283,4 +310,10 @@ def load_stateful(like: Any, loaded: Any) -> Any:
     inner = None if isinstance(like, StoredDict) else children(like)
     if inner is None:
         return loaded
-    return rebuilt(like, [load_stateful(child, item) for (_, child), item in zip(inner, items_of(loaded), strict=True)])
+    return rebuilt(
+        like,
+        [
+            load_stateful(child, item)
+            for (_, child), item in zip(inner, items_of(loaded), strict=True)
+        ],
+    )

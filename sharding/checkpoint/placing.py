@@ -1,7 +1,7 @@
 """The write plan: each box of each leaf is written by one of the ranks that hold it, evenly; the same plan on all ranks.
 
-    x @ P("tp", None) on (dp=2, tp=2)     rank 0 [0:4]   rank 1 [4:8]     rank 0 writes 0:4, rank 3 writes 4:8;
-                                          rank 2 [0:4]   rank 3 [4:8]     ranks 1 and 2 write the next tensor
+x @ P("tp", None) on (dp=2, tp=2)     rank 0 [0:4]   rank 1 [4:8]     rank 0 writes 0:4, rank 3 writes 4:8;
+                                      rank 2 [0:4]   rank 3 [4:8]     ranks 1 and 2 write the next tensor
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .tree import PerRank
 
-PIECE_BYTES = 64 << 20  # the maximum size of a piece, so that a rank that needs some rows reads little more
+PIECE_BYTES = (
+    64 << 20
+)  # the maximum size of a piece, so that a rank that needs some rows reads little more
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,14 @@ def holders_of(layout: Layout) -> dict[Box, list[int]]:
     return holders
 
 
-def _pieces(name: str, leaf: Tensor, held: Mapping[Box, Sequence[int]], load: list[int]) -> Iterator[WriteItem]:
+def _pieces(
+    name: str, leaf: Tensor, held: Mapping[Box, Sequence[int]], load: list[int]
+) -> Iterator[WriteItem]:
     """Yield the pieces of each box; the holder with the fewest bytes so far writes it."""
     if not held:
-        yield WriteItem(name, (), -1, leaf.shape, leaf.dtype)  # nothing to write, but the index must have the tensor
+        yield WriteItem(
+            name, (), -1, leaf.shape, leaf.dtype
+        )  # nothing to write, but the index must have the tensor
     for box, ranks in held.items():
         for piece in split_box(box, leaf.dtype.itemsize):
             rank = min(ranks, key=load.__getitem__)

@@ -47,7 +47,9 @@ class SaveState(NamedTuple):
     lines: dict[str, str]
 
 
-def prepare_save(tree: Any, dir: str | os.PathLike[str], step: int | None, keep: int | None, copies: bool) -> SaveJob:
+def prepare_save(
+    tree: Any, dir: str | os.PathLike[str], step: int | None, keep: int | None, copies: bool
+) -> SaveJob:
     """Return a save that is ready to write, with its folder; with `copies`, of copies of the tensors.
 
     Raises:
@@ -61,7 +63,9 @@ def prepare_save(tree: Any, dir: str | os.PathLike[str], step: int | None, keep:
     import_format()  # the thread of an asynchronous save may outlive the program, and could not import it then
     collected, failure = attempt(lambda: state_of(tree, world))
     lines = {} if collected is None else collected.lines
-    agree(group, "save", {"": f"dir={os.fspath(dir)!r}, step={step}, keep={keep}", **lines}, failure)
+    agree(
+        group, "save", {"": f"dir={os.fspath(dir)!r}, step={step}, keep={keep}", **lines}, failure
+    )
     assert collected is not None  # noqa: S101
     state = _reduce_pending(collected)
     plan = make_write_plan(state.leaves, world)
@@ -71,7 +75,9 @@ def prepare_save(tree: Any, dir: str | os.PathLike[str], step: int | None, keep:
         held, ready = copied or ({}, None)
     paths = dict(torch_paths(state.structure))
     paths |= {piece.name: _own_path(piece.name, paths) for piece in plan if piece.name not in paths}
-    unfinished, number, nonce, lease = _begin(group, Path(dir), step, isinstance(world, ProcessWorld), failure)
+    unfinished, number, nonce, lease = _begin(
+        group, Path(dir), step, isinstance(world, ProcessWorld), failure
+    )
     return SaveJob(
         world.rank, world.size, number, keep, unfinished, nonce, plan, held, state.structure, paths,
         threading.Event(), lease, ready, partial(_is_lost, world),
@@ -81,12 +87,18 @@ def prepare_save(tree: Any, dir: str | os.PathLike[str], step: int | None, keep:
 def _is_lost(world: World, rank: int) -> bool:
     """Return whether the process of a rank is known to have died, so that it will write nothing more."""
     monitor = world.monitor if isinstance(world, ProcessWorld) else None
-    return monitor is not None and any(member.rank == rank for member in lost_ranks(monitor.directory))
+    return monitor is not None and any(
+        member.rank == rank for member in lost_ranks(monitor.directory)
+    )
 
 
 def _held(state: SaveState, plan: Sequence[WriteItem], rank: int) -> dict[str, Any]:
     """Return the leaves of which this rank writes a piece."""
-    own = {own_name(name, rank): leaf.value for name, leaf in state.leaves.items() if isinstance(leaf, PerRank)}
+    own = {
+        own_name(name, rank): leaf.value
+        for name, leaf in state.leaves.items()
+        if isinstance(leaf, PerRank)
+    }
     mine = {piece.name for piece in plan if piece.rank == rank}
     return {name: leaf for name, leaf in {**state.leaves, **own}.items() if name in mine}
 
@@ -100,9 +112,13 @@ def _own_path(name: str, paths: dict[str, TreePath]) -> TreePath:
 
 def _check_numbers(step: int | None, keep: int | None) -> None:
     if step is not None and (type(step) is not int or step < 0):
-        raise ValueError(f"save: step must be an integer >= 0, or None for the one after the newest, got {step!r}")
+        raise ValueError(
+            f"save: step must be an integer >= 0, or None for the one after the newest, got {step!r}"
+        )
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise ValueError(f"save: keep, the number of checkpoints to keep, must be an integer >= 1, or None for all, got {keep!r}")
+        raise ValueError(
+            f"save: keep, the number of checkpoints to keep, must be an integer >= 1, or None for all, got {keep!r}"
+        )
 
 
 def _begin(
@@ -155,14 +171,18 @@ def state_of(tree: Any, world: World) -> SaveState:
     """
     tree = opened(tree)
     if children(tree) is None:
-        raise TypeError(f"save: a {type(tree).__name__} has no named leaves; save a dict, such as {{'x': it}}")
+        raise TypeError(
+            f"save: a {type(tree).__name__} has no named leaves; save a dict, such as {{'x': it}}"
+        )
     found: dict[str, Any] = {}
     paths: dict[str, TreePath] = {}
     for path, leaf in leaves(tree):
         name = name_of(path)
         if name in found:
             both = f"{list(paths[name])} and {list(path)}"
-            raise ValueError(f"save: two leaves have the name {name!r}, {both}: names are paths joined by dots; rename one")
+            raise ValueError(
+                f"save: two leaves have the name {name!r}, {both}: names are paths joined by dots; rename one"
+            )
         found[name], paths[name] = leaf, path
     lines = {name: _line(name, leaf, world) for name, leaf in small_on_host(found, world).items()}
     structure = structure_of(tree)
@@ -195,15 +215,24 @@ def _line(name: str, leaf: Any, world: World) -> str:
 
 
 def _check_plain(name: str, leaf: Tensor) -> None:
-    if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided or leaf.is_meta or leaf.is_quantized:
+    if (
+        type(leaf) not in (Tensor, nn.Parameter)
+        or leaf.layout is not torch.strided
+        or leaf.is_meta
+        or leaf.is_quantized
+    ):
         kind = f"{type(leaf).__name__} ({leaf.layout}, on {leaf.device})"
-        raise TypeError(f"save: {name!r} is a {kind}; only ShardedTensors and dense tensors with values can be saved")
+        raise TypeError(
+            f"save: {name!r} is a {kind}; only ShardedTensors and dense tensors with values can be saved"
+        )
 
 
 def _check_value(name: str, value: Any) -> None:
     """Raise a TypeError unless the value can be loaded without running code from the file."""
     if isinstance(value, np.ndarray | np.generic):
-        raise TypeError(f"save: {name!r} is a numpy {type(value).__name__}; save torch.as_tensor(it), or it.item()")
+        raise TypeError(
+            f"save: {name!r} is a numpy {type(value).__name__}; save torch.as_tensor(it), or it.item()"
+        )
     try:
         torch.load(io.BytesIO(serialize(value)), weights_only=True)
     except Exception as error:
@@ -217,8 +246,15 @@ def _check_value(name: str, value: Any) -> None:
 
 def _reduce_pending(state: SaveState) -> SaveState:
     """Return the state with pending values reduced."""
-    return state._replace(leaves={name: _reduced(leaf) if isinstance(leaf, ShardedTensor) else leaf for name, leaf in state.leaves.items()})
+    return state._replace(
+        leaves={
+            name: _reduced(leaf) if isinstance(leaf, ShardedTensor) else leaf
+            for name, leaf in state.leaves.items()
+        }
+    )
 
 
 def _reduced(leaf: ShardedTensor) -> ShardedTensor:
-    return redistribute(leaf.detach(), leaf.spec.with_unreduced({})) if leaf.spec.unreduced else leaf
+    return (
+        redistribute(leaf.detach(), leaf.spec.with_unreduced({})) if leaf.spec.unreduced else leaf
+    )

@@ -27,7 +27,11 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the current states."""
-        state = {"sharded": get_rng_state(), "torch": PerRank(torch.get_rng_state()), "python": PerRank(random.getstate())}
+        state = {
+            "sharded": get_rng_state(),
+            "torch": PerRank(torch.get_rng_state()),
+            "python": PerRank(random.getstate()),
+        }
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             state["cuda"] = PerRank(torch.cuda.get_rng_state())
         return state

@@ -57,7 +57,16 @@ _DTYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _INDEX = ".index.json"  # the suffix of an index file, after the name of a single file
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
@@ -101,12 +110,16 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
     wants = {name_of(path): want for path, want in leaves(tree)}
     for name, want in wants.items():
         if isinstance(want, StoredValue):
-            raise ValueError(f"load_safetensors: {name!r} in like= is not a tensor, and these files have only tensors; leave it out")
+            raise ValueError(
+                f"load_safetensors: {name!r} in like= is not a tensor, and these files have only tensors; leave it out"
+            )
     agree(group, "load_safetensors", {name: line_of(want) for name, want in wants.items()})
     loaded: list[Any] = []
     run_on_all_ranks(
         group,
-        lambda: loaded.append(mapped(tree, lambda path, want: _read(name_of(path), want, stored, places, world))),
+        lambda: loaded.append(
+            mapped(tree, lambda path, want: _read(name_of(path), want, stored, places, world))
+        ),
     )
     return load_stateful(like, loaded[0])
 
@@ -126,12 +139,19 @@ def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Fi
         aliases |= _aliases(header.pop("__metadata__", None))
         for name, description in header.items():
             if name in places:
-                raise CheckpointError(f"{brief(name)!r} is in {places[name].path} and in {file}; pass one file or the index")
+                raise CheckpointError(
+                    f"{brief(name)!r} is in {places[name].path} and in {file}; pass one file or the index"
+                )
             start = data + description["data_offsets"][0]
-            entries[name], places[name] = _entry(file, name, description), _FileOffset(file, mapped_file, start)
+            entries[name], places[name] = (
+                _entry(file, name, description),
+                _FileOffset(file, mapped_file, start),
+            )
     for name, file in indexed.items():
         if name not in places or places[name].path != file:
-            raise CheckpointError(f"{file} has no {brief(name)!r}, although the index of {path} lists it there; write the model again")
+            raise CheckpointError(
+                f"{file} has no {brief(name)!r}, although the index of {path} lists it there; write the model again"
+            )
     for group in [*_groups(aliases), *_groups(tied)]:
         for kept in [name for name in group if name in entries][:1]:
             for name in group:
@@ -142,9 +162,17 @@ def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Fi
 
 def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
     """Return the files of a path, and the file of each tensor if there is an index."""
-    indices = sorted(path.glob(f"*.safetensors{_INDEX}")) if path.is_dir() else [path] if path.name.endswith(_INDEX) else []
+    indices = (
+        sorted(path.glob(f"*.safetensors{_INDEX}"))
+        if path.is_dir()
+        else [path]
+        if path.name.endswith(_INDEX)
+        else []
+    )
     if len(indices) > 1:
-        raise CheckpointError(f"{path} has {len(indices)} indices, {[index.name for index in indices][:3]}; give the path of one")
+        raise CheckpointError(
+            f"{path} has {len(indices)} indices, {[index.name for index in indices][:3]}; give the path of one"
+        )
     if indices:
         weight_map = _weight_map(indices[0])
         named = {name: indices[0].parent / file for name, file in weight_map.items()}
@@ -157,7 +185,9 @@ def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found = json.loads(read_regular(index, _LONGEST_HEADER), object_pairs_hook=_no_name_twice)["weight_map"]
+        found = json.loads(read_regular(index, _LONGEST_HEADER), object_pairs_hook=_no_name_twice)[
+            "weight_map"
+        ]
         for file in found.values():
             check_file_name(file)
         return found
@@ -167,12 +197,18 @@ def _weight_map(index: Path) -> dict[str, str]:
         problem = brief(error)
     except (KeyError, TypeError, AttributeError) as error:
         problem = brief(repr(error))
-    raise CheckpointError(f"{index} cannot be read as the index of a model ({problem}); it must have a weight_map from names to files")
+    raise CheckpointError(
+        f"{index} cannot be read as the index of a model ({problem}); it must have a weight_map from names to files"
+    )
 
 
 def _aliases(metadata: Any) -> dict[str, str]:
     """Return the tied names in a file's metadata, where `safetensors.torch.save_model` too writes the name that is stored."""
-    return {name: kept for name, kept in metadata.items() if name != "format"} if isinstance(metadata, dict) else {}
+    return (
+        {name: kept for name, kept in metadata.items() if name != "format"}
+        if isinstance(metadata, dict)
+        else {}
+    )
 
 
 def _groups(aliases: Mapping[str, str]) -> list[list[str]]:
@@ -205,7 +241,9 @@ def _header(file: Path) -> tuple[dict[str, Any], int, Tensor]:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({brief(error)})") from error
     except (ValueError, RecursionError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is damaged, or not in the safetensors format: {brief(error)}") from error
+        raise CheckpointError(
+            f"{file} is damaged, or not in the safetensors format: {brief(error)}"
+        ) from error
     return header, 8 + length, mapped_file
 
 
@@ -227,18 +265,24 @@ def _entry(file: Path, name: str, description: Any) -> StoredLeaf:
     dtype = _DTYPES.get(description["dtype"])
     if dtype is None:
         has = brief(description["dtype"])
-        raise CheckpointError(f"{file} has {brief(name)!r} of the dtype {has!r}, which this version of shardmesh does not read")
+        raise CheckpointError(
+            f"{file} has {brief(name)!r} of the dtype {has!r}, which this version of shardmesh does not read"
+        )
     return StoredLeaf(torch.Size(description["shape"]), dtype)
 
 
-def _read(name: str, want: Any, stored: Stored, places: Mapping[str, _FileOffset], world: World) -> Any:
+def _read(
+    name: str, want: Any, stored: Stored, places: Mapping[str, _FileOffset], world: World
+) -> Any:
     entry = stored.entries[name]
     shape, dtype = entry.shape or torch.Size(), entry.dtype or torch.uint8
     box = box_of(want, world.rank) if isinstance(want, Layout) else full_box(shape)
     if box is None:
         part = torch.empty(0, dtype=dtype)
     else:
-        part = _mapped(places[name], shape, dtype)[slices(box)].clone(memory_format=torch.contiguous_format)
+        part = _mapped(places[name], shape, dtype)[slices(box)].clone(
+            memory_format=torch.contiguous_format
+        )
     if isinstance(want, Layout):
         mesh: Any = want.mesh
         return ShardedTensor._make_guarded(part.to(mesh.device), want)
@@ -257,7 +301,13 @@ def _mapped(place: _FileOffset, shape: torch.Size, dtype: torch.dtype) -> Tensor
 # -- write -------------------------------------------------------------------------------------------------------------
 
 
-def save_safetensors(tree: Any, path: str | os.PathLike[str], rank: int = 0, *, max_shard_size: int | str | None = None) -> None:
+def save_safetensors(
+    tree: Any,
+    path: str | os.PathLike[str],
+    rank: int = 0,
+    *,
+    max_shard_size: int | str | None = None,
+) -> None:
     """save_safetensors(tree, path): write whole tensors to one file on `rank`, which gathers one tensor at a time.
 
     Args:
@@ -281,7 +331,10 @@ def save_safetensors(tree: Any, path: str | os.PathLike[str], rank: int = 0, *, 
     world, path, tied = current_world(), Path(path), ties(tree)
     tensors = {name: leaf for name, leaf in _named(tree) if name not in tied}
     shards = _shards(tensors, _bytes_of(max_shard_size))
-    parts = [chain([_header_of(shard, tied)], (_bytes_on(leaf, rank, world) for leaf in shard.values())) for shard in shards]
+    parts = [
+        chain([_header_of(shard, tied)], (_bytes_on(leaf, rank, world) for leaf in shard.values()))
+        for shard in shards
+    ]
 
     def write() -> None:
         if world.rank == rank:
@@ -301,9 +354,13 @@ def _named(tree: Any) -> Iterator[tuple[str, Tensor]]:
     for path, leaf in leaves(opened(tree)):
         name = name_of(path)
         if not isinstance(leaf, Tensor):
-            raise ValueError(f"save_safetensors: {name!r} is a {type(leaf).__name__}; the format has only tensors: leave it out")
+            raise ValueError(
+                f"save_safetensors: {name!r} is a {type(leaf).__name__}; the format has only tensors: leave it out"
+            )
         if leaf.dtype not in _NAMES:
-            raise ValueError(f"save_safetensors: {name!r} is {leaf.dtype}, which the format does not have; convert it first")
+            raise ValueError(
+                f"save_safetensors: {name!r} is {leaf.dtype}, which the format does not have; convert it first"
+            )
         yield name, leaf
 
 
@@ -313,7 +370,9 @@ def _bytes_of(size: int | str | None) -> float:
         return math.inf
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?((?:[KMG]I?)?B)?", str(size).upper())
     if match is None or isinstance(size, bool) or not float(match[1]):
-        raise ValueError(f'save_safetensors: max_shard_size={size!r} is not a size; pass bytes, or such as "500MB", "5GB", "5GiB"')
+        raise ValueError(
+            f'save_safetensors: max_shard_size={size!r} is not a size; pass bytes, or such as "500MB", "5GB", "5GiB"'
+        )
     return float(match[1]) * _UNITS[match[2] or ""]
 
 
@@ -328,17 +387,25 @@ def _shards(tensors: Mapping[str, Tensor], limit: float) -> list[dict[str, Tenso
             room = limit
         shards[-1][name] = leaf
         room -= size
-    return [dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize)) for shard in shards]
+    return [
+        dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize)) for shard in shards
+    ]
 
 
 def _header_of(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> bytes:
     """Return the header with its length, padded so that the data begin at a multiple of 8 bytes."""
     aliases = {name: kept for name, kept in tied.items() if kept in tensors}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}  # transformers asks for this format
+    header: dict[str, Any] = {
+        "__metadata__": {"format": "pt", **aliases}
+    }  # transformers asks for this format
     at = 0
     for name, leaf in tensors.items():
         stop = at + leaf.numel() * leaf.dtype.itemsize
-        header[name] = {"dtype": _NAMES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [at, stop]}
+        header[name] = {
+            "dtype": _NAMES[leaf.dtype],
+            "shape": list(leaf.shape),
+            "data_offsets": [at, stop],
+        }
         at = stop
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -348,17 +415,26 @@ def _header_of(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> bytes:
 def _bytes_on(leaf: Tensor, rank: int, world: World) -> Any:
     """Return a whole tensor's bytes on `rank`, nothing on the others, which must call it too."""
     whole = whole_on(leaf, rank, world)
-    return b"" if whole is None or not whole.numel() else whole.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return (
+        b""
+        if whole is None or not whole.numel()
+        else whole.contiguous().reshape(-1).view(torch.uint8).numpy()
+    )
 
 
-def _write(path: Path, shards: Sequence[Mapping[str, Tensor]], parts: Sequence[Iterator[Any]]) -> None:
+def _write(
+    path: Path, shards: Sequence[Mapping[str, Tensor]], parts: Sequence[Iterator[Any]]
+) -> None:
     """Write every file under a temporary name, then rename them; write the index last."""
     files = _shard_paths(path, len(shards))
     temporary = [temporary_path(file) for file in files]
     index = path.with_name(path.name + _INDEX)
     created: list[Path] = []
     try:
-        with removed_on_error(created), contextlib.ExitStack() as sinks:  # open, and so locked, until all are renamed
+        with (
+            removed_on_error(created),
+            contextlib.ExitStack() as sinks,
+        ):  # open, and so locked, until all are renamed
             for file in [*files, index]:
                 remove_left_over(file)
             for file, data in zip(temporary, parts, strict=True):
@@ -380,7 +456,9 @@ def _write(path: Path, shards: Sequence[Mapping[str, Tensor]], parts: Sequence[I
             raise
         deque(chain.from_iterable(parts), 0)  # the other ranks continue to send
         why = brief(error) if isinstance(error, OSError) else f"out of memory: {brief(error)}"
-        raise CheckpointError(f"{path} could not be written ({why}); an existing file is unchanged") from error
+        raise CheckpointError(
+            f"{path} could not be written ({why}); an existing file is unchanged"
+        ) from error
 
 
 def _shard_paths(path: Path, count: int) -> list[Path]:
@@ -398,5 +476,9 @@ def _remove_others(path: Path, files: Sequence[Path]) -> None:
 
 def _index_of(shards: Sequence[Mapping[str, Tensor]], files: Sequence[Path]) -> bytes:
     size = sum(leaf.numel() * leaf.dtype.itemsize for shard in shards for leaf in shard.values())
-    weight_map = {name: file.name for shard, file in zip(shards, files, strict=True) for name in shard}
-    return json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2).encode()
+    weight_map = {
+        name: file.name for shard, file in zip(shards, files, strict=True) for name in shard
+    }
+    return json.dumps(
+        {"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2
+    ).encode()

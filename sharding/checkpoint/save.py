@@ -24,7 +24,9 @@ _failed: dict[AsyncSave, Exception] = {}  # nobody has waited for these
 _unfinished: weakref.WeakKeyDictionary[World, AsyncSave] = weakref.WeakKeyDictionary()
 
 
-def save(tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, keep: int | None = None) -> Checkpoint:
+def save(
+    tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, keep: int | None = None
+) -> Checkpoint:
     """save(tree, dir) -> the complete checkpoint on disk, as (step, path). Every rank of the world calls it.
 
         rank 0   w [0:4]   --.
@@ -63,7 +65,9 @@ def save(tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, kee
     return _finish(job, job.write, job.commit, job.stopped.set)
 
 
-def async_save(tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, keep: int | None = None) -> AsyncSave:
+def async_save(
+    tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, keep: int | None = None
+) -> AsyncSave:
     """async_save(tree, dir) -> a handle; a thread writes copies, and the program may change the tree at once.
 
     The pieces that this rank writes are copied to host memory, written, synced and committed as by `save`, also without `wait()`. On a
@@ -133,7 +137,9 @@ class AsyncSave:
         """
         if self._outcome is None:
             try:
-                self._outcome = _finish(self._job, self._join_writing, self._join_commit, self._stop)
+                self._outcome = _finish(
+                    self._job, self._join_writing, self._join_commit, self._stop
+                )
             except BaseException as error:
                 self._outcome = error
                 raise
@@ -179,7 +185,9 @@ def _tried(work: Callable[[], None]) -> Exception | None:
         return error
 
 
-def _finish(job: SaveJob, write: Callable[[], None], commit: Callable[[], Any], stop: Callable[[], None]) -> Checkpoint:
+def _finish(
+    job: SaveJob, write: Callable[[], None], commit: Callable[[], Any], stop: Callable[[], None]
+) -> Checkpoint:
     """Write on every rank, then commit on rank 0. An error on any rank is raised on all, after `stop`.
 
     Replaced checkpoints are removed last, by all ranks.

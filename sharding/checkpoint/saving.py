@@ -68,13 +68,17 @@ class SaveJob:
         """Write and sync this rank's pieces, then their list."""
         if self.ready is not None:
             self.ready()
-        mine = [(number, piece) for number, piece in enumerate(self.plan) if piece.rank == self.rank]
+        mine = [
+            (number, piece) for number, piece in enumerate(self.plan) if piece.rank == self.rank
+        ]
         path = self.unfinished / _file(self.rank)
         try:
             written = []
             if mine:
                 with Sink(path) as sink:
-                    written = [[number, *_write_piece(sink, self._data(piece))] for number, piece in mine]
+                    written = [
+                        [number, *_write_piece(sink, self._data(piece))] for number, piece in mine
+                    ]
                     sink.sync()
             path = self.unfinished / _part(self.rank)
             write_whole(path, json.dumps(written).encode())
@@ -125,7 +129,9 @@ class SaveJob:
         path, ended, asked = self.unfinished / _part(rank), None, time.monotonic()
         while not path.exists():
             if not self.unfinished.is_dir():
-                raise CheckpointError(f"the checkpoint of step {self.step} was not made: {self.unfinished} was removed")
+                raise CheckpointError(
+                    f"the checkpoint of step {self.step} was not made: {self.unfinished} was removed"
+                )
             if time.monotonic() > asked + _LOST_S:
                 asked = time.monotonic()
                 if self.is_lost(rank) and not path.exists():
@@ -135,24 +141,33 @@ class SaveJob:
             if not threading.main_thread().is_alive():
                 ended = ended or time.monotonic()
             if self.stopped.wait(_POLL_S) or (ended and time.monotonic() > ended + _AFTER_END_S):
-                raise CheckpointError(f"the checkpoint of step {self.step} is not complete: rank {rank} has not written its part")
+                raise CheckpointError(
+                    f"the checkpoint of step {self.step} is not complete: rank {rank} has not written its part"
+                )
         return path.read_bytes()
 
     def _list_pieces(
         self, parts: Mapping[int, list[list[int]]]
     ) -> tuple[dict[str, StoredLeaf], dict[str, tuple[int, list[tuple[int, int, int]]]]]:
         """Return the leaves with their pieces, and the files."""
-        where = {number: (rank, *rest) for rank, written in parts.items() for number, *rest in written}
+        where = {
+            number: (rank, *rest) for rank, written in parts.items() for number, *rest in written
+        }
         entries: dict[str, StoredLeaf] = {}
         files: dict[str, tuple[int, list[tuple[int, int, int]]]] = {}
         for number, piece in enumerate(self.plan):
             entry = entries.setdefault(piece.name, StoredLeaf(piece.shape, piece.dtype))
             if number in where:
                 rank, offset, length, crc = where[number]
-                entry.pieces.append(StoredPiece(piece.name, piece.box, _file(rank), offset, length, crc))
+                entry.pieces.append(
+                    StoredPiece(piece.name, piece.box, _file(rank), offset, length, crc)
+                )
                 _, pieces = files.get(_file(rank), (0, []))
                 pieces.append((offset, length, crc))
-                files[_file(rank)] = offset + length, pieces  # a rank writes its pieces in the order of the plan
+                files[_file(rank)] = (
+                    offset + length,
+                    pieces,
+                )  # a rank writes its pieces in the order of the plan
         return entries, files
 
     def _error_text(self, path: Path, error: OSError) -> str:

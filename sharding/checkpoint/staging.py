@@ -27,12 +27,18 @@ _ALIGNED, _SMALL = 64, 1 << 20  # bytes
 _kept: weakref.WeakKeyDictionary[World, Tensor] = weakref.WeakKeyDictionary()
 
 
-def copy_leaves(leaves: Mapping[str, Any], world: World) -> tuple[dict[str, Any], Callable[[], None]]:
+def copy_leaves(
+    leaves: Mapping[str, Any], world: World
+) -> tuple[dict[str, Any], Callable[[], None]]:
     """Return copies of leaves, tensors on the host, and a function that waits until they have their values.
 
     The memory of the last copies for this world is used again.
     """
-    parts = {name: leaf._local if isinstance(leaf, ShardedTensor) else leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    parts = {
+        name: leaf._local if isinstance(leaf, ShardedTensor) else leaf
+        for name, leaf in leaves.items()
+        if isinstance(leaf, Tensor)
+    }
     parts = {name: _plain(x) for name, x in parts.items()}
     late = [name for name, x in parts.items() if is_asynchronous(x.device.type)]
     found, ready = start_copies([parts[name] for name in late], world)
@@ -43,7 +49,11 @@ def copy_leaves(leaves: Mapping[str, Any], world: World) -> tuple[dict[str, Any]
             made[name] = copy.deepcopy(leaf)
             continue
         part = copies[name] if name in copies else on_host(parts[name], copy=True)
-        made[name] = ShardedTensor._make_guarded(part, leaf._layout, leaf._lineage) if isinstance(leaf, ShardedTensor) else part
+        made[name] = (
+            ShardedTensor._make_guarded(part, leaf._layout, leaf._lineage)
+            if isinstance(leaf, ShardedTensor)
+            else part
+        )
     return made, ready
 
 
@@ -58,7 +68,9 @@ def small_on_host(leaves: Mapping[str, Any], world: World) -> dict[str, Any]:
     return {**leaves, **dict(zip(small, copies, strict=True))}
 
 
-def start_copies(tensors: Sequence[Tensor], world: World) -> tuple[list[Tensor], Callable[[], None]]:
+def start_copies(
+    tensors: Sequence[Tensor], world: World
+) -> tuple[list[Tensor], Callable[[], None]]:
     """Start copying tensors of devices to memory kept for this world; return the copies and a function that waits for their values."""
     starts = [0]
     for x in tensors:
@@ -67,10 +79,16 @@ def start_copies(tensors: Sequence[Tensor], world: World) -> tuple[list[Tensor],
     if starts[-1] and (kept is None or kept.numel() < starts[-1]):
         _kept.pop(world, None)
         kept = None  # free it first
-        kept = _kept[world] = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
+        kept = _kept[world] = torch.empty(
+            starts[-1], dtype=torch.uint8, device="cpu", pin_memory=True
+        )
     found = []
     for start, x in zip(starts, tensors, strict=False):
-        out = torch.empty_like(x, device="cpu") if kept is None else kept[start : start + x.nbytes].view(x.dtype).view(x.shape)
+        out = (
+            torch.empty_like(x, device="cpu")
+            if kept is None
+            else kept[start : start + x.nbytes].view(x.dtype).view(x.shape)
+        )
         found.append(out.copy_(x, non_blocking=True))
     events = [record_event(device) for device in {x.device for x in tensors}]
 

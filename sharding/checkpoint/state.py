@@ -47,14 +47,23 @@ def state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
         own = optimizer.state_dict()
         by_name = {
             "state": {names[number]: dict(values) for number, values in own["state"].items()},
-            "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in own["param_groups"]],
+            "param_groups": [
+                {**group, "params": [names[number] for number in group["params"]]}
+                for group in own["param_groups"]
+            ],
         }
         parameters = dict(zip(names, parameters_of(optimizer), strict=True))
         state["optimizer"] = StoredDict(by_name, optimizer_layouts(parameters))
     return state
 
 
-def load_state_dict(model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None, *, strict: bool = True) -> None:
+def load_state_dict(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+) -> None:
     """load_state_dict(model, state, optimizer): load a `state_dict` into the module and its optimizer.
 
     Tensors in other layouts are redistributed; each rank takes its part of whole tensors. Without an optimizer, one in `state`
@@ -75,36 +84,62 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], optimizer: Optim
     numbered = None
     if optimizer is not None:
         if "optimizer" not in state:
-            raise ValueError(f"load_state_dict: the state has {list(state)} and no 'optimizer'; pass none, or a state made with one")
+            raise ValueError(
+                f"load_state_dict: the state has {list(state)} and no 'optimizer'; pass none, or a state made with one"
+            )
         numbered = _numbered(state["optimizer"], _names(model, optimizer), optimizer)
     own = {plain_name(model, name): name for name in model.state_dict()}
-    named = {own[key] if (key := _unwrapped(name)) in own else name: value for name, value in state["model"].items()}
+    named = {
+        own[key] if (key := _unwrapped(name)) in own else name: value
+        for name, value in state["model"].items()
+    }
     model.load_state_dict(named, strict=strict)
     if optimizer is not None and numbered is not None:
         optimizer.load_state_dict(numbered)
 
 
-def _numbered(numbered: Mapping[str, Any], names: list[str], optimizer: Optimizer) -> dict[str, Any]:
+def _numbered(
+    numbered: Mapping[str, Any], names: list[str], optimizer: Optimizer
+) -> dict[str, Any]:
     """Return the state by number, as the optimizer has it. A group takes the settings of the group of its first parameter."""
     number = {name: i for i, name in enumerate(names)}
     by_name = {_known(name, number): values for name, values in numbered.get("state", {}).items()}
     unknown = [name for name in by_name if name not in number]
     if unknown:
-        raise ValueError(f"load_state_dict: the state has parameters {unknown[:3]} that the optimizer does not have; it has {names[:3]}")
-    settings = {_known(name, number): group for group in numbered["param_groups"] for name in group["params"]}
+        raise ValueError(
+            f"load_state_dict: the state has parameters {unknown[:3]} that the optimizer does not have; it has {names[:3]}"
+        )
+    settings = {
+        _known(name, number): group
+        for group in numbered["param_groups"]
+        for name in group["params"]
+    }
     groups = []
     for group in optimizer.state_dict()["param_groups"]:
         of_first = settings.get(names[group["params"][0]], {}) if group["params"] else {}
         groups.append({**group, **of_first, "params": group["params"]})
-    return {"state": {number[name]: dict(values) for name, values in by_name.items()}, "param_groups": groups}
+    return {
+        "state": {number[name]: dict(values) for name, values in by_name.items()},
+        "param_groups": groups,
+    }
 
 
-def optimizer_layouts(parameters: Mapping[Any, Tensor]) -> Callable[[Path, Sequence[int]], Layout | None]:
+def optimizer_layouts(
+    parameters: Mapping[Any, Tensor],
+) -> Callable[[Path, Sequence[int]], Layout | None]:
     """Return the layout function of optimizer state: that of the parameter if shapes are equal, else whole on every rank."""
 
     def layout_of(path: Path, shape: Sequence[int]) -> Layout | None:
-        parameter = parameters.get(_key(path[1], parameters)) if len(path) == 3 and path[0] == "state" else None
-        return parameter._layout if isinstance(parameter, ShardedTensor) and tuple(shape) == tuple(parameter.shape) else None
+        parameter = (
+            parameters.get(_key(path[1], parameters))
+            if len(path) == 3 and path[0] == "state"
+            else None
+        )
+        return (
+            parameter._layout
+            if isinstance(parameter, ShardedTensor) and tuple(shape) == tuple(parameter.shape)
+            else None
+        )
 
     return layout_of
 
@@ -141,7 +176,7 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 def plain_name(model: nn.Module, name: str) -> str:
     """Return a name in the module's state, or of a parameter, without the parts that wrappers have added.
 
-        "blocks.0._checkpoint_wrapped_module.weight"  ->  "blocks.0.weight"
+    "blocks.0._checkpoint_wrapped_module.weight"  ->  "blocks.0.weight"
     """
     parts = []
     module: nn.Module | None = model

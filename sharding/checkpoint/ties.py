@@ -1,6 +1,6 @@
 """Tied weights: the names in a module's state that stand for one tensor.
 
-    {"embed.weight": w, "head.weight": w}        ties: {"head.weight": "embed.weight"}
+{"embed.weight": w, "head.weight": w}        ties: {"head.weight": "embed.weight"}
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def _tensors(tree: Any, path: Path, of_leaves: bool) -> Iterator[tuple[str, Tens
     """Yield the parameters and buffers of the modules in a tree, by their names in its state, in that order; perhaps leaves, too."""
     if isinstance(tree, nn.Module):
         saved = tree.state_dict(keep_vars=True)
-        named = chain(tree.named_parameters(remove_duplicate=False), tree.named_buffers(remove_duplicate=False))
+        named = chain(
+            tree.named_parameters(remove_duplicate=False),
+            tree.named_buffers(remove_duplicate=False),
+        )
         tensors = dict(named)
         yield from ((name_of((*path, name)), tensors[name]) for name in saved if name in tensors)
     elif isinstance(tree, Tensor):

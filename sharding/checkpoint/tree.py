@@ -1,9 +1,9 @@
 """Trees of state: leaves by name, the structure as plain data, and mapping over leaves.
 
-    {"model": {"w": x}, "groups": [{"lr": 0.1}], "betas": (0.9, 0.99)}
+{"model": {"w": x}, "groups": [{"lr": 0.1}], "betas": (0.9, 0.99)}
 
-    leaves      model.w: x    groups.0.lr: 0.1    betas: (0.9, 0.99)          as torch.distributed.checkpoint names them
-    structure   {"dict": [["model", {"dict": [["w", "model.w"]]}], ["groups", {"list": [...]}], ["betas", "betas"]]}
+leaves      model.w: x    groups.0.lr: 0.1    betas: (0.9, 0.99)          as torch.distributed.checkpoint names them
+structure   {"dict": [["model", {"dict": [["w", "model.w"]]}], ["groups", {"list": [...]}], ["betas", "betas"]]}
 """
 
 from __future__ import annotations
@@ -47,14 +47,18 @@ class StoredDict(dict[Any, Any]):
 
     layout_of: Callable[[Path, Sequence[int]], Layout | None]
 
-    def __init__(self, items: Mapping[Any, Any], layout_of: Callable[[Path, Sequence[int]], Layout | None]) -> None:
+    def __init__(
+        self, items: Mapping[Any, Any], layout_of: Callable[[Path, Sequence[int]], Layout | None]
+    ) -> None:
         super().__init__(items)
         self.layout_of = layout_of
 
 
 def is_stateful(value: Any) -> bool:
     """Return whether an object has `state_dict` and `load_state_dict`."""
-    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(
+        callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
+    )
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
@@ -73,7 +77,11 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
 
 def _is_inner(value: Any) -> bool:
     """Return whether an entry makes its list a container."""
-    return isinstance(value, Tensor | Layout | Leaf | Mapping) or is_stateful(value) or children(value) is not None
+    return (
+        isinstance(value, Tensor | Layout | Leaf | Mapping)
+        or is_stateful(value)
+        or children(value) is not None
+    )
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -88,13 +96,19 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def opened(tree: Any) -> Any:
     """Return the tree with stateful objects replaced by their state."""
-    return mapped(tree, lambda _, value: opened(value.state_dict()) if is_stateful(value) else value)
+    return mapped(
+        tree, lambda _, value: opened(value.state_dict()) if is_stateful(value) else value
+    )
 
 
 def mapped(tree: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """Return the tree with `function(path, leaf)` for each leaf."""
     inner = children(tree) if not is_stateful(tree) else None
-    return function(path, tree) if inner is None else rebuilt(tree, [mapped(child, function, (*path, key)) for key, child in inner])
+    return (
+        function(path, tree)
+        if inner is None
+        else rebuilt(tree, [mapped(child, function, (*path, key)) for key, child in inner])
+    )
 
 
 def rebuilt(tree: Any, items: list[Any]) -> Any:
@@ -105,14 +119,20 @@ def rebuilt(tree: Any, items: list[Any]) -> Any:
         return items
     if isinstance(tree, tuple):
         return tuple(items) if type(tree) is tuple else type(tree)(*items)
-    return dataclasses.replace(tree, **{f.name: item for f, item in zip(dataclasses.fields(tree), items, strict=True)})
+    return dataclasses.replace(
+        tree, **{f.name: item for f, item in zip(dataclasses.fields(tree), items, strict=True)}
+    )
 
 
 def items_of(tree: Any) -> list[Any]:
     """Return the items of a container made by `rebuilt`, in order."""
     if isinstance(tree, Mapping):
         return list(tree.values())
-    return list(tree) if isinstance(tree, list | tuple) else [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+    return (
+        list(tree)
+        if isinstance(tree, list | tuple)
+        else [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+    )
 
 
 def name_of(path: Path) -> str:
@@ -131,7 +151,9 @@ def structure_of(tree: Any, path: Path = ()) -> Structure:
         return name_of(path)
     for key, _ in inner:
         if not isinstance(key, str | int) or isinstance(key, bool):
-            raise TypeError(f"{name_of(path) or 'the tree'} has a key {key!r}: keys of a saved tree must be strings or integers")
+            raise TypeError(
+                f"{name_of(path) or 'the tree'} has a key {key!r}: keys of a saved tree must be strings or integers"
+            )
     items = [(key, structure_of(child, (*path, key))) for key, child in inner]
     if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
         return {"list" if isinstance(tree, list) else "tuple": [item for _, item in items]}

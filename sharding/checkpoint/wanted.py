@@ -60,7 +60,10 @@ class StoredValue(Leaf):
 
 Want = Layout | WholeTensor | StoredValue
 _MOST_DIMS = 64  # that are shown
-_COMPARED, _LONGEST_NAME = 2000, 200  # names, and characters of a name, that are compared for one that is missing
+_COMPARED, _LONGEST_NAME = (
+    2000,
+    200,
+)  # names, and characters of a name, that are compared for one that is missing
 
 
 def wanted_tree(like: Any, stored: Stored, world: World) -> Any:
@@ -78,13 +81,25 @@ def wanted_tree(like: Any, stored: Stored, world: World) -> Any:
 def _opened(like: Any, structure: Structure, path: Path, stored: Stored, world: World) -> Any:
     if is_stateful(like):
         own = like.state_dict()
-        return _opened(own if is_module(like) else StoredDict(own, _layouts_of(like)), structure, path, stored, world)
+        return _opened(
+            own if is_module(like) else StoredDict(own, _layouts_of(like)),
+            structure,
+            path,
+            stored,
+            world,
+        )
     if isinstance(like, StoredDict):
         return _as_stored(like, structure, path, stored, world)
     inner = children(like)
     if inner is None:
         return _want(like, path, stored, world)
-    return rebuilt(like, [_opened(item, child_of(structure, key), (*path, key), stored, world) for key, item in inner])
+    return rebuilt(
+        like,
+        [
+            _opened(item, child_of(structure, key), (*path, key), stored, world)
+            for key, item in inner
+        ],
+    )
 
 
 def _want(like: Any, path: Path, stored: Stored, world: World) -> Want:
@@ -96,7 +111,9 @@ def _want(like: Any, path: Path, stored: Stored, world: World) -> Want:
     if isinstance(like, Layout | ShardedTensor):
         layout = like if isinstance(like, Layout) else like._layout
         if layout.spec.unreduced:
-            raise ValueError(f"load: {name_of(path)!r} is {layout} in like=, but stored values are not pending; leave out unreduced=")
+            raise ValueError(
+                f"load: {name_of(path)!r} is {layout} in like=, but stored values are not pending; leave out unreduced="
+            )
         return layout
     if isinstance(like, Tensor):
         return WholeTensor(like, like.device)
@@ -105,17 +122,25 @@ def _want(like: Any, path: Path, stored: Stored, world: World) -> Want:
     return StoredValue(name_of(path))
 
 
-def _as_stored(like: StoredDict, structure: Structure, path: Path, stored: Stored, world: World) -> Any:
+def _as_stored(
+    like: StoredDict, structure: Structure, path: Path, stored: Stored, world: World
+) -> Any:
     """Return the leaves that the checkpoint has below this path; known tensors keep their layouts, values per rank stay so."""
     known: dict[str, Any] = {name_of((*path, *inner)): leaf for inner, leaf in leaves(dict(like))}
 
     def leaf(name: str, inner: Path) -> Want:
         own, entry = known.get(name), stored.entries.get(name)
         if entry is None:  # no leaf of this name is stored, but one of each rank
-            return StoredValue(own_name(name, world.rank), own.value if isinstance(own, PerRank) else None, optional=True)
+            return StoredValue(
+                own_name(name, world.rank),
+                own.value if isinstance(own, PerRank) else None,
+                optional=True,
+            )
         if entry.shape is None:
             return StoredValue(name)
-        known_layout = own._layout if isinstance(own, ShardedTensor) and own.shape == entry.shape else None
+        known_layout = (
+            own._layout if isinstance(own, ShardedTensor) and own.shape == entry.shape else None
+        )
         layout = known_layout or like.layout_of(inner, entry.shape)
         return _plain_like(own) if layout is None else layout.replace(dtype=entry.dtype)
 
@@ -128,7 +153,11 @@ def _plain_like(own: Any) -> WholeTensor:
 
 
 def _layouts_of(owner: Any) -> Any:
-    return optimizer_layouts(dict(enumerate(parameters_of(owner)))) if isinstance(owner, Optimizer) else lambda path, shape: None
+    return (
+        optimizer_layouts(dict(enumerate(parameters_of(owner))))
+        if isinstance(owner, Optimizer)
+        else lambda path, shape: None
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -141,7 +170,9 @@ def _check(name: str, want: Any, stored: Stored) -> None:
             raise ValueError(_missing(name, stored))
         if entry is not None and entry.shape is not None:
             is_one = brief(f"{entry.dtype}{list(entry.shape[:_MOST_DIMS])}")
-            raise ValueError(f"load: {name!r} in {stored.folder} is a tensor, {is_one}; pass a Layout or a tensor in like=")
+            raise ValueError(
+                f"load: {name!r} in {stored.folder} is a tensor, {is_one}; pass a Layout or a tensor in like="
+            )
         return
     if not isinstance(want, Layout | WholeTensor):
         raise ValueError(_missing(name, stored))  # an empty container that is not stored
@@ -150,7 +181,11 @@ def _check(name: str, want: Any, stored: Stored) -> None:
         raise ValueError(_missing(name, stored))
     like = want if isinstance(want, Layout) else want.like
     if like is not None and (entry.shape, entry.dtype) != (like.shape, like.dtype):
-        has = "a value that is not a tensor" if entry.shape is None else brief(f"{entry.dtype}{list(entry.shape[:_MOST_DIMS])}")
+        has = (
+            "a value that is not a tensor"
+            if entry.shape is None
+            else brief(f"{entry.dtype}{list(entry.shape[:_MOST_DIMS])}")
+        )
         raise ValueError(
             f"load: {name!r} is {like.dtype}{list(like.shape)} in like=, but {stored.folder} has {has}; "
             "use the stored shape and dtype in like=, and convert the result"
@@ -158,7 +193,13 @@ def _check(name: str, want: Any, stored: Stored) -> None:
 
 
 def _missing(name: str, stored: Stored) -> str:
-    known = list(islice((other for other in stored.entries if len(other) <= _LONGEST_NAME), _COMPARED))
+    known = list(
+        islice((other for other in stored.entries if len(other) <= _LONGEST_NAME), _COMPARED)
+    )
     near = difflib.get_close_matches(name[:_LONGEST_NAME], known, 3, 0.5)
-    has = f"it has {', '.join(map(repr, near))}" if near else f"it has {len(stored.entries)} leaves, such as {sorted(known)[:3]}"
+    has = (
+        f"it has {', '.join(map(repr, near))}"
+        if near
+        else f"it has {len(stored.entries)} leaves, such as {sorted(known)[:3]}"
+    )
     return f"load: {stored.folder} has no {brief(name)!r}; {has}; use the names that were saved"

@@ -266,8 +266,7 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Accepted without effect: gathers and reductions use one process group per set of ranks.
-        """
+        """Accepted without effect: gathers and reductions use one process group per set of ranks."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accepted without effect: buffers are torch's."""
@@ -323,8 +322,7 @@ _NO_CUSTOM_COLLECTIVE = (
 
 
 class _HookInStream:
-    """A hook that is called in a stream, between what comes before and after it in the current one.
-    """
+    """A hook that is called in a stream, between what comes before and after it in the current one."""
 
     def __init__(self, hook: Callable[[Tensor], Any], stream: Any) -> None:
         self._hook, self._stream = hook, stream

@@ -83,11 +83,21 @@ def local_map(
         placed = _one_each("in_placements", in_placements, flat)
         grads = _one_each("in_grad_placements", in_grad_placements, flat)
         _check_places(flat, placed, grads, in_placements is not None, redistribute_inputs)
-        layouts = [x._layout.replace(place) if isinstance(x, ShardedTensor) else None for x, place in zip(flat, placed, strict=True)]
+        layouts = [
+            x._layout.replace(place) if isinstance(x, ShardedTensor) else None
+            for x, place in zip(flat, placed, strict=True)
+        ]
         known = MeshLayouts.of(first.mesh).functions.setdefault(mapped, {})
         key = (tree, *layouts)
         if key not in known:
-            keep(known, key, _FlatFunction(function, tree, layouts, grads, out_placements, device_mesh or first.mesh), HEAVY_LIMIT)
+            keep(
+                known,
+                key,
+                _FlatFunction(
+                    function, tree, layouts, grads, out_placements, device_mesh or first.mesh
+                ),
+                HEAVY_LIMIT,
+            )
         return known[key](flat, kwargs)
 
     return mapped
@@ -96,10 +106,28 @@ def local_map(
 class _FlatFunction:
     """The mapped function over flattened arguments and results."""
 
-    def __init__(self, function: Any, tree: Any, layouts: Any, grads: Any, out_placements: Any, mesh: DeviceMesh) -> None:
-        self.function, self.tree, self.layouts, self.grads, self.out_placements = function, tree, layouts, grads, out_placements
+    def __init__(
+        self,
+        function: Any,
+        tree: Any,
+        layouts: Any,
+        grads: Any,
+        out_placements: Any,
+        mesh: DeviceMesh,
+    ) -> None:
+        self.function, self.tree, self.layouts, self.grads, self.out_placements = (
+            function,
+            tree,
+            layouts,
+            grads,
+            out_placements,
+        )
         specs = tuple(None if layout is None else layout.spec for layout in layouts)
-        outs = out_placements if isinstance(out_placements, tuple) and _is_one_each(out_placements) else (out_placements,)
+        outs = (
+            out_placements
+            if isinstance(out_placements, tuple) and _is_one_each(out_placements)
+            else (out_placements,)
+        )
         self.mapped = Mapped(self.on_parts, mesh, specs, outs, None, False)
         self.mapped.name = f"local_map({getattr(function, '__name__', 'function')})"
         self.places = outs
@@ -110,7 +138,9 @@ class _FlatFunction:
         return pytree.tree_unflatten(results, tree)
 
     def on_parts(self, *parts: Any, **kwargs: Any) -> tuple[Any, ...]:
-        given = [_with_gradient(*each) for each in zip(parts, self.layouts, self.grads, strict=True)]
+        given = [
+            _with_gradient(*each) for each in zip(parts, self.layouts, self.grads, strict=True)
+        ]
         results = self.function(*pytree.tree_unflatten(given, self.tree), **kwargs)
         flat, thread_context.local_map_tree = pytree.tree_flatten(results)
         if len(self.places) != len(flat):
@@ -124,7 +154,11 @@ class _FlatFunction:
 
 def _with_gradient(part: Any, layout: Layout | None, grad_place: SpecLike) -> Any:
     """Return the part, whose gradient is laid out as the placements."""
-    return part if layout is None or grad_place is None else with_grad_layout(part, layout, layout.replace(grad_place))
+    return (
+        part
+        if layout is None or grad_place is None
+        else with_grad_layout(part, layout, layout.replace(grad_place))
+    )
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -134,24 +168,34 @@ def _one_each(name: str, placements: Placed, flat: Sequence[Any]) -> Sequence[Sp
     if placements is None:
         return [None] * len(flat)
     if len(placements) != len(flat):
-        raise ValueError(f"local_map: {len(placements)} {name} for {len(flat)} flattened arguments; give one for each, None for plain ones")
+        raise ValueError(
+            f"local_map: {len(placements)} {name} for {len(flat)} flattened arguments; give one for each, None for plain ones"
+        )
     return placements
 
 
 def _check_places(
-    flat: Sequence[Any], placed: Sequence[SpecLike], placed_grads: Sequence[SpecLike], examine: bool, redistribute: bool
+    flat: Sequence[Any],
+    placed: Sequence[SpecLike],
+    placed_grads: Sequence[SpecLike],
+    examine: bool,
+    redistribute: bool,
 ) -> None:
     """Raise a ValueError for placements of values that are not tensors, and for arguments with another layout than required."""
     for i, (x, place, grad_place) in enumerate(zip(flat, placed, placed_grads, strict=True)):
         if not isinstance(x, Tensor) and (place, grad_place) != (None, None):
-            raise ValueError(f"local_map: argument {i} is {x!r}, not a tensor, and has placements {place or grad_place}; write None")
+            raise ValueError(
+                f"local_map: argument {i} is {x!r}, not a tensor, and has placements {place or grad_place}; write None"
+            )
         if isinstance(x, ShardedTensor) and examine:
             _check_place(i, x, place, redistribute)
 
 
 def _check_place(i: int, x: ShardedTensor, place: SpecLike, redistribute: bool) -> None:
     if place is None:
-        raise ValueError(f"local_map: argument {i} is sharded, {x._layout}, and its in_placements are None; give its placements")
+        raise ValueError(
+            f"local_map: argument {i} is sharded, {x._layout}, and its in_placements are None; give its placements"
+        )
     if not redistribute and x._layout.replace(place) is not x._layout:
         raise ValueError(
             f"local_map: argument {i} is laid out as {x._layout}, and in_placements require {place}; "
@@ -169,7 +213,9 @@ def _is_one_each(placements: tuple[Any, ...]) -> bool:
 
 def _check_result(i: int, x: Any, place: SpecLike) -> None:
     if isinstance(x, ShardedTensor):
-        raise TypeError(f"local_map: result {i} is a ShardedTensor, {x._layout}; the function works on parts and returns parts")
+        raise TypeError(
+            f"local_map: result {i} is a ShardedTensor, {x._layout}; the function works on parts and returns parts"
+        )
     if isinstance(x, Tensor) != (place is not None):
         raise ValueError(
             f"local_map: result {i} is {'a tensor' if isinstance(x, Tensor) else repr(x)}, and its out_placements are {place}; "

@@ -122,7 +122,13 @@ class Explanation:
     def ratio(self) -> float | None:
         """Bytes received divided by the lower bound; 1.0 if both are zero, None if there is no bound."""
         bound = self.lower_bound
-        return None if bound is None else self.bytes_received / bound if bound else 1.0 + self.bytes_received
+        return (
+            None
+            if bound is None
+            else self.bytes_received / bound
+            if bound
+            else 1.0 + self.bytes_received
+        )
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -159,15 +165,34 @@ class Explanation:
         if not self.steps:
             return f"{title}\nnothing to do"
         nodes = self.plan.topology.nodes(self.plan.src.mesh) > 1
-        header = ["step", "axes", "ranks", "result", "sent", "received", *["into node"] * nodes, "buffers", "memory", "time"]
-        return "\n".join([title, *table_lines([header, *(_row(cost, nodes) for cost in self.costs)]), *self._totals(nodes)])
+        header = [
+            "step",
+            "axes",
+            "ranks",
+            "result",
+            "sent",
+            "received",
+            *["into node"] * nodes,
+            "buffers",
+            "memory",
+            "time",
+        ]
+        return "\n".join(
+            [
+                title,
+                *table_lines([header, *(_row(cost, nodes) for cost in self.costs)]),
+                *self._totals(nodes),
+            ]
+        )
 
     __repr__ = __str__
 
     def _totals(self, nodes: bool) -> list[str]:
         """Return the lines below the table."""
         plural = "" if self.launches == 1 else "s"
-        lines = [f"{self.launches} collective{plural}, about {seconds_text(self.seconds)}, peak {self.peak_bytes:,} bytes in a rank"]
+        lines = [
+            f"{self.launches} collective{plural}, about {seconds_text(self.seconds)}, peak {self.peak_bytes:,} bytes in a rank"
+        ]
         lines.append(f"into a rank {_with_bound(self.bytes_received, self.lower_bound)}")
         if nodes:
             lines.append(f"into a node {_with_bound(self.bytes_into_node, self.node_lower_bound)}")
@@ -208,15 +233,36 @@ def explain(
     """
     before = src if isinstance(src, Layout) else src._layout
     after = dst if isinstance(dst, Layout) else before.replace(dst)
-    return Explanation(plan(before, after, topology, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport))
-
+    return Explanation(
+        plan(
+            before,
+            after,
+            topology,
+            max_bytes=max_bytes,
+            accumulate_dtype=accumulate_dtype,
+            transport=transport,
+        )
+    )
 
 
 def _row(cost: StepCost, nodes: bool) -> list[str]:
     op = f"{cost.op}{cost.variant}" + (f" x{cost.launches}" if cost.launches > 2 else "")
-    numbers = [cost.bytes_sent, cost.bytes_received, *[cost.bytes_into_node] * nodes, cost.buffer_bytes, cost.memory_bytes]
+    numbers = [
+        cost.bytes_sent,
+        cost.bytes_received,
+        *[cost.bytes_into_node] * nodes,
+        cost.buffer_bytes,
+        cost.memory_bytes,
+    ]
     shown = [f"{number:,}" for number in numbers]
-    return [op, ", ".join(cost.axes) or "-", str(cost.ranks), cost.result, *shown, seconds_text(cost.seconds)]
+    return [
+        op,
+        ", ".join(cost.axes) or "-",
+        str(cost.ranks),
+        cost.result,
+        *shown,
+        seconds_text(cost.seconds),
+    ]
 
 
 def _with_bound(moved: int, bound: int | None) -> str:

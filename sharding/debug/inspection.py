@@ -101,7 +101,10 @@ class Inspection:
     @cached_property
     def same(self) -> tuple[tuple[int, ...], ...]:
         mesh, copied = self.layout.mesh, self.layout.replicated_axes
-        order = [*[i for i, a in enumerate(mesh.axis_names) if a not in copied], *[mesh.axis_index(a) for a in copied]]
+        order = [
+            *[i for i, a in enumerate(mesh.axis_names) if a not in copied],
+            *[mesh.axis_index(a) for a in copied],
+        ]
         width = mesh.size(copied) if copied else 1
         groups = mesh.ranks.transpose(order).reshape(-1, width)
         holding = self._elements.transpose(order).reshape(-1, width)[:, 0] > 0
@@ -134,7 +137,12 @@ class Inspection:
     @property
     def copies(self) -> int:
         split = self.layout.dim_of
-        return int(np.prod([self.layout.mesh.size(a) for a in self.layout.mesh.axis_names if a not in split], dtype=np.int64))
+        return int(
+            np.prod(
+                [self.layout.mesh.size(a) for a in self.layout.mesh.axis_names if a not in split],
+                dtype=np.int64,
+            )
+        )
 
     @property
     def grad_layout(self) -> Layout:
@@ -149,7 +157,13 @@ class Inspection:
         return RankPart(int(mesh.ranks[coordinate]), coordinate, box, box_shape(box), nbytes)
 
     def __str__(self) -> str:
-        blocks = [[title(self.layout)], self._axis_lines(), self._rank_lines(), self._summary(), self._here_lines()]
+        blocks = [
+            [title(self.layout)],
+            self._axis_lines(),
+            self._rank_lines(),
+            self._summary(),
+            self._here_lines(),
+        ]
         return "\n".join(line for block in blocks for line in block)
 
     __repr__ = __str__
@@ -167,7 +181,11 @@ class Inspection:
             return "replicated"
         dim = self.layout.dim_of[axis]
         together = self.layout.spec.dims[dim]
-        position = f", axis {together.index(axis) + 1} of {len(together)} that split it" if len(together) > 1 else ""
+        position = (
+            f", axis {together.index(axis) + 1} of {len(together)} that split it"
+            if len(together) > 1
+            else ""
+        )
         sized = any(axis in axes for axes, _ in self.layout.spec.sizes)
         return f"splits dim {dim}{position}{', into parts of given sizes' if sized else ''}"
 
@@ -176,12 +194,21 @@ class Inspection:
         rows = [["..."] * 5 if i is None else self._rank_row(self._part(i)) for i in indices]
         table = table_lines([["rank", "at", "box", "shape", "bytes"], *rows], right=(0, 4))
         left_out = self._elements.size - _MAX_RANKS
-        return [*table, *[f"not shown: {left_out:,} of {self._elements.size:,} ranks"] * (left_out > 0)]
+        return [
+            *table,
+            *[f"not shown: {left_out:,} of {self._elements.size:,} ranks"] * (left_out > 0),
+        ]
 
     def _rank_row(self, part: RankPart) -> list[str]:
         at = axes_text(part.coordinate, self.layout.mesh.axis_names)
         box = ", ".join(f"{start}:{stop}" for start, stop in part.box)
-        return [str(part.rank), at, box or "the one element", str(list(part.shape)), f"{part.nbytes:,}"]
+        return [
+            str(part.rank),
+            at,
+            box or "the one element",
+            str(list(part.shape)),
+            f"{part.nbytes:,}",
+        ]
 
     def _summary(self) -> list[str]:
         least, most = self.nbytes_least, self.nbytes_most
@@ -196,7 +223,10 @@ class Inspection:
     def _same_text(self) -> str:
         if not self.same or len(self.same[0]) == 1:
             return "on no two ranks"
-        shown = ["..." if group is None else rank_ranges(group) for group in elided(self.same, _MAX_GROUPS)]
+        shown = [
+            "..." if group is None else rank_ranges(group)
+            for group in elided(self.same, _MAX_GROUPS)
+        ]
         count = f" ({len(self.same):,} groups)" if len(self.same) > _MAX_GROUPS else ""
         return f"{' | '.join(shown)}{count}"
 
@@ -207,7 +237,9 @@ class Inspection:
         if here.part is None:
             memory = f"this rank, {here.rank}: outside the mesh, holds nothing"
         else:
-            order = "contiguous" if here.is_contiguous else f"not contiguous, strides {here.strides}"
+            order = (
+                "contiguous" if here.is_contiguous else f"not contiguous, strides {here.strides}"
+            )
             memory = f"this rank, {here.rank}: on {here.device}, {order}"
         return [memory, f"gradient: {self._gradient_text(here)}"]
 
@@ -258,7 +290,11 @@ def inspect(x: ShardedTensor | Layout) -> Inspection:
 
 def _here(x: Any, local: torch.Tensor, found: Inspection) -> LocalPart:
     mesh = x.mesh
-    part = None if mesh.coordinate is None else found._part(int(np.ravel_multi_index(mesh.coordinate, mesh.shape)))
+    part = (
+        None
+        if mesh.coordinate is None
+        else found._part(int(np.ravel_multi_index(mesh.coordinate, mesh.shape)))
+    )
     grad = x.grad if local.requires_grad and (local.is_leaf or local.retains_grad) else None
     grad_fn = None if local.grad_fn is None else type(local.grad_fn).__name__
     return LocalPart(

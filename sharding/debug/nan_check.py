@@ -48,7 +48,14 @@ class BadValueError(FloatingPointError):
         index: of the first bad value, in the global tensor if that is known.
     """
 
-    def __init__(self, message: str, operator: str = "", place: str = "", rank: int = 0, index: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        operator: str = "",
+        place: str = "",
+        rank: int = 0,
+        index: Sequence[int] = (),
+    ) -> None:
         super().__init__(message)
         self.operator, self.place, self.rank, self.index = operator, place, rank, tuple(index)
 
@@ -82,7 +89,9 @@ class debug_nans(TorchFunctionMode):
         super().__init__()
         self.infs = infs
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         place = None if func in _UNSET or name_of(func) == "__get__" else _users_place()
         if place is None:
@@ -90,7 +99,9 @@ class debug_nans(TorchFunctionMode):
         ends = _Ends.of(args, kwargs) if torch.is_grad_enabled() else None
         result = func(*args, **kwargs)
         call = _OperatorCall(name_of(func).removeprefix("__").removesuffix("__"), place, self.infs)
-        outputs = list(tensors_in(args[:1] if result is None and call.operator.endswith("_") else (result,)))
+        outputs = list(
+            tensors_in(args[:1] if result is None and call.operator.endswith("_") else (result,))
+        )
         for x in outputs:
             _check_result(call, x, args, kwargs)
         if ends is not None:
@@ -150,12 +161,18 @@ def _values(x: Tensor) -> Tensor:
 def _is_finite(x: Any) -> bool:
     """Return whether a tensor has only finite values, or a number is finite; True for other objects."""
     if isinstance(x, Tensor):
-        return not (x.is_floating_point() or x.is_complex()) or x.is_meta or _has_finite_values(_values(x))
+        return (
+            not (x.is_floating_point() or x.is_complex())
+            or x.is_meta
+            or _has_finite_values(_values(x))
+        )
     return not isinstance(x, (float, complex)) or cmath.isfinite(x)
 
 
 def _has_finite_values(x: Tensor) -> bool:
-    total = x.sum(dtype=torch.float32 if x.dtype is torch.float16 else None)  # fast: if the sum is finite, all values are
+    total = x.sum(
+        dtype=torch.float32 if x.dtype is torch.float16 else None
+    )  # fast: if the sum is finite, all values are
     return cmath.isfinite(total.item()) or bool(torch.isfinite(x).all())
 
 
@@ -175,11 +192,23 @@ def _first_bad(x: Tensor, infs: bool) -> tuple[list[int], Any, int]:
 # -- forward -----------------------------------------------------------------------------------------------------------
 
 
-def _check_result(call: _OperatorCall, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _check_result(
+    call: _OperatorCall, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
     """Raise BadValueError for a bad result that is not a view of an argument."""
     given = pytree.tree_leaves((args, kwargs))
-    if call.is_bad(x, lambda: (leaf for leaf in given if leaf is not x)) and not any(_is_view(x, leaf) for leaf in given):
-        raise _notified(_error(call, x, x._layout if isinstance(x, ShardedTensor) else None, "", _origin(x, args, kwargs)))
+    if call.is_bad(x, lambda: (leaf for leaf in given if leaf is not x)) and not any(
+        _is_view(x, leaf) for leaf in given
+    ):
+        raise _notified(
+            _error(
+                call,
+                x,
+                x._layout if isinstance(x, ShardedTensor) else None,
+                "",
+                _origin(x, args, kwargs),
+            )
+        )
 
 
 def _is_view(x: Any, leaf: Any) -> bool:
@@ -197,10 +226,16 @@ def _origin(x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         if leaf is not x and not _is_finite(leaf):
             since = ": it was so before the block, or it was computed by the library itself"
             return f"Argument {pytree.keystr(path)} is {f'not finite already{since}' if isinstance(leaf, Tensor) else leaf}"
-    return "All other arguments are finite" if any(leaf is x for leaf in args) else "All arguments are finite"
+    return (
+        "All other arguments are finite"
+        if any(leaf is x for leaf in args)
+        else "All arguments are finite"
+    )
 
 
-def _error(call: _OperatorCall, x: Tensor, layout: Layout | None, prefix: str, origin: str) -> BadValueError:
+def _error(
+    call: _OperatorCall, x: Tensor, layout: Layout | None, prefix: str, origin: str
+) -> BadValueError:
     index, value, count = _first_bad(x, call.infs)
     rank, operator = current_world().rank, prefix + call.operator
     tensor = f"{dtype_name(x.dtype)}{list(_values(x).shape)}"
@@ -254,7 +289,11 @@ class _Ends:
 
     def layout_at(self, node: Any) -> Layout | None:
         """Return the layout of the argument whose gradient goes to this node."""
-        return self.leaves.get(id(node.variable)) if isinstance(node, _AccumulateGrad) else self.nodes.get(node)
+        return (
+            self.leaves.get(id(node.variable))
+            if isinstance(node, _AccumulateGrad)
+            else self.nodes.get(node)
+        )
 
 
 def _watch_backward(call: _OperatorCall, outputs: Iterable[Any], ends: _Ends) -> None:
@@ -262,7 +301,12 @@ def _watch_backward(call: _OperatorCall, outputs: Iterable[Any], ends: _Ends) ->
     todo = [getattr(x, "_local", x).grad_fn for x in outputs]
     while todo:
         node = todo.pop()
-        if node is None or node in ends.nodes or isinstance(node, _AccumulateGrad) or _SEEN in node.metadata:
+        if (
+            node is None
+            or node in ends.nodes
+            or isinstance(node, _AccumulateGrad)
+            or _SEEN in node.metadata
+        ):
             continue
         node.metadata[_SEEN] = True
         after = [successor for successor, _ in node.next_functions]
@@ -271,10 +315,17 @@ def _watch_backward(call: _OperatorCall, outputs: Iterable[Any], ends: _Ends) ->
         todo += after
 
 
-def _check_gradients(call: _OperatorCall, layouts: Sequence[Layout | None], gradients: Sequence[Any], arrived: Sequence[Any]) -> None:
+def _check_gradients(
+    call: _OperatorCall,
+    layouts: Sequence[Layout | None],
+    gradients: Sequence[Any],
+    arrived: Sequence[Any],
+) -> None:
     """Raise BadValueError for a bad gradient."""
     for i, x in enumerate(gradients):
         if isinstance(x, Tensor) and call.is_bad(x, lambda: arrived):
             was_finite = all(map(_is_finite, arrived))
             origin = f"The gradient that it received is {'finite' if was_finite else 'not finite already'}"
-            raise _notified(_error(call, x, layouts[i] if i < len(layouts) else None, "backward of ", origin))
+            raise _notified(
+                _error(call, x, layouts[i] if i < len(layouts) else None, "backward of ", origin)
+            )

@@ -31,7 +31,11 @@ MAX_RANKS = 64  # with more, boxes cannot be distinguished
 PANELS_IN_A_ROW = 4
 PANEL, GAP, EDGE, TOP, BOTTOM = 2.4, 1.6, 0.5, 0.9, 0.7  # inches
 _INCHES_PER_BOX = 0.16  # so that labels of many boxes can be read
-_STYLE = {"svg.hashsalt": "shardmesh", "svg.fonttype": "none", "hatch.linewidth": 0.4}  # to write the same file each time
+_STYLE = {
+    "svg.hashsalt": "shardmesh",
+    "svg.fonttype": "none",
+    "hatch.linewidth": 0.4,
+}  # to write the same file each time
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,9 @@ class Panel:
             if box_size(box) and self._is_visible(box):
                 rank = int(self.layout.mesh.ranks[coordinate])
                 known = found.get(box)
-                found[box] = DrawnBox(box, self._label(coordinate), min(rank, known.first) if known else rank)
+                found[box] = DrawnBox(
+                    box, self._label(coordinate), min(rank, known.first) if known else rank
+                )
         return tuple(found.values())
 
     @cached_property
@@ -82,7 +88,11 @@ class Panel:
 
     def _is_visible(self, box: Box) -> bool:
         index = self.index or (0,) * len(box)
-        return all(start <= index[dim] < stop for dim, (start, stop) in enumerate(box) if dim not in self.dims)
+        return all(
+            start <= index[dim] < stop
+            for dim, (start, stop) in enumerate(box)
+            if dim not in self.dims
+        )
 
     def _label(self, coordinate: Sequence[int]) -> str:
         """Return the coordinates of the holders: ranks hold the same box if they differ only along axes that split nothing."""
@@ -112,7 +122,9 @@ def plan_panels(explanation: Explanation) -> list[Panel]:
     plan = explanation.plan
     layouts = [plan.src, *[step.dst for step in plan.steps[:-1]], *[plan.dst] * bool(plan.steps)]
     for mesh in (plan.src.mesh, plan.dst.mesh):
-        _check_few_ranks(mesh, "explain the same specs on a mesh with shorter axes, or print the explanation")
+        _check_few_ranks(
+            mesh, "explain the same specs on a mesh with shorter axes, or print the explanation"
+        )
     split = sorted({dim for layout in layouts for dim in layout.dim_of.values()})
     others = [dim for dim in range(len(plan.src.shape)) if dim not in split]
     dims = tuple(sorted([*split, *others][:2]))
@@ -144,32 +156,45 @@ def plan_picture(explanation: Explanation, path: str | PathLike[str] | None = No
     return drawn(lambda figure_type: _draw_plan(figure_type, explanation, panels), path)
 
 
-def _draw_plan(figure_type: type[Figure], explanation: Explanation, panels: Sequence[Panel]) -> Figure:
+def _draw_plan(
+    figure_type: type[Figure], explanation: Explanation, panels: Sequence[Panel]
+) -> Figure:
     side = _panel_side(panels)
     width = 2 * EDGE + len(panels) * side + (len(panels) - 1) * GAP
     height = TOP + side + BOTTOM
     layout, dims = panels[0].layout, panels[0].dims
     heading = f"{dtype_name(layout.dtype)}{list(layout.shape)} on ({axes_text(layout.mesh.shape, layout.mesh.axis_names)})"
     if len(layout.shape) > 2:
-        heading += f": dims {dims[0]} and {dims[1]} of {len(layout.shape)}, at index 0 of the others"
+        heading += (
+            f": dims {dims[0]} and {dims[1]} of {len(layout.shape)}, at index 0 of the others"
+        )
     figure = _framed(figure_type, width, height, heading, panels, len(panels))
     for i, panel in enumerate(panels):
         left = EDGE + i * (side + GAP)
         axes = figure.add_axes((left / width, BOTTOM / height, side / width, side / height))
         _draw_panel(axes, panel, side, str(panel.layout.spec))
         if i:
-            _draw_step(figure, explanation.costs[i - 1], (left - GAP / 2 - 0.1) / width, (BOTTOM + side / 2) / height)
+            _draw_step(
+                figure,
+                explanation.costs[i - 1],
+                (left - GAP / 2 - 0.1) / width,
+                (BOTTOM + side / 2) / height,
+            )
     return figure
 
 
 def _draw_step(figure: Figure, cost: StepCost, x: float, y: float) -> None:
     """Draw an arrow between two panels, with the collective, its axes and the bytes received by a rank."""
     rounds = f" x{cost.launches}" if cost.launches > 2 else ""
-    name = cost.op.replace("hierarchical_", "hierarchical_\n") + rounds  # on two lines, since the gap is narrow
+    name = (
+        cost.op.replace("hierarchical_", "hierarchical_\n") + rounds
+    )  # on two lines, since the gap is narrow
     lines = [name, *[f"over {', '.join(cost.axes)}"] * bool(cost.axes)]
     figure.text(x, y, "\n".join([*lines, ""]), ha="center", va="bottom", fontsize=8)
     figure.text(x, y, "\N{RIGHTWARDS ARROW}", ha="center", va="center", fontsize=16)
-    figure.text(x, y, f"\n{cost.bytes_received:,} bytes\ninto a rank", ha="center", va="top", fontsize=7)
+    figure.text(
+        x, y, f"\n{cost.bytes_received:,} bytes\ninto a rank", ha="center", va="top", fontsize=7
+    )
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
@@ -181,7 +206,9 @@ def page_panels(layout: Layout) -> list[Panel]:
     Raises:
         ValueError: a mesh of more than `MAX_RANKS` ranks.
     """
-    _check_few_ranks(layout.mesh, "draw the same spec on a mesh with shorter axes, or use style='text'")
+    _check_few_ranks(
+        layout.mesh, "draw the same spec on a mesh with shorter axes, or use style='text'"
+    )
     dims = shown_dims(layout)
     found = [[part.start if part else 0 for part in page] for page in pages(layout, dims)]
     return [Panel(layout, dims, tuple(index)) for index in found] or [Panel(layout, dims)]
@@ -191,16 +218,23 @@ def layout_picture(layout: Layout, path: str | PathLike[str] | None = None) -> F
     """layout_picture(layout, path) -> Figure: the boxes of every rank, page by page; see `visualize`."""
     panels = page_panels(layout)
     titles = [page_title(layout, page) for page in pages(layout, shown_dims(layout))]
-    return drawn(lambda figure_type: _draw_layout(figure_type, panels, titles if len(panels) > 1 else [""]), path)
+    return drawn(
+        lambda figure_type: _draw_layout(figure_type, panels, titles if len(panels) > 1 else [""]),
+        path,
+    )
 
 
-def _draw_layout(figure_type: type[Figure], panels: Sequence[Panel], titles: Sequence[str]) -> Figure:
+def _draw_layout(
+    figure_type: type[Figure], panels: Sequence[Panel], titles: Sequence[str]
+) -> Figure:
     side, in_a_row = _panel_side(panels), min(len(panels), PANELS_IN_A_ROW)
     rows = -(-len(panels) // in_a_row)
     width = 2 * EDGE + in_a_row * side + (in_a_row - 1) * EDGE
     height = TOP + rows * side + (rows - 1) * BOTTOM + BOTTOM
     layout, dims = panels[0].layout, panels[0].dims
-    directions = f": dim {dims[0]} down, dim {dims[1]} to the right" if len(layout.shape) > 2 else ""
+    directions = (
+        f": dim {dims[0]} down, dim {dims[1]} to the right" if len(layout.shape) > 2 else ""
+    )
     figure = _framed(figure_type, width, height, title(layout) + directions, panels, in_a_row)
     for i, (panel, name) in enumerate(zip(panels, titles, strict=True)):
         row, col = divmod(i, in_a_row)
@@ -224,7 +258,9 @@ def drawn(draw: Callable[[type[Figure]], Figure], path: str | PathLike[str] | No
         from matplotlib import style
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib, which is not installed: pip install shardmesh[viz]") from error
+        raise ImportError(
+            "pictures need matplotlib, which is not installed: pip install shardmesh[viz]"
+        ) from error
     # Without the time and the version of matplotlib, which would make each file a different one.
     metadata = {".svg": {"Date": None, "Creator": "shardmesh"}, ".pdf": {"CreationDate": None}}
     with style.context(["default", _STYLE]):
@@ -241,7 +277,12 @@ def _panel_side(panels: Sequence[Panel]) -> float:
 
 
 def _framed(
-    figure_type: type[Figure], width: float, height: float, heading: str, panels: Sequence[Panel], in_a_row: int
+    figure_type: type[Figure],
+    width: float,
+    height: float,
+    heading: str,
+    panels: Sequence[Panel],
+    in_a_row: int,
 ) -> Figure:
     """Return a figure with a heading, and below the explanation of the labels that it has."""
     labels = "".join(part.label for panel in panels for part in panel.parts)
@@ -250,7 +291,14 @@ def _framed(
     notes += ["+ and hatched: all ranks, one contribution each"] * ("+" in labels)
     legend = "\n".join(textwrap.wrap("; ".join(notes), 40 * in_a_row))
     figure = figure_type(figsize=(width, height))
-    figure.text(0.5, 1 - 0.12 / height, textwrap.fill(heading, 52 * in_a_row), ha="center", va="top", fontsize=9)
+    figure.text(
+        0.5,
+        1 - 0.12 / height,
+        textwrap.fill(heading, 52 * in_a_row),
+        ha="center",
+        va="top",
+        fontsize=9,
+    )
     figure.text(0.5, 0.1 / height, legend, ha="center", va="bottom", fontsize=7, color="0.35")
     return figure
 
@@ -278,11 +326,26 @@ def _draw_box(axes: Axes, panel: Panel, part: DrawnBox, side: float) -> None:
     (top, bottom), (left, right) = [*[(0, 1)] * (2 - len(spans)), *spans]
     hatch = "//" if panel.layout.pending else None
     shade = colour(part.first, int(panel.layout.mesh.ranks.max()) + 1)
-    axes.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=shade, edgecolor="0.3", hatch=hatch))
-    inches = [side * (right - left) / axes.get_xlim()[1], side * (bottom - top) / axes.get_ylim()[0]]
+    axes.add_patch(
+        Rectangle(
+            (left, top), right - left, bottom - top, facecolor=shade, edgecolor="0.3", hatch=hatch
+        )
+    )
+    inches = [
+        side * (right - left) / axes.get_xlim()[1],
+        side * (bottom - top) / axes.get_ylim()[0],
+    ]
     size = min(9.0, 72 * inches[1] * 0.8, 72 * inches[0] * 1.5 / len(part.label))
     behind = {"facecolor": shade, "edgecolor": "none", "pad": 1} if hatch else None
-    axes.text((left + right) / 2, (top + bottom) / 2, part.label, ha="center", va="center", fontsize=size, bbox=behind)
+    axes.text(
+        (left + right) / 2,
+        (top + bottom) / 2,
+        part.label,
+        ha="center",
+        va="center",
+        fontsize=size,
+        bbox=behind,
+    )
 
 
 def _ticks(intervals: Sequence[tuple[int, int]]) -> list[int]:

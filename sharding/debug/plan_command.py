@@ -48,17 +48,60 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("src", metavar="FROM", type=_argument(parse_spec), help="the layout before")
     add("dst", metavar="TO", type=_argument(parse_spec), help="the layout after")
-    add("--mesh", required=True, metavar="NAME=SIZE,...", type=_argument(parse_mesh), help="the mesh's axes, major to minor")
-    add("--shape", required=True, metavar="SIZE,...", type=_argument(parse_shape), help="the tensor's global shape")
-    add("--dtype", default=torch.float32, metavar="NAME", type=_argument(parse_dtype), help="its element type (f32)")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="whose latencies and bandwidths to assume (cuda)")
+    add(
+        "--mesh",
+        required=True,
+        metavar="NAME=SIZE,...",
+        type=_argument(parse_mesh),
+        help="the mesh's axes, major to minor",
+    )
+    add(
+        "--shape",
+        required=True,
+        metavar="SIZE,...",
+        type=_argument(parse_shape),
+        help="the tensor's global shape",
+    )
+    add(
+        "--dtype",
+        default=torch.float32,
+        metavar="NAME",
+        type=_argument(parse_dtype),
+        help="its element type (f32)",
+    )
+    add(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="whose latencies and bandwidths to assume (cuda)",
+    )
     nodes = parser.add_mutually_exclusive_group()
-    nodes.add_argument("--node-size", metavar="RANKS", type=int, help="number of consecutive ranks that share a node (all)")
-    nodes.add_argument("--crossing", default=(), metavar="AXIS,...", type=_names, help="axes between nodes (none)")
-    add("--max-bytes", metavar="BYTES", type=int, help="the most bytes that a rank may hold at one time (no limit)")
-    add("--transport", choices=FORMATS, help="8-bit format in which 16- and 32-bit floats are sent (their own dtype)")
+    nodes.add_argument(
+        "--node-size",
+        metavar="RANKS",
+        type=int,
+        help="number of consecutive ranks that share a node (all)",
+    )
+    nodes.add_argument(
+        "--crossing", default=(), metavar="AXIS,...", type=_names, help="axes between nodes (none)"
+    )
+    add(
+        "--max-bytes",
+        metavar="BYTES",
+        type=int,
+        help="the most bytes that a rank may hold at one time (no limit)",
+    )
+    add(
+        "--transport",
+        choices=FORMATS,
+        help="8-bit format in which 16- and 32-bit floats are sent (their own dtype)",
+    )
     add("--json", action="store_true", help="print the same as JSON")
-    add("--picture", metavar="FILE", help="draw which rank holds which part into a .png, .svg or .pdf file; needs shardmesh[viz]")
+    add(
+        "--picture",
+        metavar="FILE",
+        help="draw which rank holds which part into a .png, .svg or .pdf file; needs shardmesh[viz]",
+    )
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -96,28 +139,40 @@ def parse_mesh(text: str) -> AbstractMesh:
     """parse_mesh("dp=2,tp=4") -> AbstractMesh((2, 4), ("dp", "tp")). Raises: ValueError."""
     axes = [part.partition("=") for part in text.split(",")]
     if not all(name.strip() and whole_number(size.strip()) is not None for name, _, size in axes):
-        raise ValueError(f"{shortened(text)!r} is not a mesh; write its axes with their sizes, major to minor, as in dp=2,tp=4")
-    return AbstractMesh([int(size) for _, _, size in axes], _names(",".join(name for name, _, _ in axes)))
+        raise ValueError(
+            f"{shortened(text)!r} is not a mesh; write its axes with their sizes, major to minor, as in dp=2,tp=4"
+        )
+    return AbstractMesh(
+        [int(size) for _, _, size in axes], _names(",".join(name for name, _, _ in axes))
+    )
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
     """parse_shape("4096,4096") -> (4096, 4096); "" is the shape of a scalar. Raises: ValueError."""
     sizes = [size.strip() for size in text.split(",")] if text.strip() else []
     if None in map(whole_number, sizes):
-        raise ValueError(f"{shortened(text)!r} is not a shape; write the size of each dim, as in 4096,4096")
+        raise ValueError(
+            f"{shortened(text)!r} is not a shape; write the size of each dim, as in 4096,4096"
+        )
     if prod(map(int, sizes)) > _MOST_ELEMENTS:
-        raise ValueError(f"{shortened(text)!r} has more than 2**62 elements; write the size of each dim, as in 4096,4096")
+        raise ValueError(
+            f"{shortened(text)!r} has more than 2**62 elements; write the size of each dim, as in 4096,4096"
+        )
     return tuple(map(int, sizes))
 
 
 def parse_dtype(text: str) -> torch.dtype:
     """parse_dtype("bf16") -> torch.bfloat16; "bfloat16" and "torch.bfloat16" are understood, too. Raises: ValueError."""
     by_name = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-    short = {dtype_name(dtype): dtype for name, dtype in by_name.items() if dtype_name(dtype) != name}
+    short = {
+        dtype_name(dtype): dtype for name, dtype in by_name.items() if dtype_name(dtype) != name
+    }
     found = (by_name | short).get(text.removeprefix("torch."))
     if found is None:
         known = ", ".join(f"{name} ({dtype})" for name, dtype in sorted(short.items()))
-        raise ValueError(f"unknown dtype {shortened(text)!r}; write one of {known}, bool, or the name of another torch dtype")
+        raise ValueError(
+            f"unknown dtype {shortened(text)!r}; write one of {known}, bool, or the name of another torch dtype"
+        )
     return found
 
 
@@ -144,7 +199,11 @@ def parse_spec(text: str) -> SpecLike:
     return _called(node, text, _SPECS)
 
 
-_PLACEMENTS: Mapping[str, Callable[..., Placement]] = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial}
+_PLACEMENTS: Mapping[str, Callable[..., Placement]] = {
+    "Shard": Shard,
+    "Replicate": Replicate,
+    "Partial": Partial,
+}
 _SPECS: Mapping[str, Callable[..., P]] = {"P": P, "PartitionSpec": P}
 
 
@@ -157,7 +216,9 @@ def _expression(text: str) -> ast.expr:
 
 def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., T]]) -> T:
     """Return the result of calling one of the known names with literals as arguments."""
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known):
+    if not (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known
+    ):
         raise _not_a_spec(text)
     if not all(keyword.arg for keyword in node.keywords):
         raise _not_a_spec(text)

@@ -24,7 +24,9 @@ _STYLES = ("text", "tree", "rich", "picture")
 
 
 @overload
-def visualize(x: ShardedTensor | Layout | nn.Module, *, style: Literal["text", "tree"] = "text") -> str: ...
+def visualize(
+    x: ShardedTensor | Layout | nn.Module, *, style: Literal["text", "tree"] = "text"
+) -> str: ...
 @overload
 def visualize(x: ShardedTensor | Layout | nn.Module, *, style: Literal["rich"]) -> Table: ...
 @overload
@@ -32,7 +34,10 @@ def visualize(
     x: ShardedTensor | Layout, *, style: Literal["picture"], path: str | PathLike[str] | None = None
 ) -> Figure: ...
 def visualize(
-    x: ShardedTensor | Layout | nn.Module, *, style: Style = "text", path: str | PathLike[str] | None = None
+    x: ShardedTensor | Layout | nn.Module,
+    *,
+    style: Style = "text",
+    path: str | PathLike[str] | None = None,
 ) -> Any:
     """visualize(x, style="text") -> str: which ranks hold which part of a tensor, or the layouts of a module's tensors.
 
@@ -95,6 +100,10 @@ def _check_style(x: Any, style: Any, path: Any) -> None:
     if style not in known:
         kind = "a module" if isinstance(x, nn.Module) else "a tensor or a layout"
         other = "; draw its tensors one by one" if style == "picture" else ""
-        raise ValueError(f"visualize(style={style!r}): the styles for {kind} are {', '.join(map(repr, known))}{other}")
+        raise ValueError(
+            f"visualize(style={style!r}): the styles for {kind} are {', '.join(map(repr, known))}{other}"
+        )
     if path is not None and style != "picture":
-        raise ValueError(f"visualize(style={style!r}, path={str(path)!r}): only pictures are written to files; add style='picture'")
+        raise ValueError(
+            f"visualize(style={style!r}, path={str(path)!r}): only pictures are written to files; add style='picture'"
+        )

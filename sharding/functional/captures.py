@@ -43,7 +43,13 @@ class Captures:
     """
 
     def __init__(
-        self, name: str, env: AxisEnv, mesh: DeviceMesh, names: Sequence[str], auto_mesh: DeviceMesh | None, checker: TypeChecker
+        self,
+        name: str,
+        env: AxisEnv,
+        mesh: DeviceMesh,
+        names: Sequence[str],
+        auto_mesh: DeviceMesh | None,
+        checker: TypeChecker,
     ) -> None:
         self.name, self.checker = name, checker
         self.inputs: dict[int, tuple[Tensor, InputSpec, Any]] = {}
@@ -57,7 +63,11 @@ class Captures:
 
     def plain_tensors(self) -> list[tuple[str, Any]]:
         """Return the name and value of each plain one, which must be the same on every rank."""
-        return [(spec.path, part) for x, spec, part in self.inputs.values() if not isinstance(x, ShardedTensor)]
+        return [
+            (spec.path, part)
+            for x, spec, part in self.inputs.values()
+            if not isinstance(x, ShardedTensor)
+        ]
 
     def local(self, x: Any) -> Any:
         """Return the local part of a tensor that is captured and sharded or requires grad; anything else itself.
@@ -104,7 +114,11 @@ class Captures:
         return part
 
     def _input_spec(self, x: Tensor) -> InputSpec:
-        kind = f"{x._layout}" if isinstance(x, ShardedTensor) else f"a tensor of {dtype_name(x.dtype)}{list(x.shape)} that requires grad"
+        kind = (
+            f"{x._layout}"
+            if isinstance(x, ShardedTensor)
+            else f"a tensor of {dtype_name(x.dtype)}{list(x.shape)} that requires grad"
+        )
         path = f"shard_map({self.name}): {kind}, which it closes over at {user_location()}"
         if not isinstance(x, ShardedTensor) or x._layout.mesh is self._mesh:
             return make_input_spec(path, x, None, self._mesh, self._names, self._auto_mesh)
@@ -119,17 +133,25 @@ class Captures:
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
-    def replaced(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]] | None:
+    def replaced(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]] | None:
         """Return the arguments of an operator with local parts in place of captured tensors; None if there are none.
 
         Raises:
             ShardingTypeError: the operator would write to a captured tensor.
         """
-        new, named = _map_tensors(self.local, args), dict(zip(kwargs, _map_tensors(self.local, kwargs.values()), strict=True))
+        new, named = (
+            _map_tensors(self.local, args),
+            dict(zip(kwargs, _map_tensors(self.local, kwargs.values()), strict=True)),
+        )
         before, after = tensors_in((*args, *kwargs.values())), tensors_in((*new, *named.values()))
         if all(x is y for x, y in zip(before, after, strict=True)):
             return None
-        written = [*tensors_in(args[:1] if writes_first_operand(func) else ()), *tensors_in((kwargs.get("out"),))]
+        written = [
+            *tensors_in(args[:1] if writes_first_operand(func) else ()),
+            *tensors_in((kwargs.get("out"),)),
+        ]
         if any(id(x) in self.inputs for x in written):
             raise ShardingTypeError(
                 f"{user_location()}: {name_of(func)} writes to a tensor that the mapped function closes over; write to a clone of it"
@@ -144,11 +166,16 @@ class ReplayCaptures(TorchFunctionMode):
         super().__init__()
         self._inputs = captures.inputs
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not self._inputs:
             return func(*args, **kwargs)
-        return func(*_map_tensors(self._part, args), **dict(zip(kwargs, _map_tensors(self._part, kwargs.values()), strict=True)))
+        return func(
+            *_map_tensors(self._part, args),
+            **dict(zip(kwargs, _map_tensors(self._part, kwargs.values()), strict=True)),
+        )
 
     def _part(self, x: Any) -> Any:
         found = self._inputs.get(id(x))

@@ -19,7 +19,9 @@ from ..tensor.sharded_tensor import ShardedTensor
 from .transforms import gradients
 
 
-def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any) -> Any:
+def cond(
+    pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any
+) -> Any:
     """cond(pred, true_fun, false_fun, *operands) -> true_fun(*operands) if pred else false_fun(*operands).
 
     Args:
@@ -51,8 +53,12 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     """
     if not branches:
         raise ValueError("switch: pass at least one branch")
-    if isinstance(index, Tensor) and (index.is_floating_point() or index.is_complex() or index.numel() != 1):
-        raise TypeError(f"switch: the index must be an integer scalar, and it is a {index.dtype} tensor of shape {list(index.shape)}")
+    if isinstance(index, Tensor) and (
+        index.is_floating_point() or index.is_complex() or index.numel() != 1
+    ):
+        raise TypeError(
+            f"switch: the index must be an integer scalar, and it is a {index.dtype} tensor of shape {list(index.shape)}"
+        )
     if is_batched(_part(index)):
         out = branches[0](*operands)
         for i, branch in enumerate(branches[1:], 1):
@@ -61,7 +67,9 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     return branches[min(max(int(index), 0), len(branches) - 1)](*operands)
 
 
-def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any) -> Any:
+def while_loop(
+    cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any
+) -> Any:
     """while_loop(cond_fun, body_fun, init_val) -> the first value for which cond_fun is false, updated by value = body_fun(value).
 
     Under `vmap`, if the predicate depends on the example, the loop runs until it is false for all examples; finished ones keep their
@@ -82,7 +90,14 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
         value = _where("while_loop", pred, new, value) if batched else new
 
 
-def fori_loop(lower: Any, upper: Any, body_fun: Callable[[int, Any], Any], init_val: Any, *, unroll: Any = None) -> Any:
+def fori_loop(
+    lower: Any,
+    upper: Any,
+    body_fun: Callable[[int, Any], Any],
+    init_val: Any,
+    *,
+    unroll: Any = None,
+) -> Any:
     """fori_loop(lower, upper, body_fun, init_val) -> the last value of value = body_fun(i, value) for each i from lower to upper - 1.
 
     Args:
@@ -128,21 +143,27 @@ def scan(
     step = gradients.remat(f) if remat else f
     carry, ys = init, []
     for i in reversed(range(count)) if reverse else range(count):
-        carry, y = _stepped(step, carry, pytree.tree_unflatten([x if x is None else x[i] for x in leaves], tree))
+        carry, y = _stepped(
+            step, carry, pytree.tree_unflatten([x if x is None else x[i] for x in leaves], tree)
+        )
         ys.append(y)
     if reverse:
         ys.reverse()
     if not ys:
         nothing = [x if x is None else x.new_zeros(x.shape[1:]) for x in leaves]
         _, y = _stepped(f, init, pytree.tree_unflatten(nothing, tree))
-        return carry, pytree.tree_map(lambda leaf: torch.stack([leaf])[:0] if isinstance(leaf, Tensor) else leaf, y)
+        return carry, pytree.tree_map(
+            lambda leaf: torch.stack([leaf])[:0] if isinstance(leaf, Tensor) else leaf, y
+        )
     return carry, pytree.tree_map(_stacked, *ys)
 
 
 def _stepped(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, Any]:
     out = f(carry, x)
     if not isinstance(out, (tuple, list)) or len(out) != 2:
-        raise TypeError(f"scan: the function must return a pair (carry, y), and it returned {type(out).__name__}")
+        raise TypeError(
+            f"scan: the function must return a pair (carry, y), and it returned {type(out).__name__}"
+        )
     _check_alike("scan", carry, out[0])
     return out[0], out[1]
 
@@ -156,10 +177,18 @@ def _stacked(*ys: Any) -> Any:
 def _length(leaves: Sequence[Any], length: int | None) -> int:
     for x in leaves:
         if x is not None and (not isinstance(x, Tensor) or not x.ndim):
-            raise ValueError(f"scan: xs contains {x!r}, which has no dim to scan over; put it into the carry, or close over it")
-    lengths = {x.shape[0] for x in leaves if x is not None} | (set() if length is None else {int(length)})
+            raise ValueError(
+                f"scan: xs contains {x!r}, which has no dim to scan over; put it into the carry, or close over it"
+            )
+    lengths = {x.shape[0] for x in leaves if x is not None} | (
+        set() if length is None else {int(length)}
+    )
     if len(lengths) != 1:
-        listing = f"lengths {sorted(lengths)} of xs and length={length}; they must be one" if lengths else "give xs or length="
+        listing = (
+            f"lengths {sorted(lengths)} of xs and length={length}; they must be one"
+            if lengths
+            else "give xs or length="
+        )
         raise ValueError(f"scan: {listing}")
     return lengths.pop()
 
@@ -173,7 +202,9 @@ def _part(x: Any) -> Any:
 
 def _truth(name: str, pred: Any) -> bool:
     if isinstance(pred, Tensor) and pred.numel() != 1:
-        raise TypeError(f"{name}: the predicate must be a scalar, and it is a tensor of shape {list(pred.shape)}")
+        raise TypeError(
+            f"{name}: the predicate must be a scalar, and it is a tensor of shape {list(pred.shape)}"
+        )
     return bool(pred)
 
 
@@ -186,7 +217,9 @@ def _where(name: str, pred: Any, chosen: Any, other: Any) -> Any:
     """Return for each example the one or the other value."""
     _check_alike(name, chosen, other)
     pred = pred if pred.dtype is torch.bool else pred != 0
-    return pytree.tree_map(lambda a, b: torch.where(pred, a, b) if isinstance(a, Tensor) else a, chosen, other)
+    return pytree.tree_map(
+        lambda a, b: torch.where(pred, a, b) if isinstance(a, Tensor) else a, chosen, other
+    )
 
 
 def _check_alike(name: str, one: Any, other: Any) -> None:
@@ -194,8 +227,17 @@ def _check_alike(name: str, one: Any, other: Any) -> None:
     leaves, tree = pytree.tree_flatten(one)
     others, other_tree = pytree.tree_flatten(other)
     if tree != other_tree:
-        raise TypeError(f"{name}: the two values must have the same tree, and have {tree} and {other_tree}")
+        raise TypeError(
+            f"{name}: the two values must have the same tree, and have {tree} and {other_tree}"
+        )
     for i, (x, y) in enumerate(zip(leaves, others, strict=True)):
-        listing = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" if isinstance(t, Tensor) else "a number" for t in (x, y)]
+        listing = [
+            f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+            if isinstance(t, Tensor)
+            else "a number"
+            for t in (x, y)
+        ]
         if isinstance(x, Tensor) and listing[0] != listing[1]:
-            raise TypeError(f"{name}: leaf {i} of the two values must be alike, and is {listing[0]} and {listing[1]}; cast or reshape it")
+            raise TypeError(
+                f"{name}: leaf {i} of the two values must be alike, and is {listing[0]} and {listing[1]}; cast or reshape it"
+            )

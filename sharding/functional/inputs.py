@@ -58,7 +58,14 @@ class InputSpec:
         return bool(dst.spec.sizes) or any(n % dst.mesh.size(axes) for n, axes in cut if axes)
 
 
-def make_input_spec(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Sequence[str], auto_mesh: DeviceMesh | None) -> InputSpec:
+def make_input_spec(
+    path: str,
+    leaf: Any,
+    spec: Any,
+    mesh: DeviceMesh,
+    names: Sequence[str],
+    auto_mesh: DeviceMesh | None,
+) -> InputSpec:
     """Return the input spec of a leaf for a spec of the manual axes; if that is None, the leaf keeps its layout.
 
     Raises:
@@ -67,20 +74,34 @@ def make_input_spec(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Se
     """
     if not isinstance(leaf, Tensor) or spec is STATIC:
         if isinstance(leaf, ShardedTensor):
-            raise TypeError(f"{path} is sharded, {leaf._layout}, and its spec is None, which is for static arguments; write a P")
+            raise TypeError(
+                f"{path} is sharded, {leaf._layout}, and its spec is None, which is for static arguments; write a P"
+            )
         _check_no_parts(path, leaf, spec)
         return InputSpec(path)
-    src = leaf._layout if isinstance(leaf, ShardedTensor) else Layout.of(mesh, P(), leaf.shape, leaf.dtype)
+    src = (
+        leaf._layout
+        if isinstance(leaf, ShardedTensor)
+        else Layout.of(mesh, P(), leaf.shape, leaf.dtype)
+    )
     if src.mesh is not mesh:
-        raise ValueError(f"{path} is on {src.mesh}, and the function is mapped over {mesh}; redistribute it there first")
-    manual = restrict_to_axes(src.spec, names) if spec is None else fitting_spec(path, spec, mesh, len(src.shape))
+        raise ValueError(
+            f"{path} is on {src.mesh}, and the function is mapped over {mesh}; redistribute it there first"
+        )
+    manual = (
+        restrict_to_axes(src.spec, names)
+        if spec is None
+        else fitting_spec(path, spec, mesh, len(src.shape))
+    )
     check_manual(path, manual, names)
     _check_sums(path, manual)
     with _named(path):
         dst = src.replace(_with_global(manual, src.spec, names))
     part = None if auto_mesh is None else inner_layout(dst, manual, names, auto_mesh)
     varying = frozenset(axis for axes in manual.dims for axis in axes)
-    return InputSpec(path, src, dst, part, Type.of(varying, frozenset(axis for axis, _ in manual.unreduced)))
+    return InputSpec(
+        path, src, dst, part, Type.of(varying, frozenset(axis for axis, _ in manual.unreduced))
+    )
 
 
 def fitting_spec(path: str, spec: Any, mesh: DeviceMesh, ndim: int) -> P:
@@ -119,14 +140,18 @@ def check_manual(path: str, spec: P, names: Sequence[str]) -> None:
     """Raise ValueError if a spec names an axis that is not manual."""
     other = [axis for axis in spec.axes if axis not in names]
     if other:
-        raise ValueError(f"{path}: {spec} names {other[0]!r}, and the manual axes are {list(names)}; specs name manual axes only")
+        raise ValueError(
+            f"{path}: {spec} names {other[0]!r}, and the manual axes are {list(names)}; specs name manual axes only"
+        )
 
 
 def _check_sums(path: str, spec: P) -> None:
     other = [(axis, kind) for axis, kind in spec.unreduced if kind != "sum"]
     if other:
         axis, kind = other[0]
-        raise ValueError(f"{path}: a {kind} is pending over {axis!r}, and a mapped function accepts pending sums only; reduce it first")
+        raise ValueError(
+            f"{path}: a {kind} is pending over {axis!r}, and a mapped function accepts pending sums only; reduce it first"
+        )
 
 
 def _with_global(manual: P, given: P, names: Sequence[str]) -> P:
@@ -134,7 +159,9 @@ def _with_global(manual: P, given: P, names: Sequence[str]) -> P:
     if set(given.axes) <= set(names):
         return manual
     rest = [[axis for axis in axes if axis not in names] for axes in given.dims]
-    pending = {axis: kind for axis, kind in given.unreduced if axis not in names} | dict(manual.unreduced)
+    pending = {axis: kind for axis, kind in given.unreduced if axis not in names} | dict(
+        manual.unreduced
+    )
     dims = [(*axes, *more) for axes, more in zip(manual.padded(len(rest)).dims, rest, strict=True)]
     return P(*dims, unreduced=pending, sizes=dict(manual.sizes))
 
@@ -152,7 +179,9 @@ def inner_layout(dst: Layout, manual: P, names: Sequence[str], auto_mesh: Device
 def local_parts(leaves: Sequence[Any], inputs: Sequence[InputSpec]) -> list[Any]:
     """Return the local tensors of leaves that are all passed unchanged."""
     return [
-        (leaf._local if leaf._local.requires_grad else known_local(leaf)) if type(leaf) is ShardedTensor else _local(leaf, arg)
+        (leaf._local if leaf._local.requires_grad else known_local(leaf))
+        if type(leaf) is ShardedTensor
+        else _local(leaf, arg)
         for leaf, arg in zip(leaves, inputs, strict=True)
     ]
 
@@ -165,9 +194,16 @@ def prepare_inputs(name: str, leaves: Sequence[Any], inputs: Sequence[InputSpec]
     parts = [_local(leaf, arg) for leaf, arg in zip(leaves, inputs, strict=True)]
     moving = [i for i, arg in enumerate(inputs) if arg.src is not arg.dst]
     if moving:
-        for i, part in zip(moving, _redistributed(name, [parts[i] for i in moving], [inputs[i] for i in moving]), strict=True):
+        for i, part in zip(
+            moving,
+            _redistributed(name, [parts[i] for i in moving], [inputs[i] for i in moving]),
+            strict=True,
+        ):
             parts[i] = part
-    return [part if x.auto_layout is None else ShardedTensor._make(part, x.auto_layout) for part, x in zip(parts, inputs, strict=True)]
+    return [
+        part if x.auto_layout is None else ShardedTensor._make(part, x.auto_layout)
+        for part, x in zip(parts, inputs, strict=True)
+    ]
 
 
 def check_transform(name: str, leaves: Sequence[Any]) -> None:
@@ -204,7 +240,11 @@ def alias(part: Any) -> Any:
     """Return the part as a new object, so that a tag can be set on it."""
     if not isinstance(part, Tensor):
         return part
-    return ShardedTensor._make(part._local, part._layout) if isinstance(part, ShardedTensor) else part.view_as(part)
+    return (
+        ShardedTensor._make(part._local, part._layout)
+        if isinstance(part, ShardedTensor)
+        else part.view_as(part)
+    )
 
 
 class InputMutationCheck:
@@ -215,15 +255,21 @@ class InputMutationCheck:
         versions: autograd versions of parts that share memory with an argument of which other ranks have copies.
     """
 
-    def __init__(self, leaves: Sequence[Any], parts: Sequence[Any], inputs: Sequence[InputSpec]) -> None:
+    def __init__(
+        self, leaves: Sequence[Any], parts: Sequence[Any], inputs: Sequence[InputSpec]
+    ) -> None:
         self.parts, self.inputs = parts, inputs
         self.tags: Sequence[Any] = ()
         self.versions = [_version(*each) for each in zip(leaves, parts, inputs, strict=True)]
 
     def error(self, checker: Any) -> ShardingTypeError | None:
         """Return the error of a function that wrote a varying value to a replicated argument, or to a part of one; None if it did not."""
-        for tag, version, part, arg in zip(self.tags, self.versions, self.parts, self.inputs, strict=True):
-            if version is not None and (_version_of(part) != version or checker.was_written(_local_of(part))):
+        for tag, version, part, arg in zip(
+            self.tags, self.versions, self.parts, self.inputs, strict=True
+        ):
+            if version is not None and (
+                _version_of(part) != version or checker.was_written(_local_of(part))
+            ):
                 spec = None if arg.dst is None else arg.dst.spec
                 return ShardingTypeError(
                     f"{arg.path} is the same on every rank, {arg.src}; its part {spec} was written to in place, so that copies of it now "
@@ -232,7 +278,9 @@ class InputMutationCheck:
             if tag is None:
                 continue
             now = checker.tag_of(part)
-            odd = sorted((now.type.varying | now.type.pending) - tag.type.varying - tag.type.pending)
+            odd = sorted(
+                (now.type.varying | now.type.pending) - tag.type.varying - tag.type.pending
+            )
             if odd:
                 return ShardingTypeError(
                     f"{arg.path} is the same on every rank along {odd[0]!r}, and a value that is not was written to it, since "
@@ -263,7 +311,11 @@ def _describe(frame: dict[str, Any]) -> OperatorCall:
     """Describe the arguments that must be redistributed, for `sm.ops.implicit_comm` and reports."""
     inputs: list[InputSpec] = frame["inputs"]
     advice = ", ".join(f"{arg.path} to {arg.dst.spec}" for arg in inputs if arg.dst is not None)
-    return OperatorCall(f"shard_map({frame['name']})", ", ".join(str(arg.src) for arg in inputs), f"Redistribute {advice} before the call")
+    return OperatorCall(
+        f"shard_map({frame['name']})",
+        ", ".join(str(arg.src) for arg in inputs),
+        f"Redistribute {advice} before the call",
+    )
 
 
 DESCRIBERS[_redistributed.__code__] = _describe

@@ -1,8 +1,8 @@
 """Random keys, as in JAX: a value determines the random numbers, and its type says which ranks draw the same.
 
-    key = sm.random.key(0)                                       the same on every rank
-    with sm.random.seeded(key): mask = dropout(x)                        the same mask on every rank
-    own = sm.random.fold_in(key, sm.axis_index("dp"))                    another one on every rank of dp
+key = sm.random.key(0)                                       the same on every rank
+with sm.random.seeded(key): mask = dropout(x)                        the same mask on every rank
+own = sm.random.fold_in(key, sm.axis_index("dp"))                    another one on every rank of dp
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def fold_in(key: Key, data: int | Tensor) -> Key:
     """
     varying, env = key.varying, current_axis_env()
     if env is not None and env.checker is not None:
-        found = env.checker.join_all(iter((data,) if isinstance(data, Tensor) else ()), env.checker.control_tag)
+        found = env.checker.join_all(
+            iter((data,) if isinstance(data, Tensor) else ()), env.checker.control_tag
+        )
         varying = varying | found.type.varying
     with untracked():
         return Key(_splitmix(key.seed ^ _splitmix((int(data) + 1) & _MASK)), varying)

@@ -51,9 +51,17 @@ def wrap_outputs(name: str, out: Any, outputs: Sequence[OutputSpec], parts: Sequ
         return _wrap_output(name, out, outputs[0], _identities(parts))
     leaves, tree = flatten_tree(out)
     if len(leaves) != len(outputs):
-        raise TypeError(f"{name} returned {len(leaves)} results, and {len(outputs)} in the previous call with this signature")
+        raise TypeError(
+            f"{name} returned {len(leaves)} results, and {len(outputs)} in the previous call with this signature"
+        )
     taken = _identities(parts)
-    return unflatten_tree(tree, [_wrap_output(name, x, out_spec, taken) for x, out_spec in zip(leaves, outputs, strict=True)])
+    return unflatten_tree(
+        tree,
+        [
+            _wrap_output(name, x, out_spec, taken)
+            for x, out_spec in zip(leaves, outputs, strict=True)
+        ],
+    )
 
 
 def with_lineage(lineage: int, out: Any) -> Any:
@@ -106,14 +114,22 @@ def _layout_of_new_shape(name: str, x: Tensor, out_spec: OutputSpec, layout: Lay
 def check_kind(path: str, x: Any, spec: Any, partly: bool) -> None:
     """Raise TypeError if a result is not of the kind that its spec describes."""
     if isinstance(x, Tensor) and spec in (None, STATIC):
-        raise TypeError(f"{path} is a tensor, and its out_specs are None, which is for other objects; write a P (P() if replicated)")
+        raise TypeError(
+            f"{path} is a tensor, and its out_specs are None, which is for other objects; write a P (P() if replicated)"
+        )
     if isinstance(x, ShardedTensor) and not partly:
-        raise TypeError(f"{path} is a ShardedTensor, {x._layout}; a mapped function returns local parts")
+        raise TypeError(
+            f"{path} is a ShardedTensor, {x._layout}; a mapped function returns local parts"
+        )
     if partly and isinstance(x, Tensor) and not isinstance(x, ShardedTensor):
-        raise TypeError(f"{path} is a plain tensor, and some axes are not manual: return a ShardedTensor on the mesh of those")
+        raise TypeError(
+            f"{path} is a plain tensor, and some axes are not manual: return a ShardedTensor on the mesh of those"
+        )
 
 
-def resolve_output_spec(path: str, x: Any, spec: Any, mesh: DeviceMesh, names: Sequence[str], partly: bool) -> P | None:
+def resolve_output_spec(
+    path: str, x: Any, spec: Any, mesh: DeviceMesh, names: Sequence[str], partly: bool
+) -> P | None:
     """Return the spec of a result over the manual axes, or None for a result that is not a tensor.
 
     Raises: TypeError or ValueError if it does not fit.
@@ -128,7 +144,10 @@ def resolve_output_spec(path: str, x: Any, spec: Any, mesh: DeviceMesh, names: S
 
 def check_type(path: str, spec: P, tag: Tag, names: Iterable[str]) -> None:
     """Raise ShardingTypeError if the type of a result contradicts its spec."""
-    split, pending = {axis for axes in spec.dims for axis in axes}, {axis for axis, _ in spec.unreduced}
+    split, pending = (
+        {axis for axes in spec.dims for axis in axes},
+        {axis for axis, _ in spec.unreduced},
+    )
     for axis in names:
         varies, pends = axis in tag.type.varying, axis in tag.type.pending
         if pends and axis not in pending:
@@ -162,8 +181,17 @@ def infer_outputs(
 
     Communication: a small all_gather over the manual axes; none in a null world.
     """
-    group, text = manual_mesh.group(manual_mesh.axis_names), None if error is None else f"{type(error).__name__}: {error}"
-    by_rank = dict(zip(group.ranks, _exchanged(group, (text, [_describe_result(x, compare) for x in leaves])), strict=True))
+    group, text = (
+        manual_mesh.group(manual_mesh.axis_names),
+        None if error is None else f"{type(error).__name__}: {error}",
+    )
+    by_rank = dict(
+        zip(
+            group.ranks,
+            _exchanged(group, (text, [_describe_result(x, compare) for x in leaves])),
+            strict=True,
+        )
+    )
     everyone: dict[Any, Any] = {manual_mesh.coordinate_of(r): each for r, each in by_rank.items()}
     _raise_for_all(error, {r: each[0] for r, each in by_rank.items()})
     _check_alike({r: [part is not None for part in each[1]] for r, each in by_rank.items()})
@@ -173,7 +201,9 @@ def infer_outputs(
             found.append(OutputSpec(path, None))
             continue
         parts = {place: each[1][i] for place, each in everyone.items()}
-        layout = _result_layout(path, spec, x, {place: part[:-1] for place, part in parts.items()}, mesh, manual_mesh)
+        layout = _result_layout(
+            path, spec, x, {place: part[:-1] for place, part in parts.items()}, mesh, manual_mesh
+        )
         _check_equal(path, spec, parts, manual_mesh)
         found.append(OutputSpec(path, spec, x.shape, layout))
     return found
@@ -193,7 +223,9 @@ def share_error(name: str, error: Exception, manual_mesh: DeviceMesh) -> None:
 def _exchanged(group: Group, message: Any) -> list[Any]:
     """Return what every rank has sent. A null world has no other ranks: each is taken to be like this one, and nothing is counted, so
     that a program's report there shows calls with known signatures."""
-    return [message] * group.size if isinstance(group, NullGroup) else group.all_gather_object(message)
+    return (
+        [message] * group.size if isinstance(group, NullGroup) else group.all_gather_object(message)
+    )
 
 
 def _name(frame: dict[str, Any]) -> str:
@@ -206,7 +238,11 @@ DESCRIBERS[infer_outputs.__code__] = _name
 
 def _describe_result(x: Any, compare: bool) -> Any:
     """Return the facts about a result that other ranks need: dtype, shape, and a digest of its values if they are to be compared."""
-    return (dtype_name(x.dtype), *x.shape, (sampled_digest(x), x.requires_grad) if compare else None) if isinstance(x, Tensor) else None
+    return (
+        (dtype_name(x.dtype), *x.shape, (sampled_digest(x), x.requires_grad) if compare else None)
+        if isinstance(x, Tensor)
+        else None
+    )
 
 
 def _raise_for_all(error: Exception | None, texts: dict[int, str | None]) -> None:
@@ -224,14 +260,18 @@ def _check_alike(tensors: dict[int, list[bool]]) -> None:
     other = next((rank for rank in others if tensors[rank] != tensors[first]), None)
     if other is not None:
         message = ", ".join(f"rank {rank}: {_kinds(tensors[rank])}" for rank in (first, other))
-        raise ShardingTypeError(f"ranks returned different numbers or kinds of results ({message}); return the same tree on every rank")
+        raise ShardingTypeError(
+            f"ranks returned different numbers or kinds of results ({message}); return the same tree on every rank"
+        )
 
 
 def _kinds(tensors: list[bool]) -> str:
     return "[" + ", ".join("a tensor" if is_tensor else "no tensor" for is_tensor in tensors) + "]"
 
 
-def _check_equal(path: str, spec: P, parts: dict[tuple[int, ...], Any], manual_mesh: DeviceMesh) -> None:
+def _check_equal(
+    path: str, spec: P, parts: dict[tuple[int, ...], Any], manual_mesh: DeviceMesh
+) -> None:
     """Raise ShardingTypeError if a rank's values differ from those of another rank that should hold the same."""
     named = [manual_mesh.axis_index(axis) for axis in spec.axes]
     first: dict[Any, Any] = {}
@@ -245,7 +285,12 @@ def _check_equal(path: str, spec: P, parts: dict[tuple[int, ...], Any], manual_m
 
 
 def _result_layout(
-    path: str, spec: P, x: Tensor, parts: dict[tuple[int, ...], tuple[Any, ...]], mesh: DeviceMesh, manual_mesh: DeviceMesh
+    path: str,
+    spec: P,
+    x: Tensor,
+    parts: dict[tuple[int, ...], tuple[Any, ...]],
+    mesh: DeviceMesh,
+    manual_mesh: DeviceMesh,
 ) -> Layout:
     """Return the layout of a result.
 
@@ -267,4 +312,13 @@ def _result_layout(
         return Layout.of(mesh, spec, whole, x.dtype)
     inner = x._layout.spec
     dims = [(*axes, *more) for axes, more in zip(spec.padded(x.ndim).dims, inner.dims, strict=True)]
-    return Layout.of(mesh, P(*dims, unreduced={**dict(spec.unreduced), **dict(inner.unreduced)}, sizes=dict(spec.sizes)), whole, x.dtype)
+    return Layout.of(
+        mesh,
+        P(
+            *dims,
+            unreduced={**dict(spec.unreduced), **dict(inner.unreduced)},
+            sizes=dict(spec.sizes),
+        ),
+        whole,
+        x.dtype,
+    )

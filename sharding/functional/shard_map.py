@@ -37,8 +37,24 @@ from ..ops.torch_compile import keep_compiler_out, not_compiled
 from ..tensor.autograd.local_part import known_local
 from ..tensor.sharded_tensor import ShardedTensor
 from .captures import Captures, replace_captures
-from .inputs import InputMutationCheck, InputSpec, alias, check_transform, local_parts, make_input_spec, prepare_inputs
-from .outputs import OutputSpec, check_type, infer_outputs, resolve_output_spec, share_error, with_lineage, wrap_outputs
+from .inputs import (
+    InputMutationCheck,
+    InputSpec,
+    alias,
+    check_transform,
+    local_parts,
+    make_input_spec,
+    prepare_inputs,
+)
+from .outputs import (
+    OutputSpec,
+    check_type,
+    infer_outputs,
+    resolve_output_spec,
+    share_error,
+    with_lineage,
+    wrap_outputs,
+)
 from .replicas import check_replicas
 from .signature import key_of, leaves_of, paths_of, position, specs_for, unflatten_tree
 from .transforms.batch import current_batch
@@ -99,14 +115,27 @@ def shard_map(
     """
     if check_vma is not None:
         if check not in (None, check_vma):
-            raise ValueError(f"shard_map(check={check!r}, check_vma={check_vma!r}): check_vma is another name for check; pass one of them")
+            raise ValueError(
+                f"shard_map(check={check!r}, check_vma={check_vma!r}): check_vma is another name for check; pass one of them"
+            )
         check = check_vma
     check = True if check is None else check
     if check not in CHECKS:
-        raise ValueError(f"shard_map(check={check!r}): check must be one of {', '.join(map(repr, CHECKS))}")
+        raise ValueError(
+            f"shard_map(check={check!r}): check must be one of {', '.join(map(repr, CHECKS))}"
+        )
     if f is None:
-        return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check=check)
-    return functools.update_wrapper(Mapped(f, mesh, in_specs, out_specs, axis_names, check), f, updated=())
+        return functools.partial(
+            shard_map,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=axis_names,
+            check=check,
+        )
+    return functools.update_wrapper(
+        Mapped(f, mesh, in_specs, out_specs, axis_names, check), f, updated=()
+    )
 
 
 @dataclass
@@ -151,20 +180,41 @@ class CachedCall:
         """Return whether types need no more tracking: outputs are known, nothing is captured, and the backward of every custom function
         was checked or did not run in the first calls."""
         enough = self.uneven or self.tracked_calls > _MAX_TRACKED_CALLS
-        checked = all(call.is_checked or (enough and not call.must_be_checked) for call in self.custom_calls)
+        checked = all(
+            call.is_checked or (enough and not call.must_be_checked) for call in self.custom_calls
+        )
         return self.outputs is not None and not self.captures and checked
 
 
 class Mapped:
     """A mapped function; see `shard_map`."""
 
-    def __init__(self, f: Any, mesh: DeviceMesh | None, in_specs: Any, out_specs: Any, axis_names: Any, check: bool | str) -> None:
-        self.f, self.mesh, self.in_specs, self.out_specs, self.check = f, as_device_mesh(mesh), in_specs, out_specs, check
+    def __init__(
+        self,
+        f: Any,
+        mesh: DeviceMesh | None,
+        in_specs: Any,
+        out_specs: Any,
+        axis_names: Any,
+        check: bool | str,
+    ) -> None:
+        self.f, self.mesh, self.in_specs, self.out_specs, self.check = (
+            f,
+            as_device_mesh(mesh),
+            in_specs,
+            out_specs,
+            check,
+        )
         self.axis_names = None if axis_names is None else frozenset(axis_names)
         self.name = getattr(f, "__name__", type(f).__name__)
         self._seed = seed_of(f"shard_map {self.name}")
-        self._calls: dict[Any, CachedCall] = {}  # on the mesh of this function; others are kept on their mesh, see `_calls_on`
-        self._checks_once = check in (True, False)  # the first call with a signature, not every call
+        self._calls: dict[
+            Any, CachedCall
+        ] = {}  # on the mesh of this function; others are kept on their mesh, see `_calls_on`
+        self._checks_once = check in (
+            True,
+            False,
+        )  # the first call with a signature, not every call
 
     @not_compiled("it calls a function of the program outside of any graph", calls_program=True)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,14 +238,25 @@ class Mapped:
                 return self._call(args, kwargs)
             key.append(x._layout)
             parts.append(x._local if x._local.requires_grad else known_local(x))
-        cached = None if kwargs or not parts else self._calls_on(args[0]._layout.mesh).get(tuple(key))
+        cached = (
+            None if kwargs or not parts else self._calls_on(args[0]._layout.mesh).get(tuple(key))
+        )
         if cached is None or not cached.fast or (outer is not None and outer.checker is not None):
             return self._call(args, kwargs)
         if cached.constants and any_requires_grad(cached.constants):
             return self._call(args, kwargs)
-        return wrap_outputs(self.name, self._run(cached, parts, None, kwargs), cached.outputs, parts)  # type: ignore[arg-type]
+        return wrap_outputs(
+            self.name, self._run(cached, parts, None, kwargs), cached.outputs, parts
+        )  # type: ignore[arg-type]
 
-    def _run(self, cached: CachedCall, parts: Sequence[Any], tree: Any, kwargs: dict[str, Any], f: Any = None) -> Any:
+    def _run(
+        self,
+        cached: CachedCall,
+        parts: Sequence[Any],
+        tree: Any,
+        kwargs: dict[str, Any],
+        f: Any = None,
+    ) -> Any:
         """Call the function itself on local parts."""
         f = self.f if f is None else f
         env = cached.env
@@ -228,25 +289,47 @@ class Mapped:
                     return self.f(*args, **kwargs)
         cached = self._cached_for(args, leaves, tree, kwargs)
         with nullcontext() if outer is None or outer.checker is None else untracked():
-            parts = local_parts(leaves, cached.inputs) if cached.passes_through else prepare_inputs(self.name, leaves, cached.inputs)
+            parts = (
+                local_parts(leaves, cached.inputs)
+                if cached.passes_through
+                else prepare_inputs(self.name, leaves, cached.inputs)
+            )
         if not cached.trusted:
             cached.trusted = self._checks_once and cached.may_be_trusted()
             cached.fast = cached.trusted and cached.passes_through
-        if not cached.trusted or (outer is not None and outer.checker is not None) or any_requires_grad(cached.constants):
+        if (
+            not cached.trusted
+            or (outer is not None and outer.checker is not None)
+            or any_requires_grad(cached.constants)
+        ):
             return self._tracked_call(cached, leaves, parts, tree, kwargs)
-        return wrap_outputs(self.name, self._run(cached, parts, tree, kwargs), cached.outputs, parts)  # type: ignore[arg-type]
+        return wrap_outputs(
+            self.name, self._run(cached, parts, tree, kwargs), cached.outputs, parts
+        )  # type: ignore[arg-type]
 
-    def _cached_for(self, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any, kwargs: dict[str, Any]) -> CachedCall:
+    def _cached_for(
+        self, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any, kwargs: dict[str, Any]
+    ) -> CachedCall:
         mesh, outer = self._mesh_for(leaves), current_axis_env()
         # The world, since meshes of two ranks of a simulated world are equal, and the grad mode, since gradients need types.
         here = mesh.world, outer, is_grad_enabled()
-        key = (mesh, *here, tree, *map(key_of, leaves), *[(name, key_of(x)) for name, x in kwargs.items()])
+        key = (
+            mesh,
+            *here,
+            tree,
+            *map(key_of, leaves),
+            *[(name, key_of(x)) for name, x in kwargs.items()],
+        )
         calls = self._calls_on(mesh)
         cached = calls.get(key)
         if cached is None:
-            cached = keep(calls, key, self._new_call(mesh, outer, args, leaves, kwargs), HEAVY_LIMIT)
+            cached = keep(
+                calls, key, self._new_call(mesh, outer, args, leaves, kwargs), HEAVY_LIMIT
+            )
             if self._checks_once and cached.passes_through and tree is None and not kwargs:
-                keep(calls, (*here[1:], *map(key_of, leaves)), cached, HEAVY_LIMIT)  # the key of `_call_cached`
+                keep(
+                    calls, (*here[1:], *map(key_of, leaves)), cached, HEAVY_LIMIT
+                )  # the key of `_call_cached`
         return cached
 
     def _calls_on(self, mesh: Any) -> dict[Any, CachedCall]:
@@ -260,58 +343,125 @@ class Mapped:
     def _mesh_for(self, leaves: Sequence[Any]) -> DeviceMesh:
         if self.mesh is not None:
             if not isinstance(self.mesh, DeviceMesh):
-                raise TypeError(f"shard_map({self.name}): {self.mesh!r} has no ranks to run on; for shapes and bytes use eval_shape")
+                raise TypeError(
+                    f"shard_map({self.name}): {self.mesh!r} has no ranks to run on; for shapes and bytes use eval_shape"
+                )
             batch = current_batch() if transforms_active() else None
-            return self.mesh if batch is None or batch.mesh is not self.mesh or batch.inner is None else batch.inner
+            return (
+                self.mesh
+                if batch is None or batch.mesh is not self.mesh or batch.inner is None
+                else batch.inner
+            )
         first = next((x for x in leaves if isinstance(x, ShardedTensor)), None)
         return context.given_or_current(None) if first is None else first.mesh
 
-    def _new_call(self, mesh: DeviceMesh, outer: AxisEnv | None, args: Any, leaves: Sequence[Any], kwargs: dict[str, Any]) -> CachedCall:
+    def _new_call(
+        self,
+        mesh: DeviceMesh,
+        outer: AxisEnv | None,
+        args: Any,
+        leaves: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> CachedCall:
         """Return what a new signature implies before the function has run."""
         if mesh.coordinate is None:
             where = f"rank {mesh.world.rank} is not in {mesh} and holds no parts"
-            raise RuntimeError(f"shard_map({self.name}): {where}; call it on the ranks of the mesh only")
+            raise RuntimeError(
+                f"shard_map({self.name}): {where}; call it on the ranks of the mesh only"
+            )
         for name, x in kwargs.items():
             if any(isinstance(t, ShardedTensor) for t in pytree.tree_leaves(x)):
-                raise TypeError(f"shard_map({self.name}): {name}= contains a ShardedTensor; pass it by position, where it can have a spec")
+                raise TypeError(
+                    f"shard_map({self.name}): {name}= contains a ShardedTensor; pass it by position, where it can have a spec"
+                )
         unknown = sorted((self.axis_names or frozenset()) - set(mesh.axis_names))
         if unknown or (self.axis_names is not None and not self.axis_names):
             given = sorted(self.axis_names or ())
-            raise ValueError(f"shard_map({self.name}): axis_names={given} must name one or more axes of the mesh, {list(mesh.axis_names)}")
+            raise ValueError(
+                f"shard_map({self.name}): axis_names={given} must name one or more axes of the mesh, {list(mesh.axis_names)}"
+            )
         names = tuple(a for a in mesh.axis_names if self.axis_names is None or a in self.axis_names)
-        auto_mesh = mesh[tuple(a for a in mesh.axis_names if a not in names)] if len(names) < mesh.ndim else None
-        specs = [None] * len(leaves) if self.in_specs is None else specs_for("in_specs", self.in_specs, args)
+        auto_mesh = (
+            mesh[tuple(a for a in mesh.axis_names if a not in names)]
+            if len(names) < mesh.ndim
+            else None
+        )
+        specs = (
+            [None] * len(leaves)
+            if self.in_specs is None
+            else specs_for("in_specs", self.in_specs, args)
+        )
         paths = [f"shard_map({self.name}): argument {position(path)}" for path in paths_of(args)]
-        inputs = [make_input_spec(*each, mesh, names, auto_mesh) for each in zip(paths, leaves, specs, strict=True)]
+        inputs = [
+            make_input_spec(*each, mesh, names, auto_mesh)
+            for each in zip(paths, leaves, specs, strict=True)
+        ]
         env = AxisEnv(mesh, names) if outer is None else outer.inside(mesh, names)
-        passes_through, uneven = all(spec.passes_through for spec in inputs), any(spec.uneven for spec in inputs)
+        passes_through, uneven = (
+            all(spec.passes_through for spec in inputs),
+            any(spec.uneven for spec in inputs),
+        )
         return CachedCall(env, mesh[names], auto_mesh, mesh, inputs, passes_through, uneven=uneven)
 
     # -- with types ----------------------------------------------------------------------------------------------------
 
-    def _tracked_call(self, cached: CachedCall, leaves: Sequence[Any], parts: Sequence[Any], tree: Any, kwargs: dict[str, Any]) -> Any:
+    def _tracked_call(
+        self,
+        cached: CachedCall,
+        leaves: Sequence[Any],
+        parts: Sequence[Any],
+        tree: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Run a call whose types are tracked, or whose results are not known yet."""
         outer = current_axis_env()
         outer_checker = None if outer is None else outer.checker
         captures_only = outer_checker is None and self.check is False
-        checker = outer_checker or (CaptureTracker if captures_only else TypeChecker)(cached.env.names)
-        checker.uneven = checker.uneven or (cached.uneven and (cached.outputs is None or not self._checks_once))
+        checker = outer_checker or (CaptureTracker if captures_only else TypeChecker)(
+            cached.env.names
+        )
+        checker.uneven = checker.uneven or (
+            cached.uneven and (cached.outputs is None or not self._checks_once)
+        )
         with untracked():
             parts = [alias(part) for part in parts]
             mutations = InputMutationCheck(leaves, parts, cached.inputs)
-        mutations.tags = [self._tag_input(checker, *each) for each in zip(leaves, parts, cached.inputs, strict=True)]
+        mutations.tags = [
+            self._tag_input(checker, *each)
+            for each in zip(leaves, parts, cached.inputs, strict=True)
+        ]
         if self.check == "values":
-            check_replicas([(spec.path, part, spec.dst) for part, spec in zip(parts, cached.inputs, strict=True)], cached.manual_mesh)
-        captures = Captures(self.name, cached.env, cached.mesh, cached.manual_mesh.axis_names, cached.auto_mesh, checker)
+            check_replicas(
+                [
+                    (spec.path, part, spec.dst)
+                    for part, spec in zip(parts, cached.inputs, strict=True)
+                ],
+                cached.manual_mesh,
+            )
+        captures = Captures(
+            self.name,
+            cached.env,
+            cached.mesh,
+            cached.manual_mesh.axis_names,
+            cached.auto_mesh,
+            checker,
+        )
         out = self._run_tracked(cached, parts, tree, kwargs, checker, outer_checker, captures)
-        cached.captures, cached.constants = bool(captures.inputs), captures.constants if is_grad_enabled() else ()
+        cached.captures, cached.constants = (
+            bool(captures.inputs),
+            captures.constants if is_grad_enabled() else (),
+        )
         with untracked():
             error = None if captures_only else mutations.error(checker)
-            result = self._checked_outputs(cached, out, parts, None if captures_only else checker, error, captures)
+            result = self._checked_outputs(
+                cached, out, parts, None if captures_only else checker, error, captures
+            )
         if outer_checker is None:
             cached.custom_calls, cached.tracked_calls = checker.finish(), cached.tracked_calls + 1
         else:
-            for before, after in zip(pytree.tree_leaves(out), pytree.tree_leaves(result), strict=True):
+            for before, after in zip(
+                pytree.tree_leaves(out), pytree.tree_leaves(result), strict=True
+            ):
                 checker.set_tag(after, checker.tag_outside(cached.manual_mesh.axis_names, before))
         return result
 
@@ -319,26 +469,40 @@ class Mapped:
         """Set and return the tag of an argument's part; None if it is static or no tensor."""
         if not isinstance(part, Tensor) or spec.src is None:
             return None
-        tag = checker.join(checker.argument_tag(leaf), checker.make_tag(TypeOrigin(spec.path.partition(": ")[2]), spec.type))
+        tag = checker.join(
+            checker.argument_tag(leaf),
+            checker.make_tag(TypeOrigin(spec.path.partition(": ")[2]), spec.type),
+        )
         checker.set_tag(part, tag)
         return tag
 
     def _run_tracked(
-        self, cached: CachedCall, parts: Any, tree: Any, kwargs: dict[str, Any], checker: TypeChecker, outer: Any, captures: Captures
+        self,
+        cached: CachedCall,
+        parts: Any,
+        tree: Any,
+        kwargs: dict[str, Any],
+        checker: TypeChecker,
+        outer: Any,
+        captures: Captures,
     ) -> Any:
         env, before = cached.env, cached.type_log
         env.captures, cached.type_log = captures, []
         env.checker, env.recording = (None, False) if checker.captures_only else (checker, True)
         try:
             with checker.bind(env), checker if outer is None else nullcontext():
-                out = replace_captures(self._run(cached, parts, tree, kwargs, uncompiled(self.f)), captures)
+                out = replace_captures(
+                    self._run(cached, parts, tree, kwargs, uncompiled(self.f)), captures
+                )
                 for leaf in [out] if type(out) is Tensor else pytree.tree_leaves(out):
                     if isinstance(leaf, Tensor):
                         checker.tag_of(leaf)  # here, while the manual axes are bound
                 return out
         except BaseException as error:
             cached.type_log = before
-            mine_alone = checker.uneven and outer is None and cached.outputs is None  # parts differ in shape, so errors may too
+            mine_alone = (
+                checker.uneven and outer is None and cached.outputs is None
+            )  # parts differ in shape, so errors may too
             if mine_alone and isinstance(error, (ShardingTypeError, TypeError, ValueError)):
                 share_error(self.name, error, cached.manual_mesh)
             raise
@@ -346,7 +510,13 @@ class Mapped:
             env.checker, env.captures, env.recording = None, None, False
 
     def _checked_outputs(
-        self, cached: CachedCall, out: Any, parts: Sequence[Any], checker: TypeChecker | None, error: Exception | None, captures: Captures
+        self,
+        cached: CachedCall,
+        out: Any,
+        parts: Sequence[Any],
+        checker: TypeChecker | None,
+        error: Exception | None,
+        captures: Captures,
     ) -> Any:
         """Return the results as `ShardedTensor`s, after all checks; `error` is what an earlier check has found."""
         leaves, _ = pytree.tree_flatten(out)
@@ -357,27 +527,46 @@ class Mapped:
         except (ShardingTypeError, TypeError, ValueError) as found:
             error = error or found
         if cached.outputs is None or not self._checks_once:
-            compare = checker is not None and self.check != "values"  # "values" compares below, and reports more
-            plain = captures.plain_tensors()  # first, so that an error names these and not values computed from them
+            compare = (
+                checker is not None and self.check != "values"
+            )  # "values" compares below, and reports more
+            plain = (
+                captures.plain_tensors()
+            )  # first, so that an error names these and not values computed from them
             every = [*[x for _, x in plain], *leaves]
-            paths, specs = [*[path for path, _ in plain], *paths], [*[P(*[None] * x.ndim) for _, x in plain], *specs]
-            cached.outputs = infer_outputs(paths, specs, every, error, cached.mesh, cached.manual_mesh, compare)[len(plain) :]
+            paths, specs = (
+                [*[path for path, _ in plain], *paths],
+                [*[P(*[None] * x.ndim) for _, x in plain], *specs],
+            )
+            cached.outputs = infer_outputs(
+                paths, specs, every, error, cached.mesh, cached.manual_mesh, compare
+            )[len(plain) :]
         elif error is not None:
             raise error
         result = wrap_outputs(self.name, out, cached.outputs, parts)
         if self.check == "values":
             captured = [(spec.path, part, spec.dst) for spec, part in captures.input_specs()]
-            results = [(spec.path, x, spec.layout) for x, spec in zip(leaves, cached.outputs, strict=True)]
+            results = [
+                (spec.path, x, spec.layout) for x, spec in zip(leaves, cached.outputs, strict=True)
+            ]
             check_replicas([*captured, *results], cached.manual_mesh)
         return result
 
     def _output_specs(
-        self, cached: CachedCall, out: Any, leaves: Sequence[Any], paths: Sequence[str], checker: TypeChecker | None
+        self,
+        cached: CachedCall,
+        out: Any,
+        leaves: Sequence[Any],
+        paths: Sequence[str],
+        checker: TypeChecker | None,
     ) -> list[P | None]:
         """Return the spec of every result, checked against its kind and type."""
         names, given = cached.manual_mesh.axis_names, specs_for("out_specs", self.out_specs, out)
         partly = cached.auto_mesh is not None
-        specs = [resolve_output_spec(*each, cached.mesh, names, partly) for each in zip(paths, leaves, given, strict=True)]
+        specs = [
+            resolve_output_spec(*each, cached.mesh, names, partly)
+            for each in zip(paths, leaves, given, strict=True)
+        ]
         for path, x, spec in zip(paths, leaves, specs, strict=True):
             if checker is not None and spec is not None:
                 check_type(path, spec, checker.tag_of(x), names)

@@ -25,7 +25,11 @@ STATIC = _Static()
 
 def is_spec(x: Any) -> bool:
     """Return whether this is the spec of one leaf: a `P`, a placement for each axis, or None."""
-    return x is None or isinstance(x, P) or (isinstance(x, (list, tuple)) and bool(x) and all(isinstance(p, Placement) for p in x))
+    return (
+        x is None
+        or isinstance(x, P)
+        or (isinstance(x, (list, tuple)) and bool(x) and all(isinstance(p, Placement) for p in x))
+    )
 
 
 def specs_for(what: str, specs: Any, tree: Any) -> list[Any]:
@@ -49,9 +53,13 @@ def _spread(what: str, specs: Any, tree: Any, path: str, found: list[Any]) -> No
         for i, (one, branch) in enumerate(zip(specs, tree, strict=True)):
             _spread(what, one, branch, f"{path}[{i}]", found)
     elif isinstance(specs, Sharding):
-        raise TypeError(f"{what}{path}: {specs!r} is a sharding, and a mapped function has one mesh; write its spec, {specs.spec}")
+        raise TypeError(
+            f"{what}{path}: {specs!r} is a sharding, and a mapped function has one mesh; write its spec, {specs.spec}"
+        )
     else:
-        raise ValueError(f"{what}{path}: {specs!r} is not a spec; write a P, one placement per axis, None, or a tree of them")
+        raise ValueError(
+            f"{what}{path}: {specs!r} is not a spec; write a P, one placement per axis, None, or a tree of them"
+        )
 
 
 def _spread_dict(what: str, specs: dict[Any, Any], tree: Any, path: str, found: list[Any]) -> None:
@@ -62,15 +70,24 @@ def _spread_dict(what: str, specs: dict[Any, Any], tree: Any, path: str, found: 
 
 
 def _no_match(what: str, specs: Any, tree: Any, path: str) -> ValueError:
-    given = f"{len(specs)} for {len(tree)}" if isinstance(tree, (list, tuple)) else f"a {type(specs).__name__} for a {type(tree).__name__}"
+    given = (
+        f"{len(specs)} for {len(tree)}"
+        if isinstance(tree, (list, tuple))
+        else f"a {type(specs).__name__} for a {type(tree).__name__}"
+    )
     if isinstance(specs, dict) and isinstance(tree, dict):
         given = f"keys {sorted(map(str, specs))} for keys {sorted(map(str, tree))}"
-    return ValueError(f"{what}{path} do not match what they describe: {given}; give a spec for each branch, or one for all of it")
+    return ValueError(
+        f"{what}{path} do not match what they describe: {given}; give a spec for each branch, or one for all of it"
+    )
 
 
 def leaves_of(args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
     """Return the leaves of the arguments and their tree, which is None if each argument is a leaf."""
-    if any((not isinstance(x, Tensor) and type(x) in pytree.SUPPORTED_NODES) or isinstance(x, tuple) for x in args):
+    if any(
+        (not isinstance(x, Tensor) and type(x) in pytree.SUPPORTED_NODES) or isinstance(x, tuple)
+        for x in args
+    ):
         return flatten_tree(tuple(args))
     return args, None
 
@@ -102,7 +119,11 @@ def _flatten_into(x: Any, leaves: list[Any]) -> Any:
 
 def unflatten_tree(shape: Any, leaves: Sequence[Any]) -> Any:
     """Return the tree with this structure and these leaves."""
-    return pytree.tree_unflatten(leaves, shape) if isinstance(shape, pytree.TreeSpec) else _built(shape, iter(leaves))
+    return (
+        pytree.tree_unflatten(leaves, shape)
+        if isinstance(shape, pytree.TreeSpec)
+        else _built(shape, iter(leaves))
+    )
 
 
 def _built(shape: Any, leaves: Any) -> Any:
@@ -110,7 +131,13 @@ def _built(shape: Any, leaves: Any) -> Any:
         return next(leaves)
     kind, names, parts = shape
     found = [next(leaves) if part is None else _built(part, leaves) for part in parts]
-    return found if kind is list else tuple(found) if kind is tuple else dict(zip(names, found, strict=True))
+    return (
+        found
+        if kind is list
+        else tuple(found)
+        if kind is tuple
+        else dict(zip(names, found, strict=True))
+    )
 
 
 def paths_of(tree: Any) -> list[str]:

@@ -59,9 +59,19 @@ class LocalType:
 
     def __str__(self) -> str:
         found = self._type or Type.of(frozenset())
-        marks = [f"{letter}:{', '.join(sorted(axes))}" for letter, axes in (("V", found.varying), ("U", found.pending)) if axes]
-        text = f"{dtype_name(self.dtype)}{list(self.shape)}" + (f"{{{'; '.join(marks)}}}" if marks else "")
-        return text if self.layout is None else text + f"{self.layout}".removeprefix(f"{dtype_name(self.dtype)}{list(self.shape)}")
+        marks = [
+            f"{letter}:{', '.join(sorted(axes))}"
+            for letter, axes in (("V", found.varying), ("U", found.pending))
+            if axes
+        ]
+        text = f"{dtype_name(self.dtype)}{list(self.shape)}" + (
+            f"{{{'; '.join(marks)}}}" if marks else ""
+        )
+        return (
+            text
+            if self.layout is None
+            else text + f"{self.layout}".removeprefix(f"{dtype_name(self.dtype)}{list(self.shape)}")
+        )
 
     __repr__ = __str__
 
@@ -88,7 +98,9 @@ def typeof(x: Any) -> Any:
         return layout_of(x)  # type: ignore[arg-type]
     captures = current_captures()
     x = x if captures is None else captures.local(x)
-    return LocalType(x.shape, x.dtype, x._layout if isinstance(x, ShardedTensor) else None, _type_of(env, x))
+    return LocalType(
+        x.shape, x.dtype, x._layout if isinstance(x, ShardedTensor) else None, _type_of(env, x)
+    )
 
 
 def _type_of(env: AxisEnv, x: Tensor) -> Type | None:

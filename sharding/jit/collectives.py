@@ -90,12 +90,18 @@ class Started(NamedTuple):
 
 def bound(node: fx.Node) -> Callable[[Tensor], Tensor]:
     """Return a function of x that runs a graph's collective and returns its result."""
-    start, group, site = STARTS[OPERATORS[node.target]], group_of(node.args[-2]), site_of(node.args[-1])  # type: ignore[index,arg-type]
+    start, group, site = (
+        STARTS[OPERATORS[node.target]],
+        group_of(node.args[-2]),
+        site_of(node.args[-1]),
+    )  # type: ignore[index,arg-type]
     args = node.args[1:-2]
     return lambda x: start(x, *args, group, site, True).result
 
 
-def _launch(method: Any, group: Group, site: Site, result: Tensor, *args: Any, **kwargs: Any) -> Started:
+def _launch(
+    method: Any, group: Group, site: Site, result: Tensor, *args: Any, **kwargs: Any
+) -> Started:
     context = group.world.comm_context
     before = context.lineage, context.origin
     tag, context.lineage, _, place = site
@@ -121,27 +127,46 @@ def reduce_scatter(x: Tensor, op: str, group: Group, site: Site, now: bool = Fal
     return _launch(Group.reduce_scatter, group, site, out, out, x, op, async_op=not now)
 
 
-def all_reduce(x: Tensor, op: str, group: Group, site: Site, now: bool = False, donate: bool = False) -> Started:
+def all_reduce(
+    x: Tensor, op: str, group: Group, site: Site, now: bool = False, donate: bool = False
+) -> Started:
     """Launch an all_reduce of a copy of x, or of x itself if that may be overwritten."""
     out = x if donate and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     return _launch(Group.all_reduce, group, site, out, out, op, async_op=not now)
 
 
 def all_to_all(
-    x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, group: Group, site: Site, now: bool = False
+    x: Tensor,
+    out_splits: Sequence[int] | None,
+    in_splits: Sequence[int] | None,
+    group: Group,
+    site: Site,
+    now: bool = False,
 ) -> Started:
     """Launch an all_to_all of x."""
     out = x.new_empty(x.numel() if out_splits is None else sum(out_splits))
-    return _launch(Group.all_to_all, group, site, out, out, x, out_splits, in_splits, async_op=not now)
+    return _launch(
+        Group.all_to_all, group, site, out, out, x, out_splits, in_splits, async_op=not now
+    )
 
 
-def broadcast(x: Tensor, src: int, group: Group, site: Site, now: bool = False, donate: bool = False) -> Started:
+def broadcast(
+    x: Tensor, src: int, group: Group, site: Site, now: bool = False, donate: bool = False
+) -> Started:
     """Launch a broadcast into a copy of x, or into x itself if that may be overwritten."""
     out = x if donate and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     return _launch(Group.broadcast, group, site, out, out, src, async_op=not now)
 
 
-def permute(x: Tensor, size: int, dst: int | None, src: int | None, group: Group, site: Site, now: bool = False) -> Started:
+def permute(
+    x: Tensor,
+    size: int,
+    dst: int | None,
+    src: int | None,
+    group: Group,
+    site: Site,
+    now: bool = False,
+) -> Started:
     """Launch a permute of x; the result has `size` elements, none if nothing is received."""
     out = x.new_empty(size)
     return _launch(Group.permute, group, site, out, out, x, dst=dst, src=src, async_op=not now)
@@ -206,12 +231,18 @@ _library.define(
 )
 _library.impl(
     "ordered",
-    lambda x, token, size, number: (thread_context.segment_calls[number](x.contiguous()), token.new_empty(0)),
+    lambda x, token, size, number: (
+        thread_context.segment_calls[number](x.contiguous()),
+        token.new_empty(0),
+    ),
     "CompositeExplicitAutograd",
 )
 torch.library.register_fake(
     "shardmesh::ordered",
-    lambda x, token, size, number: (x.new_empty(x.shape if size is None else size), token.new_empty(0)),
+    lambda x, token, size, number: (
+        x.new_empty(x.shape if size is None else size),
+        token.new_empty(0),
+    ),
     lib=_library,
 )
 ORDERED = torch.ops.shardmesh.ordered.default

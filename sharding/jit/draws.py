@@ -1,7 +1,7 @@
 """Random numbers of sharded tensors in a graph: a draw is a node that takes the position in the stream from the call that runs it.
 
-    recording    position 40 when it began     draws 41, 42            nodes Draw(+1), Draw(+2)
-    later call   position 57                   draws 58, 59            and leaves the position at 59, as eager code would
+recording    position 40 when it began     draws 41, 42            nodes Draw(+1), Draw(+2)
+later call   position 57                   draws 58, 59            and leaves the position at 59, as eager code would
 """
 
 from __future__ import annotations

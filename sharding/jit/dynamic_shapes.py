@@ -17,11 +17,16 @@ def check_shape_is_static(func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     """Raise JitError if the shape of this operator's result depends on the values of its operands."""
     if torch.Tag.dynamic_output_shape not in func.tags:
         return
-    name, given = func.overloadpacket.__name__, dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    name, given = (
+        func.overloadpacket.__name__,
+        dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs,
+    )
     if name == "index":
         static = not any(isinstance(x, Tensor) and x.dtype in _MASKS for x in given["indices"])
     elif name == "bincount":  # as long as `minlength`, if that is more than all values
-        static = not given["self"].is_meta and int(given["self"].max() if given["self"].numel() else 0) < given.get("minlength", 0)
+        static = not given["self"].is_meta and int(
+            given["self"].max() if given["self"].numel() else 0
+        ) < given.get("minlength", 0)
     else:
         static = given.get("output_size") is not None  # of repeat_interleave
     if not static:

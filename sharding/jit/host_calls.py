@@ -19,7 +19,9 @@ def expect(x: Tensor, value: Any, place: str) -> None:
     """Raise unless a tensor has the value that it had when the graph was made, on which the library's Python code depended."""
     found = x.item()
     if found != value and not (found != found and value != value):
-        raise value_read(f"{place}: the value was {value} when the graph was made and is {found} now; the library")
+        raise value_read(
+            f"{place}: the value was {value} when the graph was made and is {found} now; the library"
+        )
 
 
 def barrier(group: str) -> None:

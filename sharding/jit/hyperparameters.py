@@ -44,10 +44,14 @@ class Hyperparameter(NamedTuple):
         """Return inputs of the recording in place of its value."""
         value = self.holder[self.key]
         if isinstance(value, tuple):
-            return tuple(self._number(recorder, i, f"{self.key}[{i}]", x) for i, x in enumerate(value))
+            return tuple(
+                self._number(recorder, i, f"{self.key}[{i}]", x) for i, x in enumerate(value)
+            )
         return self._number(recorder, None, self.key, value)
 
-    def _number(self, recorder: GraphRecorder, i: int | None, name: str, value: float) -> TracedFloat:
+    def _number(
+        self, recorder: GraphRecorder, i: int | None, name: str, value: float
+    ) -> TracedFloat:
         now, key = functools.partial(self.now, i), ("entry", id(self.holder), name)
         recorder.number_sources[key] = now
         return recorder.number(key, float(value), now, name)
@@ -94,4 +98,6 @@ def traced(recorder: GraphRecorder, hyperparameters: list[Hyperparameter]) -> It
                 holder[key] = value
     if was_set:
         what = "a learning rate" if RATE in was_set else was_set[0]
-        raise JitError(f"a function under sm.jit has set {what}, which a graph would not do; set it outside, as scheduler.step() does")
+        raise JitError(
+            f"a function under sm.jit has set {what}, which a graph would not do; set it outside, as scheduler.step() does"
+        )

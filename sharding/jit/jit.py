@@ -60,7 +60,9 @@ class Entry:
         calls: how often that has run.
     """
 
-    def __init__(self, recording: Recording, guard: Guard, leaves: Sequence[Any], signatures: list[Any]) -> None:
+    def __init__(
+        self, recording: Recording, guard: Guard, leaves: Sequence[Any], signatures: list[Any]
+    ) -> None:
         self.recording, self.calls = recording, 0
         self.reason: str | None = None
         self.runner: Runner | None = None
@@ -76,13 +78,19 @@ class Entry:
 
     def _overlaps(self, leaves: Sequence[Any]) -> list[Any]:
         """Return for each tensor among the arguments its id if it shares memory with state that the function reaches, else None."""
-        parts = [x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)]
-        return [id(x) if x.untyped_storage()._cdata in self._guard.storages else None for x in parts]
+        parts = [
+            x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)
+        ]
+        return [
+            id(x) if x.untyped_storage()._cdata in self._guard.storages else None for x in parts
+        ]
 
     def _same_gradients(self, leaves: Sequence[Any]) -> bool:
         """Return whether slots have values of the same kind as before; where there were none, in little time."""
         if self._fixed is not None:
-            return all(_ALL_NONE.issuperset(map(type, map(get, owners))) for get, owners in self._fixed)
+            return all(
+                _ALL_NONE.issuperset(map(type, map(get, owners))) for get, owners in self._fixed
+            )
         return [signature(slot.get(leaves)) for slot in self.recording.slots] == self._signatures
 
     def change(self, leaves: Sequence[Any]) -> str | None:
@@ -94,9 +102,16 @@ class Entry:
             return found
         if not self._same_gradients(leaves):
             slots = self.recording.slots
-            return changed_gradient(slots, self._signatures, [signature(slot.get(leaves)) for slot in slots])
-        same = self._same_tensors(*self._kept) and list(map(Tensor.data_ptr, self._kept)) == self._addresses
-        if not same and (changed := self._changed_tensor()) is not None:  # None if only a dispatch mode is active that was not
+            return changed_gradient(
+                slots, self._signatures, [signature(slot.get(leaves)) for slot in slots]
+            )
+        same = (
+            self._same_tensors(*self._kept)
+            and list(map(Tensor.data_ptr, self._kept)) == self._addresses
+        )
+        if (
+            not same and (changed := self._changed_tensor()) is not None
+        ):  # None if only a dispatch mode is active that was not
             return changed
         if self.recording.derived and self._guard.was_written():
             return "what the library had made from parameters is outdated"
@@ -107,15 +122,22 @@ class Entry:
     def _changed_tensor(self) -> str | None:
         """Return which tensor that is taken by reference has changed, None if none has."""
         known = zip(self._kept, self._facts, self._addresses, strict=True)
-        found = next((one for one in known if facts_of(one[0]) != one[1] or one[0].data_ptr() != one[2]), None)
-        return found and changed_tensor(self._guard.names.get(id(found[0]), "a tensor of the library"), found[1], found[0])
+        found = next(
+            (one for one in known if facts_of(one[0]) != one[1] or one[0].data_ptr() != one[2]),
+            None,
+        )
+        return found and changed_tensor(
+            self._guard.names.get(id(found[0]), "a tensor of the library"), found[1], found[0]
+        )
 
     def _differentiable(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Return the leaves of autograd that results depend on; those that are no arguments behind one tensor, made once."""
         if self._gate is None:
             needed = [x for x in self._kept if x.requires_grad and x.is_leaf]
             self._gate = [seal(needed[0], *needed[1:])] if needed else []
-        given = [x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)]
+        given = [
+            x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)
+        ]
         return [*self._gate, *(x for x in given if x.requires_grad)]
 
     def __call__(self, leaves: Sequence[Any], world: World, backend: Backend) -> Any:
@@ -128,7 +150,11 @@ class Entry:
         torch.autograd.graph.increment_version([inputs[i] for i in self._written])
         advance(world, recording.program.draws)
         for slot, number, layout, lineage in recording.effects:
-            setattr(slot.owner(leaves), slot.name, None if number is None else _wrapped(outputs[number], layout, lineage))
+            setattr(
+                slot.owner(leaves),
+                slot.name,
+                None if number is None else _wrapped(outputs[number], layout, lineage),
+            )
         made = []
         for number, layout, lineage, sealed, same in recording.results:
             value = same(leaves) if number is None else _wrapped(outputs[number], layout, lineage)  # type: ignore[misc]
@@ -147,13 +173,21 @@ class JitFunction:
         self._options = PassOptions.of(options["compiler_options"])
         if options["cudagraphs"]:
             if not torch.cuda.is_available():
-                raise ValueError("sm.jit: cudagraphs=True needs a CUDA device, and torch.cuda.is_available() is False")
-            self._options = replace(self._options, inductor=(*self._options.inductor, ("triton.cudagraphs", True)))
+                raise ValueError(
+                    "sm.jit: cudagraphs=True needs a CUDA device, and torch.cuda.is_available() is False"
+                )
+            self._options = replace(
+                self._options, inductor=(*self._options.inductor, ("triton.cudagraphs", True))
+            )
         if self._options.inductor:
             self._found = find_backend(self._backend, self._options.inductor)
         self._in, self._out = options["in_shardings"], options["out_shardings"]
-        self._entries: weakref.WeakKeyDictionary[World, dict[Any, list[Entry]]] = weakref.WeakKeyDictionary()
-        self._attempts: weakref.WeakKeyDictionary[World, dict[Any, int]] = weakref.WeakKeyDictionary()
+        self._entries: weakref.WeakKeyDictionary[World, dict[Any, list[Entry]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._attempts: weakref.WeakKeyDictionary[World, dict[Any, int]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._reasons = Reasons(f)
         self._hyperparameters = Hyperparameters()
 
@@ -218,7 +252,10 @@ class JitFunction:
         """The graphs that this rank's calls have made, with the passes applied."""
         world = current_world()
         entries = [entry for found in self._entries.get(world, {}).values() for entry in found]
-        return [CompiledGraph(entry.recording.program, world, {}, None, self, entry) for entry in entries]
+        return [
+            CompiledGraph(entry.recording.program, world, {}, None, self, entry)
+            for entry in entries
+        ]
 
     @property
     def __wrapped_function__(self) -> Callable[..., Any]:
@@ -234,8 +271,16 @@ class JitFunction:
 
     def _flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         numbers, names = self._static
-        args = tuple([Static(x) if i in numbers else x for i, x in enumerate(args)]) if numbers else args
-        kwargs = {name: Static(x) if name in names else x for name, x in kwargs.items()} if names else kwargs
+        args = (
+            tuple([Static(x) if i in numbers else x for i, x in enumerate(args)])
+            if numbers
+            else args
+        )
+        kwargs = (
+            {name: Static(x) if name in names else x for name, x in kwargs.items()}
+            if names
+            else kwargs
+        )
         return _flatten((args, kwargs))
 
     def _call(self, tree: Any, leaves: Sequence[Any]) -> Any:
@@ -243,8 +288,20 @@ class JitFunction:
         result = self._f(*args, **kwargs)
         return result if self._out is None else _placed(result, self._out)
 
-    def _record(self, leaves: Sequence[Any], tree: Any, key: Any, entries: list[Entry], why: str, world: World) -> Any:
-        reached = [(f"args[{i}]", x.value if type(x) is Static else x) for i, x in enumerate(leaves) if not isinstance(x, Tensor)]
+    def _record(
+        self,
+        leaves: Sequence[Any],
+        tree: Any,
+        key: Any,
+        entries: list[Entry],
+        why: str,
+        world: World,
+    ) -> Any:
+        reached = [
+            (f"args[{i}]", x.value if type(x) is Static else x)
+            for i, x in enumerate(leaves)
+            if not isinstance(x, Tensor)
+        ]
         snapshot = Snapshot([("f", self._f), *reached])
         inputs = self._hyperparameters.inputs(snapshot)
         guard = Guard(snapshot, {one.place for one in inputs})
@@ -256,8 +313,12 @@ class JitFunction:
         meshes = _meshes(snapshot, leaves)
         if self._options.any:
             announce(world, meshes, name, texts_of(reasons))
-        result, found, before = record(functools.partial(self._call, tree), leaves, snapshot, inputs, world, count == 1)
-        program = run_passes(found if isinstance(found, str) else found.program, self._options, world, meshes)
+        result, found, before = record(
+            functools.partial(self._call, tree), leaves, snapshot, inputs, world, count == 1
+        )
+        program = run_passes(
+            found if isinstance(found, str) else found.program, self._options, world, meshes
+        )
         found = program if isinstance(program, str) else found._replace(program=program)  # type: ignore[union-attr]
         if isinstance(found, str):
             attempts[key] = count
@@ -334,7 +395,9 @@ def jit(
     if f is None:
         return functools.partial(jit, **options)
     if not callable(f):
-        raise TypeError(f"sm.jit takes a function, got {type(f).__name__}; write sm.jit(f, ...) or @sm.jit(...)")
+        raise TypeError(
+            f"sm.jit takes a function, got {type(f).__name__}; write sm.jit(f, ...) or @sm.jit(...)"
+        )
     return JitFunction(f, options)
 
 
@@ -343,11 +406,17 @@ def jit(
 
 def _meshes(snapshot: Snapshot, leaves: Sequence[Any]) -> list[list[int]]:
     """Return the ranks of each mesh that a function reaches."""
-    found = [x._layout.mesh for x in (*leaves, *(x for x, _ in snapshot.sharded)) if isinstance(x, ShardedTensor)]
+    found = [
+        x._layout.mesh
+        for x in (*leaves, *(x for x, _ in snapshot.sharded))
+        if isinstance(x, ShardedTensor)
+    ]
     return [mesh.ranks.flatten().tolist() for mesh in dict.fromkeys([*found, *snapshot.meshes])]
 
 
-def _positions(f: Callable[..., Any], numbers: int | Sequence[int], names: str | Sequence[str]) -> tuple[frozenset[int], frozenset[str]]:
+def _positions(
+    f: Callable[..., Any], numbers: int | Sequence[int], names: str | Sequence[str]
+) -> tuple[frozenset[int], frozenset[str]]:
     """Return the positions and the names of arguments that are given by either."""
     given = [numbers] if isinstance(numbers, int) else list(numbers)
     named = [names] if isinstance(names, str) else list(names)
@@ -355,8 +424,12 @@ def _positions(f: Callable[..., Any], numbers: int | Sequence[int], names: str |
         return frozenset(), frozenset()
     order = list(inspect.signature(f).parameters)
     if unknown := [name for name in named if name not in order]:
-        raise ValueError(f"sm.jit: {unknown[0]!r} in static_argnames is no parameter of {f}; it has {order}")
-    places = {i if i >= 0 else len(order) + i for i in given} | {order.index(name) for name in named}
+        raise ValueError(
+            f"sm.jit: {unknown[0]!r} in static_argnames is no parameter of {f}; it has {order}"
+        )
+    places = {i if i >= 0 else len(order) + i for i in given} | {
+        order.index(name) for name in named
+    }
     return frozenset(places), frozenset([*named, *(order[i] for i in places if i < len(order))])
 
 
@@ -382,14 +455,19 @@ def _key(x: Any) -> Any:
 
 def _same_memory(leaves: Sequence[Any]) -> Any:
     """Return for each tensor which one before it shares its memory, and how far apart they are; None if none does."""
-    parts = [x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)]
+    parts = [
+        x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)
+    ]
     if len(parts) < 2:
         return None
     storages = [x.untyped_storage()._cdata if x.numel() else -1 - i for i, x in enumerate(parts)]
     if len(set(storages)) == len(storages):
         return None
     first = [parts[storages.index(one)] for one in storages]
-    return tuple((storages.index(one), x.storage_offset() - y.storage_offset()) for one, x, y in zip(storages, parts, first, strict=True))
+    return tuple(
+        (storages.index(one), x.storage_offset() - y.storage_offset())
+        for one, x, y in zip(storages, parts, first, strict=True)
+    )
 
 
 def _modes() -> Any:
@@ -408,8 +486,13 @@ def _is_inside(leaves: Sequence[Any], world: World) -> bool:
     a backward pass, `accumulate_grads`, or a computation whose gradient flows through an argument."""
     if thread_context.needs_each_operator or is_accumulating(world):
         return True
-    parts = (x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor))
-    return any(x.requires_grad and not x.is_leaf for x in parts) or engine_hooks.current_backward() != -1
+    parts = (
+        x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)
+    )
+    return (
+        any(x.requires_grad and not x.is_leaf for x in parts)
+        or engine_hooks.current_backward() != -1
+    )
 
 
 def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -427,7 +510,9 @@ def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 def _run_plainly(runner: Runner, inputs: list[Any]) -> Sequence[Any]:
     """Run a graph, whose operators are those below autograd and autocast."""
     with torch.no_grad():
-        if not torch.is_autocast_enabled("cpu") and not (torch.cuda.is_initialized() and torch.is_autocast_enabled("cuda")):
+        if not torch.is_autocast_enabled("cpu") and not (
+            torch.cuda.is_initialized() and torch.is_autocast_enabled("cuda")
+        ):
             return runner(*inputs)
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return runner(*inputs)
@@ -443,7 +528,9 @@ def _placed(tree: Any, shardings: Any) -> Any:
         return tree
     if isinstance(shardings, (list, tuple)):
         if not isinstance(tree, (list, tuple)) or len(tree) != len(shardings):
-            raise ValueError(f"sm.jit: {len(shardings)} shardings for {len(tree) if isinstance(tree, (list, tuple)) else 1} values")
+            raise ValueError(
+                f"sm.jit: {len(shardings)} shardings for {len(tree) if isinstance(tree, (list, tuple)) else 1} values"
+            )
         return type(tree)([_placed(x, one) for x, one in zip(tree, shardings, strict=True)])
     if isinstance(shardings, dict):
         return {name: _placed(x, shardings.get(name)) for name, x in tree.items()}
@@ -455,5 +542,3 @@ def _donate(given: list[Any], result: Any) -> None:
     for x in pytree.tree_leaves(given):
         if type(x) is ShardedTensor and id(x) not in kept:
             DonatedTensor.take(x)
-
-

@@ -1,8 +1,8 @@
 """A recorded graph, made ready to run: the sources of its inputs, its writes, and its code.
 
-    inputs    arguments | slots such as `.grad` | state by reference | constants | numbers
-    graph     operators in the order of the recording
-    outputs   new values of slots | results
+inputs    arguments | slots such as `.grad` | state by reference | constants | numbers
+graph     operators in the order of the recording
+outputs   new values of slots | results
 """
 
 from __future__ import annotations
@@ -51,18 +51,28 @@ class Program:
 
 def is_pure(node: fx.Node) -> bool:
     """Return whether a node may be removed if it is not used."""
-    if node.op != "call_function" or node.target in OPERATORS or node.target is WAIT or isinstance(node.target, Draw):
+    if (
+        node.op != "call_function"
+        or node.target in OPERATORS
+        or node.target is WAIT
+        or isinstance(node.target, Draw)
+    ):
         return False
     if isinstance(node.target, torch._ops.OpOverload):
-        return not (node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags)
-    return node.target.__module__ in ("_operator", "operator", "math") or getattr(node.target, "__name__", "") == "item"
+        return not (
+            node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
+        )
+    return (
+        node.target.__module__ in ("_operator", "operator", "math")
+        or getattr(node.target, "__name__", "") == "item"
+    )
 
 
 def changes_metadata(graph: fx.Graph) -> bool:
     """Return whether an operator gives a tensor another shape or other memory in place; then aliases are no longer alike."""
-    return any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes) or any(
-        str(node.target).startswith(("aten.set_", "aten.resize_")) for node in graph.nodes
-    )
+    return any(
+        torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes
+    ) or any(str(node.target).startswith(("aten.set_", "aten.resize_")) for node in graph.nodes)
 
 
 # -- code ----------------------------------------------------------------------------------------------------------------
@@ -95,20 +105,32 @@ class _Code:
                 lines.append(f"    return {self._value(node.args[0])}")
             else:
                 lines += self._statements(node, i, dying.get(node, ()))
-                lines += [] if mark is None or node.op != "call_function" else [f"    {self._name(mark)}({i})"]
+                lines += (
+                    []
+                    if mark is None or node.op != "call_function"
+                    else [f"    {self._name(mark)}({i})"]
+                )
         exec(compile("\n".join(lines), _FILE, "exec"), self.known)
         return self.known["run"]
 
     def _statements(self, node: fx.Node, i: int, dying: Sequence[fx.Node]) -> list[str]:
         """Return the statements of a node, which free what nothing uses after it."""
         mine, others = [x for x in dying if x is node], [x for x in dying if x is not node]
-        free, free_mine = ([f"    del {', '.join(self.names[x] for x in given)}"] if given else [] for given in (others, mine))
+        free, free_mine = (
+            [f"    del {', '.join(self.names[x] for x in given)}"] if given else []
+            for given in (others, mine)
+        )
         if node.op != "call_function":
             return free
         if not getattr(node.target, "empties_list", False):
             return [f"    {self.names[node]} = {self._call(node, i)}", *free, *free_mine]
         given = f"    given = [{', '.join(map(self._value, node.args))}]"
-        return [given, *free, f"    {self.names[node]} = {self._name(node.target)}(given)", *free_mine]
+        return [
+            given,
+            *free,
+            f"    {self.names[node]} = {self._name(node.target)}(given)",
+            *free_mine,
+        ]
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
         """Return for each node the values that it uses for the last time, or that are never used."""
@@ -129,7 +151,9 @@ class _Code:
         kwargs = [f"{name}={self._value(x)}" for name, x in node.kwargs.items()]
         if node.target in OPERATORS:
             name = OPERATORS[node.target]  # type: ignore[index]
-            kwargs.append(f"now={i + 1 < len(self.nodes) and self.nodes[i + 1].target is WAIT and self.nodes[i + 1].args[0] is node}")
+            kwargs.append(
+                f"now={i + 1 < len(self.nodes) and self.nodes[i + 1].target is WAIT and self.nodes[i + 1].args[0] is node}"
+            )
             kwargs += ["donate=True"] if node.meta.get("donate") else []
             return f"{self._name(STARTS[name])}({', '.join(args + kwargs)})"
         target = node.target._op if isinstance(node.target, torch._ops.OpOverload) else node.target

@@ -38,7 +38,9 @@ from .scalars import Condition, TracedFloat, among
 from .state.snapshot import is_installed
 
 aten = torch.ops.aten
-_VIEWS: dict[Any, Any] = {  # operators that return views without saying so, and those that say so: a compiler must know
+_VIEWS: dict[
+    Any, Any
+] = {  # operators that return views without saying so, and those that say so: a compiler must know
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten._unsafe_view.default: aten.view.default,
@@ -120,7 +122,9 @@ class GraphRecorder(TorchDispatchMode):
         with self.graph.inserting_before(self._body):
             return self.graph.placeholder(name)
 
-    def number(self, key: Any, hint: float, now: Callable[[], float] | None = None, name: str | None = None) -> TracedFloat:
+    def number(
+        self, key: Any, hint: float, now: Callable[[], float] | None = None, name: str | None = None
+    ) -> TracedFloat:
         """Return a number as an input, the same one for the same key; `now` and `name` as in `scalars.py`."""
         if key not in self.numbers:
             self.numbers[key] = self.placeholder(f"number_{len(self.numbers)}")
@@ -140,15 +144,26 @@ class GraphRecorder(TorchDispatchMode):
             return None
         for ref in self._aliases.get(_storage(x), ()):
             other = ref()
-            if other is not None and other is not x and _storage(other) == _storage(x) and other.dtype is x.dtype:
+            if (
+                other is not None
+                and other is not x
+                and _storage(other) == _storage(x)
+                and other.dtype is x.dtype
+            ):
                 base = self._nodes[other]
                 if base[1] == _storage(x):
                     if _geometry(x) == _geometry(other):
                         self.know(x, base[0])
                         return base[0]
                     if base[0] in self.arguments:
-                        raise at_line("a view of an argument was made without an operator of torch", "Pass a copy of it")
-                    made = self.call(aten.as_strided.default, (base[0], list(x.shape), list(x.stride()), x.storage_offset()))
+                        raise at_line(
+                            "a view of an argument was made without an operator of torch",
+                            "Pass a copy of it",
+                        )
+                    made = self.call(
+                        aten.as_strided.default,
+                        (base[0], list(x.shape), list(x.stride()), x.storage_offset()),
+                    )
                     self.know(x, made)
                     return made
         return None
@@ -178,8 +193,12 @@ class GraphRecorder(TorchDispatchMode):
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # modes of functions, such as a type checker's, are not meant
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # modes of functions, such as a type checker's, are not meant
             return self._operator(func, args, kwargs or {})
 
     def _operator(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -190,7 +209,13 @@ class GraphRecorder(TorchDispatchMode):
             with _disable_current_modes():
                 made = func(*args, **kwargs)
             if self.abstract:  # kept, so that no other storage gets their addresses
-                self._stand_ins.update({_storage(x): x.untyped_storage() for x in pytree.tree_leaves(made) if isinstance(x, Tensor)})
+                self._stand_ins.update(
+                    {
+                        _storage(x): x.untyped_storage()
+                        for x in pytree.tree_leaves(made)
+                        if isinstance(x, Tensor)
+                    }
+                )
             return made
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
@@ -198,18 +223,28 @@ class GraphRecorder(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws.check_generator()
         doubles, self.passed_as_double = self.passed_as_double, []
-        given, recorded = self._arguments(func, flat, among(doubles, func, args, kwargs) if doubles else {})
+        given, recorded = self._arguments(
+            func, flat, among(doubles, func, args, kwargs) if doubles else {}
+        )
         real_args, real_kwargs = pytree.tree_unflatten(given, tree)
-        written = list(args[0]) if func._schema.is_mutable and func.__name__.startswith("_foreach_") else []
+        written = (
+            list(args[0])
+            if func._schema.is_mutable and func.__name__.startswith("_foreach_")
+            else []
+        )
         versions = [x._version for x in written]
         result = func(*real_args, **real_kwargs)
         # Under a mode, torch does not count the writes of operators over lists, on which views and caches of parameters depend.
-        torch.autograd.graph.increment_version([x for x, version in zip(written, versions, strict=True) if x._version == version])
+        torch.autograd.graph.increment_version(
+            [x for x, version in zip(written, versions, strict=True) if x._version == version]
+        )
         if func in _CONSTANTS:
             self._constant(result)
         elif func not in _EFFECTLESS:
             node_args, node_kwargs = pytree.tree_unflatten(recorded, tree)
-            self._results(func, result, self.call(_VIEWS.get(func, func), node_args, node_kwargs), given)
+            self._results(
+                func, result, self.call(_VIEWS.get(func, func), node_args, node_kwargs), given
+            )
         return result
 
     def _is_stand_in(self, flat: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -221,9 +256,13 @@ class GraphRecorder(TorchDispatchMode):
             known = tensors and all(x.is_meta and _storage(x) in self._stand_ins for x in tensors)
             return bool(known) or thread_context.on_stand_ins  # some are older than the recording
         device = kwargs.get("device")
-        return (device is not None and torch.device(device).type == "meta") or any(x.is_meta for x in tensors)
+        return (device is not None and torch.device(device).type == "meta") or any(
+            x.is_meta for x in tensors
+        )
 
-    def _arguments(self, func: Any, flat: list[Any], doubles: dict[int, Any]) -> tuple[list[Any], list[Any]]:
+    def _arguments(
+        self, func: Any, flat: list[Any], doubles: dict[int, Any]
+    ) -> tuple[list[Any], list[Any]]:
         """Return the arguments to run with and those to record."""
         given, recorded, constants = [], [], func in _CONSTANTS
         for i, x in enumerate(flat):
@@ -248,13 +287,19 @@ class GraphRecorder(TorchDispatchMode):
     def _results(self, func: Any, result: Any, node: fx.Node, operands: Sequence[Any]) -> None:
         """Record the result of an operator, and which operand's memory it shares, which the schemas of unsafe views do not say."""
         made = {_storage(x) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)}
-        known = [self._nodes[x][0] for x in operands if isinstance(x, Tensor) and _storage(x) in made and x.numel()]
+        known = [
+            self._nodes[x][0]
+            for x in operands
+            if isinstance(x, Tensor) and _storage(x) in made and x.numel()
+        ]
         if known:
             node.meta["owner"] = node.all_input_nodes.index(known[0])
         if isinstance(result, Tensor):
             if self._nodes.get(result) is None or self.node_of(result) is None:
                 self.know(result, node)
-            node.meta.setdefault("val", (tuple(result.shape), tuple(result.stride()), result.dtype, result.device))
+            node.meta.setdefault(
+                "val", (tuple(result.shape), tuple(result.stride()), result.dtype, result.device)
+            )
         elif isinstance(result, (list, tuple)):
             for i, x in enumerate(result):
                 if isinstance(x, Tensor):
@@ -288,7 +333,10 @@ class GraphRecorder(TorchDispatchMode):
             finally:
                 thread_context.recorder = self
         if name == "direct":
-            raise at_line("sm.jit records no symmetric memory", "Set mesh.topology = replace(mesh.topology, symmetric=None)")
+            raise at_line(
+                "sm.jit records no symmetric memory",
+                "Set mesh.topology = replace(mesh.topology, symmetric=None)",
+            )
         if name in ("all_gather_object", "barrier"):
             with self._hidden():
                 found = getattr(Group, name)(group, *args, **kwargs)
@@ -307,7 +355,10 @@ class GraphRecorder(TorchDispatchMode):
     def _start(self, group: Group, name: str, args: Any, kwargs: Any) -> Work | None:
         context = group.world.comm_context
         call = user_call()
-        where = group_name(group), site_number(Site(kwargs["tag"], context.lineage, call.name, call.place))
+        where = (
+            group_name(group),
+            site_number(Site(kwargs["tag"], context.lineage, call.name, call.place)),
+        )
         if name in ("all_reduce", "broadcast"):
             out, how, async_op = args
             node = self.call(_OPERATOR[name], (self.input_of(out), how, *where))
@@ -315,14 +366,21 @@ class GraphRecorder(TorchDispatchMode):
         elif name == "permute":
             (out, x), async_op = args, kwargs["async_op"]
             size = 0 if kwargs["src"] is None else out.numel()
-            node = self.call(_OPERATOR[name], (self.input_of(x), size, kwargs["dst"], kwargs["src"], *where))
+            node = self.call(
+                _OPERATOR[name], (self.input_of(x), size, kwargs["dst"], kwargs["src"], *where)
+            )
         else:
             out, x, *how, async_op = args
             how = [list(h) if isinstance(h, (list, tuple)) else h for h in how]
             node = self.call(_OPERATOR[name], (self.input_of(x), *how, *where))
         with self._hidden():
             work = getattr(Group, name)(group, *args, **kwargs)
-        node.meta["val"] = (size if name == "permute" else out.numel(),), (1,), out.dtype, out.device
+        node.meta["val"] = (
+            (size if name == "permute" else out.numel(),),
+            (1,),
+            out.dtype,
+            out.device,
+        )
         received = not (name == "permute" and kwargs["src"] is None)
         recorded = _RecordedWork(self, work, node, out if received else None)
         if async_op:
@@ -330,7 +388,9 @@ class GraphRecorder(TorchDispatchMode):
         recorded.wait()
         return None
 
-    def draw(self, part: Callable[..., Tensor], seed: int, stream: int, parameters: Sequence[Any]) -> Tensor:
+    def draw(
+        self, part: Callable[..., Tensor], seed: int, stream: int, parameters: Sequence[Any]
+    ) -> Tensor:
         """Return a random tensor and record that it is drawn; see `StepRecorder`."""
         given = [self.input_of(x) if isinstance(x, Tensor) else x for x in parameters]
         with self._hidden():
@@ -379,7 +439,9 @@ class _Hidden:
 class _RecordedWork(Work):
     """A collective that a recording has started; waiting for it is recorded once."""
 
-    def __init__(self, recorder: GraphRecorder, work: Work | None, node: fx.Node, out: Tensor | None) -> None:
+    def __init__(
+        self, recorder: GraphRecorder, work: Work | None, node: fx.Node, out: Tensor | None
+    ) -> None:
         self._recorder, self._work, self._node, self._out = recorder, work or DONE, node, out
         self._waited = False
 
@@ -406,8 +468,14 @@ class _RecordedWork(Work):
 class _RefuseReads(TorchFunctionMode):
     """Refuse functions of tensors that read memory without an operator."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func in _READS and thread_context.recorder is not None and not (args[0].is_meta and type(args[0]) is not ShardedTensor):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if (
+            func in _READS
+            and thread_context.recorder is not None
+            and not (args[0].is_meta and type(args[0]) is not ShardedTensor)
+        ):
             raise value_read(name_of(func))
         result = func(*args, **(kwargs or {}))
         return TracedFloat(result.node) if type(result) is torch.SymFloat else result
@@ -437,12 +505,20 @@ def _writes_or_views(node: fx.Node) -> bool:
     if node.meta.get("fresh"):
         return False
     schema = getattr(node.target, "_schema", None)
-    return schema is None or any(r.alias_info is not None for r in schema.returns) or node.target is aten.view.default
+    return (
+        schema is None
+        or any(r.alias_info is not None for r in schema.returns)
+        or node.target is aten.view.default
+    )
 
 
 def _caller() -> FrameType:
     """Return the innermost frame that is neither of this folder nor of torch, but for its optimizers."""
     frame: Any = sys._getframe(1)
-    while (file := frame.f_code.co_filename).startswith((_OURS_HERE, _TORCH)) and not file.startswith(_OPTIMIZERS) and frame.f_back:
+    while (
+        (file := frame.f_code.co_filename).startswith((_OURS_HERE, _TORCH))
+        and not file.startswith(_OPTIMIZERS)
+        and frame.f_back
+    ):
         frame = frame.f_back
     return frame

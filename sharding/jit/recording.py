@@ -82,7 +82,12 @@ class Recording(NamedTuple):
 
 
 def record(
-    f: Callable[[Leaves], Any], leaves: Leaves, snapshot: Snapshot, hyperparameters: list[Hyperparameter], world: World, first: bool,
+    f: Callable[[Leaves], Any],
+    leaves: Leaves,
+    snapshot: Snapshot,
+    hyperparameters: list[Hyperparameter],
+    world: World,
+    first: bool,
     abstract: bool = False,
 ) -> tuple[Any, Recording | str, list[Any]]:
     """Call `f(leaves)` and record it.
@@ -99,10 +104,14 @@ def record(
     slots = list(_slots(leaves, snapshot))
     before = [slot.get(leaves) for slot in slots]
     signatures = [signature(value) for value in before]
-    watched = [x for x, _ in (*snapshot.tensors, *snapshot.sharded)] + [x for x in leaves if isinstance(x, Tensor)]
+    watched = [x for x, _ in (*snapshot.tensors, *snapshot.sharded)] + [
+        x for x in leaves if isinstance(x, Tensor)
+    ]
     needs = [x.requires_grad for x in watched]
     recorder = GraphRecorder(world, abstract)
-    given = [recorder.number(("argument", i), x) if type(x) is float else x for i, x in enumerate(leaves)]
+    given = [
+        recorder.number(("argument", i), x) if type(x) is float else x for i, x in enumerate(leaves)
+    ]
     recorder.reachable.update(map(id, _locals(snapshot)))
     for x in leaves:
         if isinstance(x, Tensor):
@@ -112,7 +121,10 @@ def record(
     torch.set_autocast_cache_enabled(False)
     try:
         # Backward runs in this thread on every device: others would not know the recorder.
-        one_thread, counting = torch.autograd.set_multithreading_enabled(False), counting_resumptions([x for _, x, _ in snapshot.iterators])
+        one_thread, counting = (
+            torch.autograd.set_multithreading_enabled(False),
+            counting_resumptions([x for _, x, _ in snapshot.iterators]),
+        )
         with traced(recorder, hyperparameters), one_thread, recorder, counting:
             result = f(given)
     finally:
@@ -126,7 +138,11 @@ def record(
     finish = _Finish(recorder, leaves, snapshot, slots, before)
     shown = [_shown(x) for x in flat]
     change = "the ranks exchanged what they know once" if first and recorder.exchanges else None
-    change = None if abstract else change or snapshot.change({one.place for one in hyperparameters}) or finish.moved()
+    change = (
+        None
+        if abstract
+        else change or snapshot.change({one.place for one in hyperparameters}) or finish.moved()
+    )
     if change is None and needs != [x.requires_grad for x in watched]:
         change = "requires_grad of a tensor has changed"
     if change is not None:
@@ -142,7 +158,11 @@ def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[GradSlot]:
             seen.add(id(x))
             yield from slots_of(x, functools.partial(_argument, i), f"args[{i}]", False)
     for x, path in (*snapshot.sharded, *snapshot.tensors):
-        if x.requires_grad and id(x) not in seen and (x._local if isinstance(x, ShardedTensor) else x).is_leaf:
+        if (
+            x.requires_grad
+            and id(x) not in seen
+            and (x._local if isinstance(x, ShardedTensor) else x).is_leaf
+        ):
             seen.add(id(x))
             yield from slots_of(x, functools.partial(_constant, x), path, True)
 
@@ -196,14 +216,30 @@ def _note_memory(node: fx.Node, x: Tensor | None) -> None:
     """Record where an input's memory is, so that passes know which inputs share it; of "meta" tensors where it would be, far apart."""
     if x is not None:
         storage = x.untyped_storage()
-        node.meta["memory"] = storage._cdata << 48 if x.is_meta else storage.data_ptr(), storage.nbytes()
+        node.meta["memory"] = (
+            storage._cdata << 48 if x.is_meta else storage.data_ptr(),
+            storage.nbytes(),
+        )
 
 
 class _Finish:
     """Make a recording from a recorder's records."""
 
-    def __init__(self, recorder: GraphRecorder, leaves: Leaves, snapshot: Snapshot, slots: list[GradSlot], before: list[Any]) -> None:
-        self.recorder, self.leaves, self.snapshot, self.slots, self.before = recorder, leaves, snapshot, slots, before
+    def __init__(
+        self,
+        recorder: GraphRecorder,
+        leaves: Leaves,
+        snapshot: Snapshot,
+        slots: list[GradSlot],
+        before: list[Any],
+    ) -> None:
+        self.recorder, self.leaves, self.snapshot, self.slots, self.before = (
+            recorder,
+            leaves,
+            snapshot,
+            slots,
+            before,
+        )
         self.outputs: list[fx.Node] = []
         self.kept: list[tuple[Tensor, int]] = []
         self._sources: dict[int, tuple[str, Callable[[Leaves], Any]]] = {}
@@ -218,7 +254,9 @@ class _Finish:
                 self._sources[id(x)] = f"args[{i}]", functools.partial(_argument, i)
         self._derived = False
         self._storages = {x.untyped_storage()._cdata for x in _locals(snapshot)}
-        self._paths = {id(x._local): path for x, path in snapshot.sharded} | {id(x): path for x, path in snapshot.tensors}
+        self._paths = {id(x._local): path for x, path in snapshot.sharded} | {
+            id(x): path for x, path in snapshot.tensors
+        }
 
     def moved(self) -> str | None:
         """Return which captured tensor has other memory than when it was first used, None if none has."""
@@ -229,19 +267,34 @@ class _Finish:
         return None
 
     def recording(self, flat: list[Any], tree: Any) -> Recording:
-        effects = [effect for slot, old in zip(self.slots, self.before, strict=True) if (effect := self._effect(slot, old)) is not None]
+        effects = [
+            effect
+            for slot, old in zip(self.slots, self.before, strict=True)
+            if (effect := self._effect(slot, old)) is not None
+        ]
         results = [self._result(x) for x in flat]
         recorder = self.recorder
         recorder.graph.output(tuple(self.outputs))
         recorder.graph.erase_node(recorder._body)
         clean(recorder.graph)
         used = self._inputs()
-        for node in [node for node in recorder.graph.nodes if node.op == "placeholder" and node not in used]:
+        for node in [
+            node for node in recorder.graph.nodes if node.op == "placeholder" and node not in used
+        ]:
             recorder.graph.erase_node(node)
         order = [node for node in recorder.graph.nodes if node.op == "placeholder"]
         names, sources = [used[node][0] for node in order], [used[node][1] for node in order]
         program = Program(recorder.graph, sources, names, recorder.draws.end(), recorder.world.rank)
-        return Recording(program, self.slots, effects, results, tree, self.kept, self._derived, recorder.conditions)
+        return Recording(
+            program,
+            self.slots,
+            effects,
+            results,
+            tree,
+            self.kept,
+            self._derived,
+            recorder.conditions,
+        )
 
     def _effect(self, slot: GradSlot, old: Any) -> Effect | None:
         now = slot.get(self.leaves)
@@ -254,7 +307,9 @@ class _Finish:
     def _output(self, x: Tensor, what: str) -> int:
         node = self.recorder.node_of(x._local if isinstance(x, ShardedTensor) else x)
         if node is None:
-            raise JitError(f"{what} is a tensor that sm.jit has not seen being made; compute it with operators of torch")
+            raise JitError(
+                f"{what} is a tensor that sm.jit has not seen being made; compute it with operators of torch"
+            )
         self.outputs.append(node)
         return len(self.outputs) - 1
 
@@ -265,11 +320,17 @@ class _Finish:
         if isinstance(x, Tensor):
             same = next((i for i, leaf in enumerate(self.leaves) if leaf is x), None)
             if same is not None or self.snapshot.knows(x):
-                return Result(same=functools.partial(_constant, x) if same is None else functools.partial(_argument, same))
+                return Result(
+                    same=functools.partial(_constant, x)
+                    if same is None
+                    else functools.partial(_argument, same)
+                )
             return Result(self._output(x, "a result"), *_layout_of(x), not x.is_leaf)
         if isinstance(x, _PLAIN) or self.snapshot.knows(x):
             return Result(same=functools.partial(_constant, x))
-        raise JitError(f"a function under sm.jit returned a {type(x).__name__} that it has made; return tensors, numbers and trees of them")
+        raise JitError(
+            f"a function under sm.jit returned a {type(x).__name__} that it has made; return tensors, numbers and trees of them"
+        )
 
     def _inputs(self) -> dict[fx.Node, tuple[str, Callable[[Leaves], Any]]]:
         """Return the name and the source of each placeholder that is used."""
@@ -291,7 +352,9 @@ class _Finish:
 
     def _source(self, captured: Captured) -> tuple[str, Callable[[Leaves], Any]]:
         x = captured.ref()
-        if x is None or (x.grad_fn is not None and id(x) not in self._sources and id(x) not in self._paths):
+        if x is None or (
+            x.grad_fn is not None and id(x) not in self._sources and id(x) not in self._paths
+        ):
             raise JitError(
                 f"{captured.place}: a tensor is used here that was made without an operator of torch (from numpy, a buffer, compiled code "
                 "or another library), so later calls could not make it again. Pass it to the function as an argument"
@@ -299,6 +362,10 @@ class _Finish:
         if id(x) in self._sources:
             return self._sources[id(x)]
         self.kept.append((x, x.data_ptr()))
-        if id(x) not in self._paths and x.is_floating_point() and x.untyped_storage()._cdata not in self._storages:
+        if (
+            id(x) not in self._paths
+            and x.is_floating_point()
+            and x.untyped_storage()._cdata not in self._storages
+        ):
             self._derived = True
         return self._paths.get(id(x), "a tensor of the library"), functools.partial(_constant, x)

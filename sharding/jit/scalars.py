@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from .recorder import GraphRecorder
 
 RATE = "lr"
-_ARGUMENTS = "python_arg_parser.h"  # where torch reads a number that an operator takes as a C++ double
+_ARGUMENTS = (
+    "python_arg_parser.h"  # where torch reads a number that an operator takes as a C++ double
+)
 
 
 class Condition(NamedTuple):
@@ -55,7 +57,12 @@ class _ScalarNode:
     """
 
     def __init__(
-        self, recorder: GraphRecorder, node: fx.Node, hint: float, now: Callable[[], float] | None = None, name: str | None = None
+        self,
+        recorder: GraphRecorder,
+        node: fx.Node,
+        hint: float,
+        now: Callable[[], float] | None = None,
+        name: str | None = None,
     ) -> None:
         self.recorder, self.node, self.hint, self.now, self.name = recorder, node, hint, now, name
 
@@ -94,7 +101,9 @@ class _ScalarNode:
         """Return the value, under the condition that it stays."""
         if self.now is None:
             raise value_read(what)
-        self.recorder.conditions.append(Condition(str(self.name), operator.pos, (self.now,), self.hint))
+        self.recorder.conditions.append(
+            Condition(str(self.name), operator.pos, (self.now,), self.hint)
+        )
         return self.hint
 
     def str(self) -> str:
@@ -110,7 +119,11 @@ class TracedFloat(torch.SymFloat):
 
     @staticmethod
     def of(
-        recorder: GraphRecorder, node: fx.Node, hint: float, now: Callable[[], float] | None = None, name: str | None = None
+        recorder: GraphRecorder,
+        node: fx.Node,
+        hint: float,
+        now: Callable[[], float] | None = None,
+        name: str | None = None,
     ) -> TracedFloat:
         """Return the number that a node computes."""
         return TracedFloat(_ScalarNode(recorder, node, hint, now, name))
@@ -123,7 +136,9 @@ def _read(name: str) -> Callable[..., Any]:
     function = getattr(float, name)
 
     def read(self: TracedFloat, *args: Any) -> Any:
-        return function(self.node.fixed(f"{name} of a number that changes from call to call"), *args)
+        return function(
+            self.node.fixed(f"{name} of a number that changes from call to call"), *args
+        )
 
     return read
 
@@ -138,7 +153,9 @@ def _compared(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if any(isinstance(x, TracedFloat) and x.node.now is None for x in args):
             raise value_read(f"{name} of a number that changes from call to call")
         found = function(*map(_hint, args))
-        self.node.recorder.conditions.append(Condition(str(self.node.name), function, tuple(map(_now, args)), found))
+        self.node.recorder.conditions.append(
+            Condition(str(self.node.name), function, tuple(map(_now, args)), found)
+        )
         return found
 
     return compare
@@ -158,9 +175,18 @@ def _recorded(function: Callable[..., Any], swapped: bool = False) -> Callable[.
             return NotImplemented
         args = (*others, self) if swapped else (self, *others)
         traced = [x.node for x in args if isinstance(x, TracedFloat)]
-        node = self.node.recorder.call(function, tuple(x.node.node if isinstance(x, TracedFloat) else x for x in args))
-        known, name = [_now(x) for x in args], next((x.name for x in traced if x.name == RATE), traced[0].name)
-        now = None if any(x.now is None for x in traced) else lambda: function(*[x() if callable(x) else x for x in known])
+        node = self.node.recorder.call(
+            function, tuple(x.node.node if isinstance(x, TracedFloat) else x for x in args)
+        )
+        known, name = (
+            [_now(x) for x in args],
+            next((x.name for x in traced if x.name == RATE), traced[0].name),
+        )
+        now = (
+            None
+            if any(x.now is None for x in traced)
+            else lambda: function(*[x() if callable(x) else x for x in known])
+        )
         return TracedFloat.of(self.node.recorder, node, function(*map(_hint, args)), now, name)
 
     return call
@@ -181,22 +207,36 @@ for _name in ("float", "int", "repr", "str", "format", "round", "trunc", "floor"
 # -- C++ doubles ---------------------------------------------------------------------------------------------------------
 
 
-def among(passed: Sequence[_ScalarNode], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, _ScalarNode]:
+def among(
+    passed: Sequence[_ScalarNode], func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[int, _ScalarNode]:
     """Return which of an operator's arguments, flattened, are the traced numbers that were passed as C++ doubles, by index.
 
     They are told by their values; where several have the same value, by their names. One that is not found is a constant, under the
     condition that it stays.
     """
-    given = [(a.name, x) for a, x in zip(func._schema.arguments, args, strict=False)] + list(kwargs.items())
+    given = [(a.name, x) for a, x in zip(func._schema.arguments, args, strict=False)] + list(
+        kwargs.items()
+    )
     flat = [(name, leaf) for name, x in given for leaf in pytree.tree_leaves(x)]
     found: dict[int, _ScalarNode] = {}
     for hint in dict.fromkeys(x.hint for x in passed):
         nodes = [x for x in passed if x.hint is hint or x.hint == hint]
-        places = [i for i, (_, x) in enumerate(flat) if type(x) is float and (x == hint or (x != x and hint != hint))]
+        places = [
+            i
+            for i, (_, x) in enumerate(flat)
+            if type(x) is float and (x == hint or (x != x and hint != hint))
+        ]
         for node in nodes:
-            named = places if len(nodes) == len(places) == 1 else [i for i in places if flat[i][0] == node.name]
+            named = (
+                places
+                if len(nodes) == len(places) == 1
+                else [i for i in places if flat[i][0] == node.name]
+            )
             if len(named) == 1:
                 found[named[0]] = node
             else:
-                node.constant(f"{func}, which computes with it before it runs or has another argument of the same value,")
+                node.constant(
+                    f"{func}, which computes with it before it runs or has another argument of the same value,"
+                )
     return found

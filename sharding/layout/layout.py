@@ -56,10 +56,14 @@ class Layout:
     def __init__(self, mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype) -> None:
         self.mesh, self.spec, self.shape, self.dtype = mesh, spec, shape, dtype
         self.runners: dict[Any, Any] = {}  # destination (and options) -> compiled redistribution
-        self.decisions: dict[Any, Any] = {}  # operator and arguments -> its strategy, filled by `dispatch`
+        self.decisions: dict[
+            Any, Any
+        ] = {}  # operator and arguments -> its strategy, filled by `dispatch`
 
     @staticmethod
-    def of(mesh: AbstractMesh, where: Any, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Layout:
+    def of(
+        mesh: AbstractMesh, where: Any, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> Layout:
         """Return the layout of a tensor of global `shape` and `dtype` on `mesh`.
 
         Args:
@@ -78,17 +82,27 @@ class Layout:
         except AttributeError:  # the first one of the mesh
             layout = None
         except TypeError:  # not hashable
-            return _interned(mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype)
+            return _interned(
+                mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype
+            )
         if layout is None:
             if isinstance(where, Sharding) and where.mesh is not mesh and where.mesh != mesh:
                 one, other = distinct_mesh_names(where.mesh, mesh)
-                raise ValueError(f"the sharding {where.spec} is on {one}, and the tensor is on {other}; give a sharding on that mesh")
-            layout = _interned(mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype)
+                raise ValueError(
+                    f"the sharding {where.spec} is on {one}, and the tensor is on {other}; give a sharding on that mesh"
+                )
+            layout = _interned(
+                mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype
+            )
             keep(MeshLayouts.of(mesh).recent, key, layout, _LIMIT)
         return layout
 
     def replace(
-        self, spec: Any = None, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+        self,
+        spec: Any = None,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Layout:
         """Return this layout with some parts changed; `spec` is a `P` or placements."""
         if spec is None and shape is None and (dtype is None or dtype is self.dtype):
@@ -103,7 +117,9 @@ class Layout:
     def temporary(self, spec: P) -> Layout:
         """Return this layout with another spec, without adding it to the recent ones of the mesh: for the many that a planner tries."""
         recent = self.mesh.cache.recent  # type: ignore[union-attr]
-        return recent.get((spec, self.shape, self.dtype)) or _interned(self.mesh, spec, self.shape, self.dtype, is_cached=False)
+        return recent.get((spec, self.shape, self.dtype)) or _interned(
+            self.mesh, spec, self.shape, self.dtype, is_cached=False
+        )
 
     # -- properties of the spec ----------------------------------------------------------------------------------------
 
@@ -156,7 +172,9 @@ class Layout:
     @cached_property
     def grad(self) -> Layout:
         """The layout of `.grad`: that of the tensor, with every sum reduced."""
-        return self.replace(self.spec.with_unreduced({a: EACH for a, kind in self.spec.unreduced if kind != "sum"}))
+        return self.replace(
+            self.spec.with_unreduced({a: EACH for a, kind in self.spec.unreduced if kind != "sum"})
+        )
 
     # -- boxes --------------------------------------------------------------------------------------------------------
 
@@ -175,9 +193,14 @@ class Layout:
         """Per dim the cut into parts of given sizes, if any, and the index and size of each axis that chunks those further."""
         found = []
         for cuts in self.spec.cuts:
-            axes = [tuple((self.mesh.axis_index(axis), self.mesh.size(axis)) for axis in cut.axes) for cut in cuts]
+            axes = [
+                tuple((self.mesh.axis_index(axis), self.mesh.size(axis)) for axis in cut.axes)
+                for cut in cuts
+            ]
             sizes = cuts[0].sizes if cuts else None
-            sized = None if sizes is None else _SizedCut(axes[0], tuple(accumulate(sizes, initial=0)))
+            sized = (
+                None if sizes is None else _SizedCut(axes[0], tuple(accumulate(sizes, initial=0)))
+            )
             found.append((sized, tuple(axis for (axis,) in (axes if sized is None else axes[1:]))))
         return tuple(found)
 
@@ -191,7 +214,9 @@ class Layout:
     def box(self) -> Box:
         """This rank's box; empty for a rank outside the mesh."""
         coordinate = getattr(self.mesh, "coordinate", None)
-        return ((0, 0),) * max(1, len(self.shape)) if coordinate is None else self.box_at(coordinate)
+        return (
+            ((0, 0),) * max(1, len(self.shape)) if coordinate is None else self.box_at(coordinate)
+        )
 
     @cached_property
     def local_shape(self) -> torch.Size:
@@ -221,7 +246,9 @@ class Layout:
         """Whether the box of some rank has no elements."""
         if self.spec.sizes or any(len(axes) > 1 for axes in self.spec.dims):
             return any(box_size(box) == 0 for _, box in self.boxes())
-        return box_size(self.box_at([n - 1 for n in self.mesh.shape])) == 0  # no part is smaller than the last
+        return (
+            box_size(self.box_at([n - 1 for n in self.mesh.shape])) == 0
+        )  # no part is smaller than the last
 
     @cached_property
     def nbytes(self) -> int:
@@ -242,7 +269,10 @@ class Layout:
 
     def __str__(self) -> str:
         """Return a text that is the same on every rank, for errors."""
-        sizes = ", ".join(f"{name}={size}" for name, size in zip(self.mesh.axis_names, self.mesh.shape, strict=True))
+        sizes = ", ".join(
+            f"{name}={size}"
+            for name, size in zip(self.mesh.axis_names, self.mesh.shape, strict=True)
+        )
         return f"{dtype_name(self.dtype)}{list(self.shape)} @ {self.spec} on ({sizes})"
 
     @cached_property
@@ -300,7 +330,6 @@ def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
     return low, min(low + step, stop)
 
 
-
 def distinct_mesh_names(one: AbstractMesh, other: AbstractMesh) -> tuple[str, str]:
     """Return the names of two meshes for an error, with their ranks if the names alone are the same."""
     if repr(one) != repr(other):
@@ -313,9 +342,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _interned(mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype, is_cached: bool = True) -> Layout:
+def _interned(
+    mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype, is_cached: bool = True
+) -> Layout:
     if spec.sizes:
-        cuts = [_normal_cuts(mesh, spec, dim, shape) if spec.cuts[dim] else () for dim in range(len(shape))]
+        cuts = [
+            _normal_cuts(mesh, spec, dim, shape) if spec.cuts[dim] else ()
+            for dim in range(len(shape))
+        ]
         spec = P.of_cuts(cuts, dict(spec.unreduced))
     key = (spec, shape, dtype)
     layouts = MeshLayouts.of(mesh)
@@ -353,7 +387,9 @@ def _chunked(lengths: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
     """Return the lengths of the parts when each interval is chunked by one axis after the other."""
     for n in parts:
         lengths = tuple(
-            stop - start for length in lengths for start, stop in (chunk(0, length, n, i) for i in range(n))
+            stop - start
+            for length in lengths
+            for start, stop in (chunk(0, length, n, i) for i in range(n))
         )
     return lengths
 

@@ -54,7 +54,9 @@ class MeshLayouts:
             layout.runners.clear()
 
 
-def cached_on_mesh(mesh_of: Callable[[Any], AbstractMesh], limit: int) -> Callable[[_Function], _Function]:
+def cached_on_mesh(
+    mesh_of: Callable[[Any], AbstractMesh], limit: int
+) -> Callable[[_Function], _Function]:
     """Cache what a function of meshes or layouts answers, with the mesh of its first argument.
 
     A cache of the module, such as `functools.lru_cache`, would keep the meshes among its arguments alive, and their world with all

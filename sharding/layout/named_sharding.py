@@ -51,7 +51,11 @@ class NamedSharding(Sharding):
         spec, size = as_spec(self.spec, self.mesh.axis_names, ndim), self.mesh.size
         dims = [tuple(axis for axis in axes if size(axis) > 1) for axes in spec.dims]
         pending = {axis: kind for axis, kind in spec.unreduced if size(axis) > 1}
-        return P(*dims, unreduced=pending, sizes={axes: lengths for axes, lengths in spec.sizes if size(axes) > 1})
+        return P(
+            *dims,
+            unreduced=pending,
+            sizes={axes: lengths for axes, lengths in spec.sizes if size(axes) > 1},
+        )
 
     def shard_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the largest part of a tensor of `global_shape`.

@@ -123,7 +123,9 @@ class P:
         """Per dim the cuts of its interval, one inside the other, outermost first."""
         found = []
         for axes in self.dims:
-            sized, sizes = next((pair for pair in self.sizes if pair[0] == axes[: len(pair[0])]), ((), ()))
+            sized, sizes = next(
+                (pair for pair in self.sizes if pair[0] == axes[: len(pair[0])]), ((), ())
+            )
             chunked = [Cut((axis,)) for axis in axes[len(sized) :]]
             found.append((Cut(sized, sizes), *chunked) if sized else tuple(chunked))
         return tuple(found)
@@ -133,7 +135,11 @@ class P:
         """Return the spec with these cuts: `P.of_cuts(spec.cuts, dict(spec.unreduced)) == spec`."""
         dims = [tuple(dim) for dim in cuts]
         sizes = {cut.axes: cut.sizes for dim in dims for cut in dim if cut.sizes is not None}
-        return cls(*[tuple(axis for cut in dim for axis in cut.axes) for dim in dims], unreduced=unreduced, sizes=sizes)
+        return cls(
+            *[tuple(axis for cut in dim for axis in cut.axes) for dim in dims],
+            unreduced=unreduced,
+            sizes=sizes,
+        )
 
     def with_unreduced(self, unreduced: Mapping[str, str]) -> Self:
         """Return the spec with the same cuts and other pending axes."""
@@ -144,7 +150,10 @@ class P:
     @cached_property
     def partitions(self) -> tuple[Any, ...]:
         """The entries: per dim None, an axis name, or a tuple of names."""
-        return tuple(entry if entry is UNCONSTRAINED or len(entry) > 1 else entry[0] if entry else None for entry in self.dims)
+        return tuple(
+            entry if entry is UNCONSTRAINED or len(entry) > 1 else entry[0] if entry else None
+            for entry in self.dims
+        )
 
     def __len__(self) -> int:
         return len(self.dims)
@@ -180,7 +189,12 @@ class P:
     def __add__(self, other: Any) -> P:
         """Concatenate the entries; two specs also combine their pending axes and sizes."""
         if isinstance(other, P):
-            return P(*self.dims, *other.dims, unreduced=dict(self.unreduced + other.unreduced), sizes=dict(self.sizes + other.sizes))
+            return P(
+                *self.dims,
+                *other.dims,
+                unreduced=dict(self.unreduced + other.unreduced),
+                sizes=dict(self.sizes + other.sizes),
+            )
         if isinstance(other, (tuple, list)):
             return P(*self.dims, *other, unreduced=dict(self.unreduced), sizes=dict(self.sizes))
         return NotImplemented
@@ -199,10 +213,14 @@ class P:
         entries = [_show_entry(dim) for dim in self.dims]
         if self.unreduced:
             plain = all(kind == "sum" for _, kind in self.unreduced)
-            shown = ", ".join(repr(a) if plain else f"{a!r}: {kind!r}" for a, kind in self.unreduced)
+            shown = ", ".join(
+                repr(a) if plain else f"{a!r}: {kind!r}" for a, kind in self.unreduced
+            )
             entries.append(f"unreduced={{{shown}}}")
         if self.sizes:
-            entries.append(f"sizes={{{', '.join(f'{_show_entry(axes)}: {sizes}' for axes, sizes in self.sizes)}}}")
+            entries.append(
+                f"sizes={{{', '.join(f'{_show_entry(axes)}: {sizes}' for axes, sizes in self.sizes)}}}"
+            )
         return f"P({', '.join(entries)})"
 
     @cached_property
@@ -210,7 +228,9 @@ class P:
         return hash((self.dims, self.unreduced, self.sizes))
 
     def __hash__(self) -> int:
-        return self._hash  # computed once: there may be many sizes, and every look-up of a layout hashes its spec
+        return (
+            self._hash
+        )  # computed once: there may be many sizes, and every look-up of a layout hashes its spec
 
     def __reduce__(self) -> tuple[Any, ...]:
         return make_spec, (self.dims, self.unreduced, self.sizes)
@@ -236,16 +256,28 @@ def _axes_of(entry: Any) -> tuple[str, ...]:
         return ()
     if entry is UNCONSTRAINED:
         return UNCONSTRAINED
-    axes = (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, (tuple, list)) else None
+    axes = (
+        (entry,)
+        if isinstance(entry, str)
+        else tuple(entry)
+        if isinstance(entry, (tuple, list))
+        else None
+    )
     if axes is None or not all(isinstance(a, str) for a in axes):
-        raise TypeError(f"an entry of P(...) must be None, an axis name or a tuple of axis names, got {entry!r}")
+        raise TypeError(
+            f"an entry of P(...) must be None, an axis name or a tuple of axis names, got {entry!r}"
+        )
     return axes
 
 
 def _pending_of(unreduced: Any) -> tuple[tuple[str, str], ...]:
     if isinstance(unreduced, str):
         unreduced = (unreduced,)
-    pairs = unreduced.items() if isinstance(unreduced, Mapping) else [(axis, "sum") for axis in unreduced]
+    pairs = (
+        unreduced.items()
+        if isinstance(unreduced, Mapping)
+        else [(axis, "sum") for axis in unreduced]
+    )
     for _, kind in pairs:
         check_kind(kind)
     return tuple(sorted(pairs))
@@ -256,7 +288,12 @@ def _sizes_of(sizes: Any) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
         raise TypeError(
             f"sizes must map an axis, or a tuple of axes, to the length of each part, as in {{'dp': (3, 0, 5)}}, got {sizes!r}"
         )
-    return tuple(sorted((_axes_of(axes), lengths_of(given, f"sizes of {axes!r}")) for axes, given in sizes.items()))
+    return tuple(
+        sorted(
+            (_axes_of(axes), lengths_of(given, f"sizes of {axes!r}"))
+            for axes, given in sizes.items()
+        )
+    )
 
 
 def lengths_of(sizes: Any, name: str) -> tuple[int, ...]:
@@ -264,9 +301,13 @@ def lengths_of(sizes: Any, name: str) -> tuple[int, ...]:
     try:
         lengths = tuple(map(index, sizes))
     except TypeError:
-        raise TypeError(f"{name}: expected the length of each part, as in (3, 0, 5), got {sizes!r}") from None
+        raise TypeError(
+            f"{name}: expected the length of each part, as in (3, 0, 5), got {sizes!r}"
+        ) from None
     if any(n < 0 for n in lengths):
-        raise ValueError(f"{name}: a part cannot have {min(lengths)} elements, as in {lengths}; write 0 for an empty part")
+        raise ValueError(
+            f"{name}: a part cannot have {min(lengths)} elements, as in {lengths}; write 0 for an empty part"
+        )
     return lengths
 
 
@@ -288,7 +329,9 @@ def _check_outermost(spec: P) -> None:
 def check_kind(kind: str) -> None:
     """Raise ValueError for an unknown kind of pending reduction."""
     if kind not in KINDS and kind != EACH:
-        raise ValueError(f"unknown pending kind {kind!r}; write one of {', '.join(map(repr, KINDS))}")
+        raise ValueError(
+            f"unknown pending kind {kind!r}; write one of {', '.join(map(repr, KINDS))}"
+        )
 
 
 def _check_axes_once(spec: P) -> None:

@@ -53,7 +53,11 @@ def parts(layout: Layout, dim: int) -> list[Interval]:
 def holders(layout: Layout, box: Sequence[Interval]) -> list[int]:
     """Return the global ranks that hold a box, ascending; a dim without an interval in `box` does not restrict them."""
     at = {axis: index for part in box for axis, index in part.coordinates}
-    return sorted(layout.mesh.ranks[tuple(at.get(axis, slice(None)) for axis in layout.mesh.axis_names)].reshape(-1).tolist())
+    return sorted(
+        layout.mesh.ranks[tuple(at.get(axis, slice(None)) for axis in layout.mesh.axis_names)]
+        .reshape(-1)
+        .tolist()
+    )
 
 
 def elements(layout: Layout) -> np.ndarray:
@@ -65,7 +69,9 @@ def elements(layout: Layout) -> np.ndarray:
         in_spec_order = lengths.reshape([mesh.size(axis) for axis in axes])
         numbers = [mesh.axis_index(axis) for axis in axes]
         in_mesh_order = in_spec_order.transpose(np.argsort(numbers)) if axes else in_spec_order
-        counts *= in_mesh_order.reshape([n if i in numbers else 1 for i, n in enumerate(mesh.shape)])
+        counts *= in_mesh_order.reshape(
+            [n if i in numbers else 1 for i, n in enumerate(mesh.shape)]
+        )
     return counts
 
 
@@ -93,7 +99,10 @@ def pages(layout: Layout, dims: Sequence[int]) -> list[tuple[Interval | None, ..
 
 def page_title(layout: Layout, page: Sequence[Interval | None]) -> str:
     """Return which part of the tensor a page shows: `[0:2, :, :]`."""
-    whole = [part is None or (part.start, part.stop) == (0, n) for part, n in zip(page, layout.shape, strict=True)]
+    whole = [
+        part is None or (part.start, part.stop) == (0, n)
+        for part, n in zip(page, layout.shape, strict=True)
+    ]
     return f"[{', '.join(':' if is_whole else str(part) for is_whole, part in zip(whole, page, strict=True))}]"
 
 

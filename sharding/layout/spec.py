@@ -77,10 +77,16 @@ class Shard(Placement):
                 f"Shard takes the index of a tensor dim, got {self.dim!r}; to name mesh axes write P({self.dim!r})"
             )
         if self.sizes is not None:
-            object.__setattr__(self, "sizes", lengths_of(self.sizes, f"Shard({self.dim}, sizes=...)"))
+            object.__setattr__(
+                self, "sizes", lengths_of(self.sizes, f"Shard({self.dim}, sizes=...)")
+            )
 
     def __repr__(self) -> str:
-        options = [f"{name}={value}" for name in ("order", "sizes") if (value := getattr(self, name)) is not None]
+        options = [
+            f"{name}={value}"
+            for name in ("order", "sizes")
+            if (value := getattr(self, name)) is not None
+        ]
         return f"Shard({', '.join([str(self.dim), *options])})"
 
 
@@ -148,7 +154,9 @@ def as_spec(where: Any, axis_names: Sequence[str], ndim: int) -> P:
         return where.padded(ndim)
     if isinstance(where, str) or not isinstance(where, Sequence):
         instead = f"P({where!r})" if isinstance(where, str) else f"[{where!r}]"
-        raise TypeError(f"expected P(...) or a list with one placement per mesh axis, got {where!r}; write {instead}")
+        raise TypeError(
+            f"expected P(...) or a list with one placement per mesh axis, got {where!r}; write {instead}"
+        )
     return placements_to_spec([as_placement(p) for p in where], axis_names, ndim)
 
 
@@ -163,7 +171,9 @@ def placements_to_spec(placements: Sequence[Placement], axis_names: Sequence[str
     for position, (axis, placement) in enumerate(zip(axis_names, placements, strict=True)):
         if isinstance(placement, Shard):
             order = placement.order
-            per_dim[_dim_index(placement, ndim)].append((position if order is None else order, axis))
+            per_dim[_dim_index(placement, ndim)].append(
+                (position if order is None else order, axis)
+            )
     _check_orders(placements, per_dim)
     by_axis = dict(zip(axis_names, placements, strict=True))
     dims = [tuple(axis for _, axis in sorted(entries)) for entries in per_dim]
@@ -171,7 +181,9 @@ def placements_to_spec(placements: Sequence[Placement], axis_names: Sequence[str
     return P(*dims, unreduced=unreduced, sizes=_joint_sizes(dims, by_axis))
 
 
-def _joint_sizes(dims: Sequence[tuple[str, ...]], placements: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+def _joint_sizes(
+    dims: Sequence[tuple[str, ...]], placements: Mapping[str, Any]
+) -> dict[tuple[str, ...], Any]:
     """Return the sizes of the axes that have them; those of one dim cut it jointly."""
     sizes = {}
     for dim, axes in enumerate(dims):
@@ -210,13 +222,17 @@ def _check_known(spec: P, axis_names: Sequence[str]) -> None:
         )
     unknown = [a for a in spec.axes if a not in axis_names]
     if unknown:
-        raise ValueError(f"{spec} names axis {unknown[0]!r}, but the mesh has axes {tuple(axis_names)}")
+        raise ValueError(
+            f"{spec} names axis {unknown[0]!r}, but the mesh has axes {tuple(axis_names)}"
+        )
 
 
 def _check_orders(placements: Sequence[Placement], per_dim: list[list[tuple[int, str]]]) -> None:
     """Raise ValueError unless the axes that split one dim either all have no `order` or are numbered 0, 1, 2, ..."""
     for dim, entries in enumerate(per_dim):
-        shards = [p for p in placements if isinstance(p, Shard) and p.dim in (dim, dim - len(per_dim))]
+        shards = [
+            p for p in placements if isinstance(p, Shard) and p.dim in (dim, dim - len(per_dim))
+        ]
         given = [p.order for p in shards if p.order is not None]
         if given and sorted(given) != list(range(len(entries))):
             raise ValueError(
@@ -244,5 +260,3 @@ def as_placement(placement: Any) -> Placement:
         if name == "Partial":
             return Partial(placement.reduce_op)
     raise TypeError(f"expected Shard, Replicate or Partial for each mesh axis, got {placement!r}")
-
-

@@ -29,7 +29,10 @@ from .plain_operands import implicit_replication, replicated_gradients
 
 Result: TypeAlias = tuple[Tensor, Layout, int]  # this rank's part, layout, lineage
 
-_INTERNAL = ("torch.", "torch_")  # reentrant checkpoints and modules' full backward hooks do more than their backward
+_INTERNAL = (
+    "torch.",
+    "torch_",
+)  # reentrant checkpoints and modules' full backward hooks do more than their backward
 
 
 def take_over(x: ShardedTensor, node: Any, number: int) -> None:
@@ -47,7 +50,10 @@ def take_over(x: ShardedTensor, node: Any, number: int) -> None:
     """
     if not torch.is_grad_enabled():
         if _is_custom(node) and _saves(node, number):
-            node.results = {**getattr(node, "results", {}), number: (x._local.detach(), x._layout, x._lineage)}
+            node.results = {
+                **getattr(node, "results", {}),
+                number: (x._local.detach(), x._layout, x._lineage),
+            }
         return
     if node.name().endswith("UndefinedGradBackward"):
         x._local = _without_gradient(node, number)
@@ -82,7 +88,9 @@ _NOT_CUSTOM = (
 
 
 def _is_custom(node: Any) -> bool:
-    return isinstance(node, BackwardCFunction) and not f"{node._forward_cls.__module__}.".startswith(_INTERNAL)  # type: ignore[attr-defined]
+    return isinstance(
+        node, BackwardCFunction
+    ) and not f"{node._forward_cls.__module__}.".startswith(_INTERNAL)  # type: ignore[attr-defined]
 
 
 def _leaves(node: Any) -> list[ShardedTensor]:
@@ -119,7 +127,13 @@ class _Applied(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, node: Any, number: int, result: Result, owner: Any, leaves: Sequence[ShardedTensor], *locals_: Tensor
+        ctx: Any,
+        node: Any,
+        number: int,
+        result: Result,
+        owner: Any,
+        leaves: Sequence[ShardedTensor],
+        *locals_: Tensor,
     ) -> Tensor:
         local, ctx.layout, ctx.lineage = result
         out = local.view_as(local)
@@ -131,21 +145,32 @@ class _Applied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        results = dict.fromkeys([ctx.number], (ctx.saved_tensors[0], ctx.layout, ctx.lineage)) if ctx.saved_tensors else {}
+        results = (
+            dict.fromkeys([ctx.number], (ctx.saved_tensors[0], ctx.layout, ctx.lineage))
+            if ctx.saved_tensors
+            else {}
+        )
         with torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
             gradient = _made(with_memory(grads[0]), ctx.layout.dual, ctx.lineage)
             with implicit_replication() if ctx.implicit_replication else nullcontext():
                 found = _run_backward(ctx.node, ctx.number, gradient, results, ctx.owner)
-            return (*[None] * 5, *[_local_gradient(leaf, found.get(id(leaf))) for leaf in ctx.leaves])
+            return (
+                *[None] * 5,
+                *[_local_gradient(leaf, found.get(id(leaf))) for leaf in ctx.leaves],
+            )
 
 
 def _made(local: Tensor, layout: Layout, lineage: int) -> ShardedTensor:
-    out = ShardedTensor._make(local, layout if layout.dtype is local.dtype else layout.replace(dtype=local.dtype))
+    out = ShardedTensor._make(
+        local, layout if layout.dtype is local.dtype else layout.replace(dtype=local.dtype)
+    )
     out._lineage = lineage
     return out
 
 
-def _run_backward(node: Any, number: int, gradient: ShardedTensor, results: Mapping[int, Result], owner: Any) -> dict[int, Any]:
+def _run_backward(
+    node: Any, number: int, gradient: ShardedTensor, results: Mapping[int, Result], owner: Any
+) -> dict[int, Any]:
     """Run the backward of a node and of the custom functions before it, last one first; return gradients by the leaf's id."""
     waiting: dict[Any, dict[int, Any]] = {node: {number: gradient}}
     found: dict[int, Any] = {}
@@ -164,7 +189,9 @@ def _run_backward(node: Any, number: int, gradient: ShardedTensor, results: Mapp
             if g is None:
                 continue
             leaf = getattr(before, "variable", None)
-            sums, key = (found, id(leaf)) if leaf is not None else (waiting.setdefault(before, {}), n)
+            sums, key = (
+                (found, id(leaf)) if leaf is not None else (waiting.setdefault(before, {}), n)
+            )
             sums[key] = sums[key] + g if key in sums else g
     return found
 
@@ -176,7 +203,11 @@ def _materialized(node: Any, given: dict[int, Any], like: ShardedTensor) -> Iter
             yield given[number]
         else:
             layout = Layout.of(like.mesh, P(), tuple(metadata.shape), metadata.dtype)
-            yield _made(torch.zeros(layout.local_shape, dtype=metadata.dtype, device=like._local.device), layout, like._lineage)
+            yield _made(
+                torch.zeros(layout.local_shape, dtype=metadata.dtype, device=like._local.device),
+                layout,
+                like._lineage,
+            )
 
 
 def _check(node: Any, gradients: Sequence[Any]) -> None:
@@ -196,14 +227,20 @@ def _local_gradient(leaf: ShardedTensor, gradient: Any) -> Tensor | None:
     """
     if gradient is None:
         return None
-    if gradient.ndim >= leaf.ndim and gradient.shape != leaf.shape and leaf.broadcast_to(gradient.shape).shape == gradient.shape:
+    if (
+        gradient.ndim >= leaf.ndim
+        and gradient.shape != leaf.shape
+        and leaf.broadcast_to(gradient.shape).shape == gradient.shape
+    ):
         gradient = gradient.sum_to_size(leaf.shape)  # as autograd does
     if gradient.shape != leaf.shape or gradient.mesh is not leaf.mesh:
         raise RuntimeError(
             f"a custom function returned the gradient {gradient._layout} for {leaf._layout}; the shape and the mesh must be the same"
         )
     layout = leaf._layout.dual
-    return redistribute_grad(gradient._local.to(layout.dtype), gradient._layout.replace(dtype=layout.dtype), layout)
+    return redistribute_grad(
+        gradient._local.to(layout.dtype), gradient._layout.replace(dtype=layout.dtype), layout
+    )
 
 
 class _BackwardContext:
@@ -226,7 +263,9 @@ class _BackwardContext:
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
         node = self._node
-        return tuple(self._result(x.output_nr) if _is_result(x, node) else x for x in node.saved_tensors)
+        return tuple(
+            self._result(x.output_nr) if _is_result(x, node) else x for x in node.saved_tensors
+        )
 
     def _result(self, number: int) -> ShardedTensor:
         if number in self._results:
@@ -239,4 +278,8 @@ class _BackwardContext:
                 "x.mesh, x.placements, shape=x.shape)"
             )
         local, layout, lineage = result = node.results[number]
-        return _made(_with_history(node, number, result, self._owner) if torch.is_grad_enabled() else local, layout, lineage)
+        return _made(
+            _with_history(node, number, result, self._owner) if torch.is_grad_enabled() else local,
+            layout,
+            lineage,
+        )

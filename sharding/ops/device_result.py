@@ -19,7 +19,9 @@ from .rules.notation import Dim, Rule
 _LARGEST = 32  # sizes up to this one stay; larger ones keep their remainder modulo half of it, which kernels may check
 
 
-def device_result(func: Callable[..., Any], made: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def device_result(
+    func: Callable[..., Any], made: Rule, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     """Return the results, as meta tensors, of a call that the meta kernel rejects; None if the device's kernel rejects it too.
 
     A call that is rejected for its sizes stays rejected: the meta kernel accepts it when they are small.
@@ -35,22 +37,40 @@ def device_result(func: Callable[..., Any], made: Rule, args: Sequence[Any], kwa
     device = made.operands[0]._operand.mesh.device_type  # type: ignore[attr-defined]
     small = _run(made.local or func, args, kwargs, shapes, device)
     tensors, structure = pytree.tree_flatten(small)
-    if not tensors or len(tensors) != len(made.outputs) or not all(isinstance(x, Tensor) for x in tensors):
+    if (
+        not tensors
+        or len(tensors) != len(made.outputs)
+        or not all(isinstance(x, Tensor) for x in tensors)
+    ):
         return None
-    if any(factors == () for dims in made.outputs for factors in dims):  # the rule does not give these sizes
+    if any(
+        factors == () for dims in made.outputs for factors in dims
+    ):  # the rule does not give these sizes
         return None
-    full = [torch.empty(_shape(dims, made.sizes), dtype=x.dtype, device="meta") for dims, x in zip(made.outputs, tensors, strict=True)]
+    full = [
+        torch.empty(_shape(dims, made.sizes), dtype=x.dtype, device="meta")
+        for dims, x in zip(made.outputs, tensors, strict=True)
+    ]
     return pytree.tree_unflatten(full, structure)
 
 
 def _small_shapes(made: Rule) -> dict[int, list[int]] | None:
     """Return shapes for the operands (by id) in which every factor is small; None if operands contradict each other."""
-    sizes = {name: n if n <= _LARGEST else _LARGEST // 2 + n % (_LARGEST // 2) for name, n in made.sizes.items()}
+    sizes = {
+        name: n if n <= _LARGEST else _LARGEST // 2 + n % (_LARGEST // 2)
+        for name, n in made.sizes.items()
+    }
     shapes = {}
     for x, dims in zip(made.operands, made.inputs, strict=True):
-        if any(factors and math.prod(made.sizes[f] for f in factors) != n for factors, n in zip(dims, x.shape, strict=True)):
+        if any(
+            factors and math.prod(made.sizes[f] for f in factors) != n
+            for factors, n in zip(dims, x.shape, strict=True)
+        ):
             return None
-        shapes[id(x)] = [small if factors else n for factors, small, n in zip(dims, _shape(dims, sizes), x.shape, strict=True)]
+        shapes[id(x)] = [
+            small if factors else n
+            for factors, small, n in zip(dims, _shape(dims, sizes), x.shape, strict=True)
+        ]
     return shapes
 
 
@@ -58,11 +78,21 @@ def _shape(dims: Sequence[Dim], sizes: dict[str, int]) -> list[int]:
     return [math.prod(sizes[f] for f in factors) for factors in dims]
 
 
-def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], shapes: dict[int, list[int]], device: str) -> Any:
+def _run(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    shapes: dict[int, list[int]],
+    device: str,
+) -> Any:
     """Return the operator's result for zeros of these shapes; None if it raises."""
 
     def stand_in(x: Any) -> Any:
-        return torch.zeros(shapes.get(id(x), x.shape), dtype=x.dtype, device=device) if isinstance(x, Tensor) and x.is_meta else x
+        return (
+            torch.zeros(shapes.get(id(x), x.shape), dtype=x.dtype, device=device)
+            if isinstance(x, Tensor) and x.is_meta
+            else x
+        )
 
     args, kwargs = pytree.tree_map(stand_in, (tuple(args), kwargs))
     try:

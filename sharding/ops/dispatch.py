@@ -45,7 +45,9 @@ from .sliced_from import ReshapedFrom, base_of, check_base, is_reshape, marked_a
 from .strategy import FOUND, OpStrategy, choose_strategy, common_name, name_of, with_values
 from .torch_compile import not_compiled, refuse_jit_trace
 
-_ATTRIBUTE_ACCESS = frozenset({"__get__", "__set__", "__delete__"})  # attributes that do not depend on values
+_ATTRIBUTE_ACCESS = frozenset(
+    {"__get__", "__set__", "__delete__"}
+)  # attributes that do not depend on values
 _VALUES = frozenset({int, bool, type(None), str, torch.dtype})  # what most static arguments are
 _NO_KWARGS: dict[str, Any] = {}
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -57,7 +59,11 @@ _is_grad_enabled = torch.is_grad_enabled
     "them is compiled"
 )
 def torch_function(
-    cls: type, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    cls: type,
+    func: Callable[..., Any],
+    types: Any,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """Run `func` on arguments that include a `ShardedTensor`: its `__torch_function__`."""
     if kwargs is None:
@@ -138,7 +144,9 @@ def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
     if kind in _VALUES:
         key += kind, item
     elif kind is float or kind is complex:
-        key.append(item if func in LOOKS_AT_FLOATS else kind if item else 0.0)  # others only compare with zero
+        key.append(
+            item if func in LOOKS_AT_FLOATS else kind if item else 0.0
+        )  # others only compare with zero
     elif kind is list or kind is tuple:
         return locals_of(item, key, operands, func)
     elif kind is slice:
@@ -168,8 +176,12 @@ def locals_of(items: Any, key: list[Any], operands: list[Any], func: Any) -> Any
 
 
 _ON_META = "meta"
-_WRAPPED = object()  # in a key: a transform of torch's own around a ShardedTensor, see `torch_transforms.py`
-_PLAIN = object()  # in a key: a plain tensor that may be treated as replicated, see `plain_operands.py`
+_WRAPPED = (
+    object()
+)  # in a key: a transform of torch's own around a ShardedTensor, see `torch_transforms.py`
+_PLAIN = (
+    object()
+)  # in a key: a plain tensor that may be treated as replicated, see `plain_operands.py`
 
 
 def _plain_key(tensor: Tensor, func: Any) -> Any:
@@ -179,7 +191,11 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
         RuntimeError: and not TypeError, which Python's `+` and `@` would turn into "unsupported operand".
     """
     if is_transformed(tensor):
-        if is_foreign() and isinstance(innermost(tensor), ShardedTensor) and not in_foreign_forward_mode():
+        if (
+            is_foreign()
+            and isinstance(innermost(tensor), ShardedTensor)
+            and not in_foreign_forward_mode()
+        ):
             return _WRAPPED
         refuse_foreign(f"{name_of(func)} of a ShardedTensor")
     if tensor.ndim == 0 and not (tensor.requires_grad and torch.is_grad_enabled()):
@@ -198,7 +214,11 @@ _SPELLINGS = 16  # of each strategy, the calls with different ints that are look
 
 
 def _new_strategy(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], key: list[Any], operands: list[Any]
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    key: list[Any],
+    operands: list[Any],
 ) -> OpStrategy:
     """Return the strategy for a new key: that of calls which differ only in ints that decide nothing, or one made now."""
     shared = shared_arguments(func, args, kwargs) if operands else None
@@ -212,7 +232,9 @@ def _new_strategy(
         strategy = None
     if strategy is None:
         strategy = _make_strategy(func, args, kwargs, shared_key, operands)
-    spelled = strategy.with_seed(seed_with_ints(strategy.seed, [item for item in key if type(item) is int]))
+    spelled = strategy.with_seed(
+        seed_with_ints(strategy.seed, [item for item in key if type(item) is int])
+    )
     with suppress(TypeError):
         _keep_spelling(decisions, strategy, tuple(key), spelled)
     return spelled
@@ -228,7 +250,9 @@ def _key_of(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     return key
 
 
-def _keep_spelling(decisions: dict[Any, Any], strategy: OpStrategy, key: tuple[Any, ...], spelled: OpStrategy) -> None:
+def _keep_spelling(
+    decisions: dict[Any, Any], strategy: OpStrategy, key: tuple[Any, ...], spelled: OpStrategy
+) -> None:
     """Cache a strategy under the key of one call too, and no longer under that of the call longest ago."""
     if strategy.spellings is None:
         strategy.spellings = deque()
@@ -239,7 +263,11 @@ def _keep_spelling(decisions: dict[Any, Any], strategy: OpStrategy, key: tuple[A
 
 
 def _make_strategy(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], key: list[Any], operands: list[Any]
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    key: list[Any],
+    operands: list[Any],
 ) -> OpStrategy:
     """Make the strategy for a new key and cache it."""
     refuse_jit_trace()
@@ -259,7 +287,15 @@ def _make_strategy(
         strategy.run = _run_with_numbers
     elif any(k is _PLAIN for k in key):
         if not operands:
-            plain_operands.refuse(next(filter(plain_operands.is_plain_operand, plain_operands.tensors_in((*args, *kwargs.values())))), func)
+            plain_operands.refuse(
+                next(
+                    filter(
+                        plain_operands.is_plain_operand,
+                        plain_operands.tensors_in((*args, *kwargs.values())),
+                    )
+                ),
+                func,
+            )
         strategy = OpStrategy(func)
         strategy.run = _run_with_plain
     elif not operands or (name_of(func) in _ATTRIBUTE_ACCESS and func not in RULES):
@@ -284,31 +320,45 @@ def _make_strategy(
             strategy.run = _run
         else:
             strategy.direct, strategy.run, strategy.wrap = True, _run, wrapper(outputs)
-    strategy.seed = seed_of(" ".join([common_name(func), *(str(k) for k in key if type(k) in _VALUES)]))
+    strategy.seed = seed_of(
+        " ".join([common_name(func), *(str(k) for k in key if type(k) in _VALUES)])
+    )
     if operands:
         with suppress(TypeError):  # an argument that cannot be hashed: not cached
             keep(operands[0]._layout.decisions, tuple(key), strategy)
     return strategy
 
 
-def _run_with_plain(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+def _run_with_plain(
+    strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any
+) -> Any:
     args, kwargs = plain_operands.replicated(strategy.func, args, kwargs)
     return torch_function(ShardedTensor, strategy.func, (), args, kwargs)
 
 
-def _run_with_wrapped(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+def _run_with_wrapped(
+    strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any
+) -> Any:
     return torch_transforms.run_with_wrapped(strategy.func, args, kwargs)
 
 
-def _run_into_plain(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+def _run_into_plain(
+    strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any
+) -> Any:
     return plain_operands.write_plain(strategy.func, args, kwargs)
 
 
-def _run_with_numbers(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
-    return torch_function(ShardedTensor, strategy.func, (), args, with_numbers(strategy.func, kwargs))
+def _run_with_numbers(
+    strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any
+) -> Any:
+    return torch_function(
+        ShardedTensor, strategy.func, (), args, with_numbers(strategy.func, kwargs)
+    )
 
 
-def _run_with_torch_names(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+def _run_with_torch_names(
+    strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any
+) -> Any:
     return torch_function(ShardedTensor, strategy.func, (), args, with_torch_names(kwargs))
 
 
@@ -326,7 +376,12 @@ def _moved(
 
 
 def _run_decomposition(
-    strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], local_args: Any, local_kwargs: Any, operands: list[Any]
+    strategy: OpStrategy,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    local_args: Any,
+    local_kwargs: Any,
+    operands: list[Any],
 ) -> Any:
     with comm_context(operands[0]._layout.mesh.world, mixed(strategy.seed, operands)):
         return strategy.decomposition(*args, **kwargs)  # type: ignore[misc]
@@ -364,11 +419,20 @@ def _run(
         return result
     if outputs is FOUND:
         like = operands[0]._layout
-        return nonmember.map_tensors(result, lambda t: ShardedTensor._make(t, nonmember.whole_like(t, like)))
+        return nonmember.map_tensors(
+            result, lambda t: ShardedTensor._make(t, nonmember.whole_like(t, like))
+        )
     return strategy.container([wrap(r, layout) for r, layout in zip(result, outputs, strict=True)])
 
 
-def _run_reshape(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], _: Any, __: Any, operands: list[Any]) -> Any:
+def _run_reshape(
+    strategy: OpStrategy,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    _: Any,
+    __: Any,
+    operands: list[Any],
+) -> Any:
     """Run a reshape of a redistributed copy; writes to the result reach its operand through `sliced_from.py`."""
     out = _run(strategy, args, kwargs, (), {}, operands)
     out._sliced_from = ReshapedFrom(operands[0], out.shape)
@@ -428,13 +492,21 @@ def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
 def _into_out(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
     """Run `torch.f(x, out=y)`: copy the result into y, in y's layout. As in torch, not differentiable."""
     out = kwargs["out"]
-    result = strategy.func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
-    if not isinstance(out, ShardedTensor) or not isinstance(result, ShardedTensor) or out.shape != result.shape:
+    result = strategy.func(
+        *args, **{name: value for name, value in kwargs.items() if name != "out"}
+    )
+    if (
+        not isinstance(out, ShardedTensor)
+        or not isinstance(result, ShardedTensor)
+        or out.shape != result.shape
+    ):
         raise NotImplementedError(
             f"{name_of(strategy.func)}: out= takes one ShardedTensor of the shape of the result; use the result instead"
         )
     if result.requires_grad or (out.requires_grad and _is_grad_enabled()):
-        raise RuntimeError(f"{name_of(strategy.func)}: out= has no gradient, and one of the arguments requires grad")
+        raise RuntimeError(
+            f"{name_of(strategy.func)}: out= has no gradient, and one of the arguments requires grad"
+        )
     return out.copy_(result)
 
 

@@ -49,12 +49,19 @@ class implicit_comm:
             raise ValueError(f"implicit_comm({mode!r}): write one of {', '.join(map(repr, MODES))}")
         self.mode = mode
         self._world = current_world()
-        self._before = _replace_observer(self._world, None if mode == "allow" else _ImplicitCommObserver(mode))
+        self._before = _replace_observer(
+            self._world, None if mode == "allow" else _ImplicitCommObserver(mode)
+        )
 
     def __enter__(self) -> implicit_comm:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         _replace_observer(self._world, self._before)
 
     def __repr__(self) -> str:
@@ -80,12 +87,16 @@ class _ImplicitCommObserver:
             )
         if (call.name, call.place) not in self.warned:
             self.warned.add((call.name, call.place))
-            warnings.warn_explicit(f"{text}. {call.operator.advice}.", UserWarning, call.file, call.line)
+            warnings.warn_explicit(
+                f"{text}. {call.operator.advice}.", UserWarning, call.file, call.line
+            )
 
 
 def _replace_observer(world: World, observer: Observer | None) -> Observer | None:
     """Make this the world's only observer of implicit communication; return the previous one."""
-    before = next((other for other in world.observers if isinstance(other, _ImplicitCommObserver)), None)
+    before = next(
+        (other for other in world.observers if isinstance(other, _ImplicitCommObserver)), None
+    )
     if before is not None:
         world.observers.remove(before)
     if observer is not None:

@@ -26,7 +26,9 @@ from . import custom_function, dispatch, torch_compile, torch_transforms
 # -- parts and whole tensors -------------------------------------------------------------------------------------------
 
 
-def full_tensor(x: ShardedTensor, *, grad_placements: P | Sequence[Placement] | None = None) -> Tensor:
+def full_tensor(
+    x: ShardedTensor, *, grad_placements: P | Sequence[Placement] | None = None
+) -> Tensor:
     """Return the whole tensor, on every rank of the mesh, as a plain tensor.
 
     Args:
@@ -53,7 +55,9 @@ def _value(x: ShardedTensor) -> Tensor:
     """Return the whole tensor, without gradient; pending values are reduced first."""
     world = x.mesh.world
     if x.mesh.coordinate is None:
-        raise RuntimeError(f"rank {world.rank} is outside {x.mesh} and holds no part of this tensor")
+        raise RuntimeError(
+            f"rank {world.rank} is outside {x.mesh} and holds no part of this tensor"
+        )
     with comm_context(world, x._lineage):
         return redistribute_local(x._local.detach(), x._layout, x._layout.replicated)
 
@@ -73,7 +77,9 @@ def tolist(x: ShardedTensor) -> Any:
 def numpy(x: ShardedTensor, *, force: bool = False) -> Any:
     """Return the whole tensor as a numpy array, the same on every rank. Communication: as `full_tensor`."""
     if x.requires_grad and not force:
-        raise RuntimeError("cannot call numpy() on a tensor that requires grad; use tensor.detach().numpy()")
+        raise RuntimeError(
+            "cannot call numpy() on a tensor that requires grad; use tensor.detach().numpy()"
+        )
     return _value(x).numpy(force=force)
 
 
@@ -99,7 +105,9 @@ def __complex__(x: ShardedTensor) -> complex:
 
 def __bool__(x: ShardedTensor) -> bool:
     if x.numel() != 1:
-        raise RuntimeError("the truth value of a tensor with more than one element is ambiguous; use .any() or .all()")
+        raise RuntimeError(
+            "the truth value of a tensor with more than one element is ambiguous; use .any() or .all()"
+        )
     return bool(item(x))
 
 
@@ -161,7 +169,11 @@ def _is_leaf(x: ShardedTensor) -> bool:
 
 
 def backward(
-    x: ShardedTensor, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    x: ShardedTensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
 ) -> None:
     """Compute the gradients of this tensor with respect to the leaves.
 
@@ -175,16 +187,24 @@ def backward(
 
 # -- binding -----------------------------------------------------------------------------------------------------------
 
-_GRAD = "The gradient, a `ShardedTensor` in this tensor's own layout. Reading it never communicates."
+_GRAD = (
+    "The gradient, a `ShardedTensor` in this tensor's own layout. Reading it never communicates."
+)
 _OWN_SHARDS = "The part that this rank holds and its place, as a list of one; empty on a rank outside the mesh."
-_ALL_SHARDS = "The part of every rank of the mesh, in mesh order; `data` is None for those of other ranks."
+_ALL_SHARDS = (
+    "The part of every rank of the mesh, in mesh order; `data` is None for those of other ranks."
+)
 
 for _method in (
     full_tensor, addressable_data, item, tolist, numpy, __array__, __float__, __int__, __index__, __complex__, __bool__, __format__,
     __contains__, __iter__, __reversed__, __repr__, requires_grad_, backward, leaf_grads.register_hook,
     leaf_grads.register_post_accumulate_grad_hook, redistribute, convert.to_local,
 ):  # fmt: skip
-    setattr(ShardedTensor, _method.__name__, torch_compile.mark_entry(_method, calls_program=_method is backward))
+    setattr(
+        ShardedTensor,
+        _method.__name__,
+        torch_compile.mark_entry(_method, calls_program=_method is backward),
+    )
 
 for _name, _attribute in {
     "__create_write_items__": torch_checkpoint.create_write_items,
@@ -197,7 +217,9 @@ for _name, _attribute in {
     "addressable_shards": property(process_data.addressable_shards, doc=_OWN_SHARDS),
     "global_shards": property(process_data.global_shards, doc=_ALL_SHARDS),
     "requires_grad": property(_requires_grad, requires_grad_),  # pyright: ignore
-    "grad": property(leaf_grads.get_grad, leaf_grads.set_grad, lambda x: leaf_grads.set_grad(x, None), _GRAD),
+    "grad": property(
+        leaf_grads.get_grad, leaf_grads.set_grad, lambda x: leaf_grads.set_grad(x, None), _GRAD
+    ),
     "grad_fn": property(_grad_fn),
     "is_leaf": property(_is_leaf),
     "__torch_function__": classmethod(dispatch.torch_function),

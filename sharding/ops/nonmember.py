@@ -44,10 +44,21 @@ def run(
     """
     _check_shapes_known(strategy)
     first = operands[0]
-    if func in RESULT_IS_VIEW or func in _CASTS:  # whether it requires grad depends on the first operand alone
-        return _wrapped(strategy, _example(strategy), first, lambda t: first._local.view_as(first._local).to(t.dtype))
+    if (
+        func in RESULT_IS_VIEW or func in _CASTS
+    ):  # whether it requires grad depends on the first operand alone
+        return _wrapped(
+            strategy,
+            _example(strategy),
+            first,
+            lambda t: first._local.view_as(first._local).to(t.dtype),
+        )
     if not _in_graph(operands):
-        return first if strategy.in_place else _wrapped(strategy, _example(strategy), first, _part_on(first))
+        return (
+            first
+            if strategy.in_place
+            else _wrapped(strategy, _example(strategy), first, _part_on(first))
+        )
     whole = [_stand_in(x._local, x._layout.shape, "meta") for x in operands]
     whole_args, whole_kwargs = with_values(args, kwargs, whole)
     result = func(*whole_args, **whole_kwargs)
@@ -84,7 +95,9 @@ class _StandInMap(Linear):
         return _StandInMap(self.after, self.before)
 
     def batched(self, count: int) -> _StandInMap:
-        return _StandInMap(*(((*shape, count), device) for shape, device in (self.before, self.after)))
+        return _StandInMap(
+            *(((*shape, count), device) for shape, device in (self.before, self.after))
+        )
 
     @thread_context.setting(outside_mesh=True)
     def __call__(self, x: Tensor) -> Tensor:
@@ -99,7 +112,9 @@ def _stand_in(x: Tensor, shape: Sequence[int], device: Any) -> Tensor:
 
 
 def _in_graph(operands: Sequence[ShardedTensor]) -> bool:
-    return transforming() or (torch.is_grad_enabled() and any(x._local.requires_grad for x in operands))
+    return transforming() or (
+        torch.is_grad_enabled() and any(x._local.requires_grad for x in operands)
+    )
 
 
 def _part_on(x: ShardedTensor) -> Callable[[Tensor], Any]:
@@ -113,7 +128,9 @@ def unknown(layout: Layout, *sources: ShardedTensor) -> ShardedTensor:
     on = _part_on(sources[0])
     parts = [x._local for x in sources if x._local.requires_grad] if torch.is_grad_enabled() else []
     if not parts or not (layout.dtype.is_floating_point or layout.dtype.is_complex):
-        return ShardedTensor._make(torch.empty(0, dtype=layout.dtype, device=sources[0].mesh.device), layout)
+        return ShardedTensor._make(
+            torch.empty(0, dtype=layout.dtype, device=sources[0].mesh.device), layout
+        )
     whole = sum(_stand_in(part.to(layout.dtype), layout.shape, "meta") for part in parts)
     return ShardedTensor._make(on(whole), layout)  # type: ignore[arg-type]
 
@@ -132,13 +149,21 @@ def _example(strategy: OpStrategy) -> Any:
         return strategy.example
     if strategy.outputs is None or strategy.in_place:
         return None
-    return strategy.outputs.meta if type(strategy.outputs) is Layout else [layout.meta for layout in strategy.outputs]
+    return (
+        strategy.outputs.meta
+        if type(strategy.outputs) is Layout
+        else [layout.meta for layout in strategy.outputs]
+    )
 
 
-def _wrapped(strategy: OpStrategy, result: Any, like: ShardedTensor, part: Callable[[Tensor], Any]) -> Any:
+def _wrapped(
+    strategy: OpStrategy, result: Any, like: ShardedTensor, part: Callable[[Tensor], Any]
+) -> Any:
     """Return the whole results as `ShardedTensor`s with an empty part on this rank."""
     if strategy.outputs is FOUND:
-        return map_tensors(result, lambda t: ShardedTensor._make(part(t), whole_like(t, like._layout)))
+        return map_tensors(
+            result, lambda t: ShardedTensor._make(part(t), whole_like(t, like._layout))
+        )
     if strategy.outputs is None:
         return None
     if type(strategy.outputs) is Layout:

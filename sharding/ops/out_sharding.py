@@ -35,7 +35,9 @@ from .rules.notation import Rule
 from .rules.propagation import assign, axis_order, factors_alone
 from .rules.registry import HANDLERS, writes_first_operand
 
-Choices = tuple[str | None, ...]  # for each axis of more than one rank: KEEP, the factor that it splits, or None for whole
+Choices = tuple[
+    str | None, ...
+]  # for each axis of more than one rank: KEEP, the factor that it splits, or None for whole
 KEEP = "(keep)"  # cannot be the name of a factor
 
 
@@ -74,23 +76,37 @@ def apply(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any
     return with_sharding_constraint(func(*moved, **options), out_sharding)
 
 
-DESCRIBERS[apply.__code__] = lambda frame: strategy.name_of(frame["func"])  # reports name the operator
+DESCRIBERS[apply.__code__] = lambda frame: strategy.name_of(
+    frame["func"]
+)  # reports name the operator
 
 
 def _check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     name = strategy.name_of(func)
-    if not any(isinstance(x, ShardedTensor) for x in plain_operands.tensors_in((*args, *kwargs.values()))):
+    if not any(
+        isinstance(x, ShardedTensor) for x in plain_operands.tensors_in((*args, *kwargs.values()))
+    ):
         raise TypeError(
             f"apply({name}, ...): no ShardedTensor among the arguments, whose mesh the result would have; place one first with "
             "device_put(t, mesh, P(...))"
         )
     if writes_first_operand(func) or kwargs.get("inplace") is True or kwargs.get("out") is not None:
-        raise ValueError(f"apply({name}, ...): {name} writes into a tensor, which already has a layout; use the out-of-place function")
+        raise ValueError(
+            f"apply({name}, ...): {name} writes into a tensor, which already has a layout; use the out-of-place function"
+        )
 
 
 def _moved(operands: Sequence[ShardedTensor], targets: Sequence[Layout]) -> list[ShardedTensor]:
-    moving = [i for i, (x, target) in enumerate(zip(operands, targets, strict=True)) if x._layout is not target]
-    moved = redistribute_many([operands[i] for i in moving], [targets[i].spec for i in moving]) if moving else []
+    moving = [
+        i
+        for i, (x, target) in enumerate(zip(operands, targets, strict=True))
+        if x._layout is not target
+    ]
+    moved = (
+        redistribute_many([operands[i] for i in moving], [targets[i].spec for i in moving])
+        if moving
+        else []
+    )
     found = dict(zip(moving, moved, strict=True))
     return [found.get(i, x) for i, x in enumerate(operands)]
 
@@ -99,7 +115,12 @@ def _moved(operands: Sequence[ShardedTensor], targets: Sequence[Layout]) -> list
 
 
 def _known_targets(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any], out: Any, key: tuple[Any, ...]
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    operands: Sequence[Any],
+    out: Any,
+    key: tuple[Any, ...],
 ) -> tuple[Layout, ...]:
     """Return `_targets`, cached on the first operand's layout."""
     known = operands[0]._layout.decisions
@@ -115,7 +136,11 @@ def _known_targets(
 
 
 def _targets(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any], out: Any
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    operands: Sequence[Any],
+    out: Any,
 ) -> tuple[Layout, ...]:
     """Return the layouts to which the operands are redistributed before the operator runs.
 
@@ -153,7 +178,9 @@ def _wanted(func: Callable[..., Any], result: Any, like: Layout, out: Any) -> li
     found = list(matched(result, out, f"apply({name}, ...)"))
     for path, leaf, _ in found:
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"apply({name}, ...): the result{path} is {leaf!r}, which has no layout; call {name} itself")
+            raise TypeError(
+                f"apply({name}, ...): the result{path} is {leaf!r}, which has no layout; call {name} itself"
+            )
     return [Layout.of(like.mesh, where, leaf.shape, leaf.dtype) for _, leaf, where in found]
 
 
@@ -176,25 +203,34 @@ class _Search:
     def __post_init__(self) -> None:
         mesh = self.layouts[0].mesh
         self.axes = [axis for axis in mesh.axis_names if mesh.size(axis) > 1]
-        self.order = axis_order([*self.wanted, *sorted(self.layouts, key=lambda layout: -layout.nbytes)])
+        self.order = axis_order(
+            [*self.wanted, *sorted(self.layouts, key=lambda layout: -layout.nbytes)]
+        )
         self.free = factors_alone(self.rule)
 
     def best(self) -> list[Layout]:
         """Return the operands' layouts of the better of two searches, from unchanged operands and from operands split like the result."""
         unchanged: Choices = (KEEP,) * len(self.axes)
-        like_result: Choices = tuple(next(iter(self._factors_of_result(axis)), KEEP) for axis in self.axes)
+        like_result: Choices = tuple(
+            next(iter(self._factors_of_result(axis)), KEEP) for axis in self.axes
+        )
         found = [self._improved(choices) for choices in dict.fromkeys((unchanged, like_result))]
         return self.operands(min(found, key=self.price))
 
     def _improved(self, choices: Choices) -> Choices:
         for _ in range(2):
             for i, axis in enumerate(self.axes):
-                others = [(*choices[:i], option, *choices[i + 1 :]) for option in self._options(axis)]
+                others = [
+                    (*choices[:i], option, *choices[i + 1 :]) for option in self._options(axis)
+                ]
                 choices = min([choices, *others], key=self.price)
         return choices
 
     def _options(self, axis: str) -> dict[str | None, None]:
-        operands = (_split(dims, layout, axis) for dims, layout in zip(self.rule.inputs, self.layouts, strict=True))
+        operands = (
+            _split(dims, layout, axis)
+            for dims, layout in zip(self.rule.inputs, self.layouts, strict=True)
+        )
         factors = [f for f in operands if f in self.free]
         return dict.fromkeys([KEEP, None, *self._factors_of_result(axis), *factors])
 
@@ -215,27 +251,55 @@ class _Search:
     def _priced(self, operands: Sequence[Layout]) -> tuple[float, ...]:
         chosen = assign(self.rule, operands)
         several, like = len(chosen.outputs) == len(self.wanted), operands[0]
-        moves = [*zip(self.layouts, operands, strict=True), *zip(operands, chosen.targets, strict=True)]
+        moves = [
+            *zip(self.layouts, operands, strict=True),
+            *zip(operands, chosen.targets, strict=True),
+        ]
         for i, layout in enumerate(self.wanted):
-            moves.append((Layout.of(like.mesh, chosen.outputs[i if several else 0], layout.shape, layout.dtype), layout))
+            moves.append(
+                (
+                    Layout.of(
+                        like.mesh, chosen.outputs[i if several else 0], layout.shape, layout.dtype
+                    ),
+                    layout,
+                )
+            )
         plans = [plan(src, dst) for src, dst in moves if src is not dst]
         received = sum(most_received(p.steps) for p in plans)
-        return received, sum(p.launches for p in plans), sum(target.largest_local_numel for target in chosen.targets)
+        return (
+            received,
+            sum(p.launches for p in plans),
+            sum(target.largest_local_numel for target in chosen.targets),
+        )
 
     def operands(self, choices: Choices) -> list[Layout]:
         """Return the layouts of the operands under these choices."""
-        changed = {axis: choice for axis, choice in zip(self.axes, choices, strict=True) if choice != KEEP}
-        return [self._operand(i, layout, changed) for i, layout in enumerate(self.layouts)] if changed else self.layouts
+        changed = {
+            axis: choice for axis, choice in zip(self.axes, choices, strict=True) if choice != KEEP
+        }
+        return (
+            [self._operand(i, layout, changed) for i, layout in enumerate(self.layouts)]
+            if changed
+            else self.layouts
+        )
 
     def _operand(self, operand: int, layout: Layout, changed: dict[str, str | None]) -> Layout:
         dims = []
         for factors, axes in zip(self.rule.inputs[operand], layout.spec.dims, strict=True):
             kept = [axis for axis in axes if axis not in changed]
-            added = [axis for axis, factor in changed.items() if factor is not None and factors == (factor,)]
+            added = [
+                axis
+                for axis, factor in changed.items()
+                if factor is not None and factors == (factor,)
+            ]
             dims.append(tuple(sorted([*kept, *added], key=self.order.index) if added else kept))
         pending = {axis: kind for axis, kind in layout.spec.unreduced if axis not in changed}
         stay = [new for old, new in zip(layout.spec.dims, dims, strict=True) if new[:1] == old[:1]]
-        sizes = {axes: n for axes, n in layout.spec.sizes if any(axes == dim[: len(axes)] for dim in stay)}
+        sizes = {
+            axes: n
+            for axes, n in layout.spec.sizes
+            if any(axes == dim[: len(axes)] for dim in stay)
+        }
         return layout.temporary(P(*dims, unreduced=pending, sizes=sizes))
 
 

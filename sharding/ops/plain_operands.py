@@ -87,7 +87,9 @@ def _in_prepared_module() -> bool:
         if code.co_argcount and code.co_varnames[0] == "self":
             variables = frame.f_locals
             owner = variables.get("self")
-            if type(variables) is dict:  # before Python 3.13 a copy that stays with the frame, and would keep its tensors alive
+            if (
+                type(variables) is dict
+            ):  # before Python 3.13 a copy that stays with the frame, and would keep its tensors alive
                 variables.clear()
             if is_prepared(owner) or adapts_prepared(owner):
                 return True
@@ -96,7 +98,11 @@ def _in_prepared_module() -> bool:
 
 
 def _check_replicated(
-    func: Callable[..., Any], plain: Sequence[Tensor], sharded: Sequence[ShardedTensor], *, in_backward: bool = False
+    func: Callable[..., Any],
+    plain: Sequence[Tensor],
+    sharded: Sequence[ShardedTensor],
+    *,
+    in_backward: bool = False,
 ) -> bool:
     """Compare plain operands between the ranks of a mesh, unless this line has done so before.
 
@@ -133,7 +139,12 @@ def _check_replicated(
 
 def _compare(place: str, plain: Iterable[Tensor], mesh: DeviceMesh) -> None:
     group = mesh.group()
-    copies = [ReplicaLeaf(f"plain operand {dtype_name(x.dtype)}{list(x.shape)}", "tensor", x.detach(), group.ranks) for x in plain]
+    copies = [
+        ReplicaLeaf(
+            f"plain operand {dtype_name(x.dtype)}{list(x.shape)}", "tensor", x.detach(), group.ranks
+        )
+        for x in plain
+    ]
     try:
         with implicit_comm("allow"):
             compare(
@@ -170,7 +181,9 @@ def implicit_replication() -> Iterator[None]:
         thread_context.implicit_replication = before
 
 
-def replicated(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+def replicated(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
     """Return the arguments with plain tensors that count as replicated converted to `ShardedTensor`s.
 
     Raises:
@@ -218,7 +231,9 @@ def compared_arguments(
 # -- plain tensors that are written ------------------------------------------------------------------------------------
 
 
-def plain_targets(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+def plain_targets(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Tensor]:
     """Return the plain tensors that an operator writes: the operand of an in-place one, or the list, and `out=`."""
     written = [kwargs.get("out")]
     of_lists = name_of(func).startswith("_foreach_") and name_of(func).endswith("_")
@@ -244,14 +259,18 @@ def write_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     """
     targets = plain_targets(func, args, kwargs)
     if any(isinstance(x, ShardedTensor) for x in tensors_in((kwargs.get("out"),))):
-        raise NotImplementedError(f"{name_of(func)}: out= takes plain tensors or ShardedTensors, not both; use the results instead")
+        raise NotImplementedError(
+            f"{name_of(func)}: out= takes plain tensors or ShardedTensors, not both; use the results instead"
+        )
     tensors = list(tensors_in((*args, *kwargs.values())))
     sharded = [x for x in tensors if isinstance(x, ShardedTensor)]
     operands = [x for x in tensors if is_plain_operand(x) and not is_number(x, targets)]
     if any(x.is_meta for x in targets):
         refuse_without_value(func, sharded)
     checked = thread_context.implicit_replication or not operands
-    if not checked and not (may_replicate(sharded[0]) and _check_replicated(func, operands, sharded)):
+    if not checked and not (
+        may_replicate(sharded[0]) and _check_replicated(func, operands, sharded)
+    ):
         refuse(operands[0], func)
     for x in filter(is_dtensor, targets):
         refuse(x, func)
@@ -294,20 +313,33 @@ def _write_nothing(target: Tensor, sharded: Sequence[ShardedTensor]) -> Tensor:
 
 def is_plain_operand(x: Any) -> bool:
     """Return whether this is a plain tensor that is more than a number."""
-    return isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and (x.ndim > 0 or x.requires_grad)
+    return (
+        isinstance(x, Tensor)
+        and not isinstance(x, ShardedTensor)
+        and (x.ndim > 0 or x.requires_grad)
+    )
 
 
 def is_one_element(x: Tensor) -> bool:
     """Return whether a plain tensor has one element and no gradient, and is used as a number."""
-    return x.numel() == 1 and not (x.requires_grad and torch.is_grad_enabled()) and not is_dtensor(x)
+    return (
+        x.numel() == 1 and not (x.requires_grad and torch.is_grad_enabled()) and not is_dtensor(x)
+    )
 
 
-def replicated_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+def replicated_arguments(
+    args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
     """Return the arguments with plain tensors converted to replicated `ShardedTensor`s on the mesh of the others."""
-    mesh = next((t.mesh for t in tensors_in((*args, *kwargs.values())) if isinstance(t, ShardedTensor)), None)
+    mesh = next(
+        (t.mesh for t in tensors_in((*args, *kwargs.values())) if isinstance(t, ShardedTensor)),
+        None,
+    )
     if mesh is None:
         return args, kwargs
-    return _replicate_plain(args, mesh), dict(zip(kwargs, _replicate_plain(kwargs.values(), mesh), strict=True))
+    return _replicate_plain(args, mesh), dict(
+        zip(kwargs, _replicate_plain(kwargs.values(), mesh), strict=True)
+    )
 
 
 def replicated_gradients(gradients: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
@@ -361,7 +393,9 @@ def refuse(tensor: Tensor, func: Any) -> NoReturn:
             "device_put(t, mesh, P())"
         )
     if current_axis_env() is not None:
-        raise RuntimeError(f"{what}, inside a mapped function, which runs on parts: pass the ShardedTensor as an argument")
+        raise RuntimeError(
+            f"{what}, inside a mapped function, which runs on parts: pass the ShardedTensor as an argument"
+        )
     raise RuntimeError(
         f"{what}; lay out the plain tensor on the mesh with distribute_tensor(t, mesh, placements) or "
         "ShardedTensor.from_local(t, mesh, placements), or treat plain tensors as replicated inside "

@@ -62,7 +62,9 @@ def _forward(ctx: Any, run_function: Callable[..., Any], *args: Any, **kwargs: A
 def _install() -> None:
     if torch_checkpoint._CheckpointFrame.__init__ is _torchs_frame:
         torch_checkpoint._CheckpointFrame.__init__ = functools.wraps(_torchs_frame)(_frame)
-        torch_checkpoint.CheckpointFunction.forward = staticmethod(functools.wraps(_torchs_forward)(_forward))
+        torch_checkpoint.CheckpointFunction.forward = staticmethod(
+            functools.wraps(_torchs_forward)(_forward)
+        )
 
 
 first_block.before(_install)

@@ -61,7 +61,9 @@ def check_base(x: Any) -> None:
 
 def check_bases(tensors: Iterable[Any]) -> None:
     """Call `check_base` for several tensors; free as long as no view of a redistributed copy was ever made."""
-    if _moved_copies.exist and any(getattr(base_of(x._local), "_is_moved_copy", False) for x in tensors):
+    if _moved_copies.exist and any(
+        getattr(base_of(x._local), "_is_moved_copy", False) for x in tensors
+    ):
         raise RuntimeError(
             "in-place operator on a view whose base had to be redistributed: the base would not change; "
             "write to the base, or call .clone() first to say that it should not"
@@ -84,7 +86,9 @@ class SlicedFrom:
     def __init__(self, base: ShardedTensor, index: Any) -> None:
         self._base, self._index = weakref.ref(base), index
         self._read = _version(base)
-        self._written: tuple[_Version, _Version] | None = None  # of base and copy, when the copy was assigned to the base
+        self._written: tuple[_Version, _Version] | None = (
+            None  # of base and copy, when the copy was assigned to the base
+        )
 
     @property
     def base(self) -> Any:
@@ -103,11 +107,15 @@ class SlicedFrom:
         if not _is_written_through(base):
             check_base(base)
         if torch.is_grad_enabled() and base.requires_grad and base.is_leaf:
-            raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
+            raise RuntimeError(
+                "a view of a leaf Variable that requires grad is being used in an in-place operation."
+            )
         with torch.set_grad_enabled(copy.requires_grad):
             is_current = self._read is not None and self._read == _version(base)
             current = copy if is_current else self._slice(base).redistribute(copy.spec)
-            copy._local = current._local.clone()  # without the mark of a copy, so it can be written to
+            copy._local = (
+                current._local.clone()
+            )  # without the mark of a copy, so it can be written to
         copy._sliced_from = None
         try:
             result = operator(copy, *args)
@@ -176,7 +184,9 @@ def write_through(operator: Callable[..., Any], x: Any, *args: Any) -> Any:
 
 def _is_same(index: Any, other: Any) -> bool:
     one, two = (i if isinstance(i, tuple) else (i,) for i in (index, other))
-    return len(one) == len(two) and all(type(a) is type(b) and a == b for a, b in zip(one, two, strict=True))
+    return len(one) == len(two) and all(
+        type(a) is type(b) and a == b for a, b in zip(one, two, strict=True)
+    )
 
 
 def _writing_through(operator: Callable[..., Any]) -> Callable[[Any, Any], Any]:

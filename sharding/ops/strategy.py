@@ -59,7 +59,13 @@ class OpStrategy:
         "spellings", "targets", "wrap",
     )  # fmt: skip
 
-    def __init__(self, func: Callable[..., Any], targets: Sequence[Layout] = (), moves: bool = False, outputs: Any = None) -> None:
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        targets: Sequence[Layout] = (),
+        moves: bool = False,
+        outputs: Any = None,
+    ) -> None:
         self.func, self.targets, self.moves, self.outputs = func, tuple(targets), moves, outputs
         self.container: Callable[[list[Any]], Any] = tuple
         self.in_place = False
@@ -85,7 +91,11 @@ _SLOTS = OpStrategy.__slots__
 
 
 def choose_strategy(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any], key: Sequence[Any]
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    operands: Sequence[Any],
+    key: Sequence[Any],
 ) -> OpStrategy:
     """Choose how to run an operator on these operands; `key` holds all that the strategy depends on.
 
@@ -97,7 +107,11 @@ def choose_strategy(
 
     Communication: none.
     """
-    with outside_of_transforms(), outside_of_program_modes(), thread_context.setting(on_stand_ins=True):
+    with (
+        outside_of_transforms(),
+        outside_of_program_modes(),
+        thread_context.setting(on_stand_ins=True),
+    ):
         layouts = [x._layout for x in operands]
         check_one_mesh(func, layouts)
         metas = [operand_meta(layout) for layout in layouts]
@@ -114,7 +128,9 @@ def choose_strategy(
         rule = rule_for(func, meta_args, meta_kwargs, metas)
         if rule is None:
             _check_operator(func)
-            return _gathered(func, layouts, meta_result(func, None, meta_args, meta_kwargs), in_place)
+            return _gathered(
+                func, layouts, meta_result(func, None, meta_args, meta_kwargs), in_place
+            )
         if rule.pointwise:
             result = _pointwise_result(func, rule, meta_args, meta_kwargs, key)
         else:
@@ -137,10 +153,14 @@ def name_of(func: Any) -> str:
     return getattr(func, "__name__", repr(func))
 
 
-def with_values(args: Sequence[Any], kwargs: dict[str, Any], values: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
+def with_values(
+    args: Sequence[Any], kwargs: dict[str, Any], values: Iterable[Any]
+) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments with each `ShardedTensor` replaced by the next value."""
     rest = iter(values)
-    return _substitute(args, rest), dict(zip(kwargs, _substitute(kwargs.values(), rest), strict=True))
+    return _substitute(args, rest), dict(
+        zip(kwargs, _substitute(kwargs.values(), rest), strict=True)
+    )
 
 
 def _substitute(items: Iterable[Any], values: Iterator[Any]) -> list[Any]:
@@ -168,7 +188,11 @@ def meta_numbers(items: Iterable[Any]) -> list[Any]:
         if type(item) in (list, tuple):
             item = type(item)(meta_numbers(item))
         elif isinstance(item, Tensor) and not isinstance(item, ShardedTensor):
-            item = torch.empty(item.shape, dtype=item.dtype, device="meta") if is_transformed(item) else item.detach().to("meta")
+            item = (
+                torch.empty(item.shape, dtype=item.dtype, device="meta")
+                if is_transformed(item)
+                else item.detach().to("meta")
+            )
         out.append(item)
     return out
 
@@ -186,7 +210,9 @@ def check_one_mesh(func: Callable[..., Any], layouts: Sequence[Layout]) -> None:
 # -- with a decomposition ----------------------------------------------------------------------------------------------
 
 
-def decomposition_for(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+def decomposition_for(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Callable[..., Any] | None:
     """Return the decomposition for operands with these layouts, if there is one; torch's own errors about the arguments come first."""
     maker = DECOMPOSITIONS.get(func)
     if maker is None:
@@ -229,7 +255,9 @@ def _fits_signature(maker: Callable[..., Any], args: Sequence[Any], kwargs: dict
     return True
 
 
-def meta_result(func: Callable[..., Any], made: Rule | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def meta_result(
+    func: Callable[..., Any], made: Rule | None, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     """Return the operator's result on meta tensors; None if its shape depends on values."""
     if made is not None and made.result is not None:
         return made.result
@@ -248,7 +276,11 @@ _dtypes: dict[Any, torch.dtype] = {}  # pointwise call, without shapes -> dtype 
 
 
 def _pointwise_result(
-    func: Callable[..., Any], made: Rule, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any]
+    func: Callable[..., Any],
+    made: Rule,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    key: Sequence[Any],
 ) -> Any:
     """Return `meta_result` of a pointwise operator, which is run once for each combination of dtypes.
 
@@ -281,7 +313,12 @@ def _broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size | None:
 
 
 def _from_rule(
-    func: Callable[..., Any], made: Rule, layouts: list[Layout], metas: list[Tensor], result: Any, in_place: bool
+    func: Callable[..., Any],
+    made: Rule,
+    layouts: list[Layout],
+    metas: list[Tensor],
+    result: Any,
+    in_place: bool,
 ) -> OpStrategy:
     position = {id(meta): i for i, meta in enumerate(metas)}
     order = [position[id(x)] for x in made.operands]
@@ -298,7 +335,9 @@ def _from_rule(
     outputs = _output_layouts(func, made, chosen.outputs, layouts[0], result)
     local = made.local or func
     if made.bind is not None:
-        local = made.bind(chosen.targets, [outputs] if isinstance(outputs, Layout) else outputs or [])
+        local = made.bind(
+            chosen.targets, [outputs] if isinstance(outputs, Layout) else outputs or []
+        )
     return make_strategy(func, local, layouts, targets, outputs, result, in_place)
 
 
@@ -326,7 +365,9 @@ def make_strategy(
     return strategy
 
 
-def _output_layouts(func: Callable[..., Any], made: Rule, specs: Sequence[P], like: Layout, result: Any) -> Any:
+def _output_layouts(
+    func: Callable[..., Any], made: Rule, specs: Sequence[P], like: Layout, result: Any
+) -> Any:
     """Return the layout of each result tensor; a rule with one spec gives it to all results.
 
     Raises:
@@ -343,15 +384,23 @@ def _output_layouts(func: Callable[..., Any], made: Rule, specs: Sequence[P], li
     return layouts[0] if isinstance(result, Tensor) else layouts
 
 
-def _check_describes(func: Callable[..., Any], dims: Sequence[Dim], sizes: dict[str, int], result: Tensor) -> None:
+def _check_describes(
+    func: Callable[..., Any], dims: Sequence[Dim], sizes: dict[str, int], result: Tensor
+) -> None:
     stated = [math.prod(sizes[f] for f in factors) if factors else None for factors in dims]
-    if len(dims) != result.ndim or any(n not in (None, size) for n, size in zip(stated, result.shape, strict=True)):
-        raise RuntimeError(f"the rule of {name_of(func)} gives dims {stated}, and the result has {list(result.shape)}")
+    if len(dims) != result.ndim or any(
+        n not in (None, size) for n, size in zip(stated, result.shape, strict=True)
+    ):
+        raise RuntimeError(
+            f"the rule of {name_of(func)} gives dims {stated}, and the result has {list(result.shape)}"
+        )
 
 
 def _container(result: Any) -> Callable[[list[Any]], Any]:
     """Return the type of torch's result: a tuple, a list, or a named tuple such as `torch.return_types.max`."""
-    return list if isinstance(result, list) else type(result) if isinstance(result, tuple) else tuple
+    return (
+        list if isinstance(result, list) else type(result) if isinstance(result, tuple) else tuple
+    )
 
 
 # -- without a rule ----------------------------------------------------------------------------------------------------
@@ -359,14 +408,20 @@ def _container(result: Any) -> Callable[[list[Any]], Any]:
 _warned: set[Any] = set()
 
 
-def _gathered(func: Callable[..., Any], layouts: list[Layout], result: Any, in_place: bool) -> OpStrategy:
+def _gathered(
+    func: Callable[..., Any], layouts: list[Layout], result: Any, in_place: bool
+) -> OpStrategy:
     """Return the strategy without a rule: every rank gathers whole operands, with a warning, and runs the operator on them."""
     if in_place:
         _check_writable(func, layouts, result)
     targets = [layout.replicated for layout in layouts]
     if targets != layouts and func not in _warned:
         _warned.add(func)
-        total = sum(layout.nbytes for layout, target in zip(layouts, targets, strict=True) if layout is not target)
+        total = sum(
+            layout.nbytes
+            for layout, target in zip(layouts, targets, strict=True)
+            if layout is not target
+        )
         text = f"{name_of(func)} has no sharding rule for this call: its inputs are gathered whole on every rank "
         warnings.warn_explicit(f"{text}({total:,} bytes here)", UserWarning, *user_line())
     run = partial(random.seeded, layouts[0].mesh, func) if func in RANDOM else func
@@ -376,7 +431,9 @@ def _gathered(func: Callable[..., Any], layouts: list[Layout], result: Any, in_p
 
 
 # Where torch's operators on values come from; methods of Tensor have no module.
-_OPERATOR_MODULES = frozenset({None, "torch", "torch.functional", "torch.nn.functional", "torch._tensor"})
+_OPERATOR_MODULES = frozenset(
+    {None, "torch", "torch.functional", "torch.nn.functional", "torch._tensor"}
+)
 
 
 def _check_operator(func: Callable[..., Any]) -> None:

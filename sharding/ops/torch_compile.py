@@ -69,7 +69,10 @@ def mark_entry(value: Any, *, calls_program: bool = False) -> Any:
     """Mark a public function, or the constructor of a public class, as `not_compiled`; return it."""
     f: Any = vars(value).get("__init__") if isinstance(value, type) else value
     if type(f) is FunctionType and not hasattr(f, "_torchdynamo_disable"):
-        not_compiled("shardmesh depends on state that compiled code does not see", calls_program=calls_program)(f)
+        not_compiled(
+            "shardmesh depends on state that compiled code does not see",
+            calls_program=calls_program,
+        )(f)
     return value
 
 
@@ -80,7 +83,9 @@ def flattening(x: Any) -> Any:
         AttributeError: always.
     """
     keep_compiler_out()
-    raise AttributeError(f"{type(x).__name__} has no __tensor_flatten__: torch.compile runs operators on it eagerly")
+    raise AttributeError(
+        f"{type(x).__name__} has no __tensor_flatten__: torch.compile runs operators on it eagerly"
+    )
 
 
 def refuse_jit_trace() -> None:

@@ -39,7 +39,9 @@ _RESHAPING: dict[Any, Callable[..., Any]] = {
 _VIEWS = frozenset((aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default))
 
 
-def torch_dispatch(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+def torch_dispatch(
+    cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+) -> Any:
     """Run an operator that C++ code calls on the wrapper: its `__torch_dispatch__`.
 
     Raises:
@@ -50,9 +52,15 @@ def torch_dispatch(cls: type, func: Any, types: Any, args: Sequence[Any] = (), k
 
     Communication: that of the operator; the first time a line has a plain operand, an all_gather of about 100 bytes.
     """
-    if func is aten.detach.default and not torch._C._is_torch_function_enabled():  # autograd, before it passes a tensor to a hook
+    if (
+        func is aten.detach.default and not torch._C._is_torch_function_enabled()
+    ):  # autograd, before it passes a tensor to a hook
         return args[0].detach()
-    if func.namespace != "aten" or in_foreign_forward_mode() or not torch._C._is_torch_function_enabled():
+    if (
+        func.namespace != "aten"
+        or in_foreign_forward_mode()
+        or not torch._C._is_torch_function_enabled()
+    ):
         return ShardedTensor._refuse_dispatch(func)
     kwargs = {} if kwargs is None else kwargs
     for x in pytree.tree_leaves((args, kwargs)):
@@ -102,7 +110,11 @@ def _without_history(x: ShardedTensor) -> ShardedTensor:
 
 def _wrapped(cls: type, x: ShardedTensor, requires_grad: bool) -> Any:
     out = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        cls, x._layout.shape, dtype=x._layout.dtype, device=x._local.device, requires_grad=requires_grad
+        cls,
+        x._layout.shape,
+        dtype=x._layout.dtype,
+        device=x._local.device,
+        requires_grad=requires_grad,
     )
     out._local, out._layout, out._lineage = x._local, x._layout, x._lineage
     return out

@@ -29,16 +29,27 @@ class MatrixOptimizer(torch.optim.Optimizer):
     algorithm: str
     most_dims: int | None = 2  # of a parameter that the algorithm takes; None for any number
 
-    def __init__(self, params: Any, defaults: dict[str, Any], adamw: Sequence[str], adamw_lr: float | None) -> None:
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], adamw: Sequence[str], adamw_lr: float | None
+    ) -> None:
         """`adamw`: patterns of names of matrices to step with AdamW; `adamw_lr`: its learning rate, by default that of the group."""
-        self._patterns, self._adamw_lr = tuple([adamw] if isinstance(adamw, str) else adamw), adamw_lr
+        self._patterns, self._adamw_lr = (
+            tuple([adamw] if isinstance(adamw, str) else adamw),
+            adamw_lr,
+        )
         self._matched: set[str] = set()
         super().__init__(params, defaults)
         unmatched = [pattern for pattern in self._patterns if pattern not in self._matched]
         if unmatched:
             names = [name for group in self.param_groups for name in group.get("param_names", ())]
-            known = f"the names are {names}" if names else "the parameters have no names: pass model.named_parameters()"
-            raise ValueError(f"{type(self).__name__}(adamw={list(self._patterns)}): no parameter matches {unmatched}; {known}")
+            known = (
+                f"the names are {names}"
+                if names
+                else "the parameters have no names: pass model.named_parameters()"
+            )
+            raise ValueError(
+                f"{type(self).__name__}(adamw={list(self._patterns)}): no parameter matches {unmatched}; {known}"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as in torch; matrices and other parameters become separate groups."""
@@ -79,9 +90,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Return the group split into one of matrices and one of other parameters, without empty ones."""
         params = [given["params"]] if isinstance(given["params"], Tensor) else list(given["params"])
         rest: Mapping[str, Any] = {name: value for name, value in given.items() if name != "params"}
-        matrices, others = ([p for p in params if self._is_matrix(p) == wanted] for wanted in (True, False))
+        matrices, others = (
+            [p for p in params if self._is_matrix(p) == wanted] for wanted in (True, False)
+        )
         rate = {} if self._adamw_lr is None else {"lr": self._adamw_lr}
-        groups = [{**rest, "params": matrices, "algorithm": self.algorithm}, {**rest, **rate, "params": others, "algorithm": ADAMW}]
+        groups = [
+            {**rest, "params": matrices, "algorithm": self.algorithm},
+            {**rest, **rate, "params": others, "algorithm": ADAMW},
+        ]
         return [group for group in groups if group["params"]] or groups[:1]
 
     def _is_matrix(self, given: Tensor | tuple[str, Tensor]) -> bool:
@@ -97,8 +113,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Raise a ValueError for other parameters in a group of matrices, and for complex ones."""
         if group["algorithm"] not in (self.algorithm, ADAMW):
             known = f"{self.algorithm!r} or {ADAMW!r}"
-            raise ValueError(f'{type(self).__name__}: "algorithm" of a group must be {known}, got {group["algorithm"]!r}')
-        group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+            raise ValueError(
+                f'{type(self).__name__}: "algorithm" of a group must be {known}, got {group["algorithm"]!r}'
+            )
+        group["params"] = (
+            [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        )
         for given in group["params"]:
             name, x = given if isinstance(given, tuple) else ("a parameter", given)
             if x.is_complex() or (group["algorithm"] != ADAMW and not self._has_dims(x)):
@@ -111,8 +131,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _named_grads(self) -> dict[str, Tensor]:
         found = {}
         for g, group in enumerate(self.param_groups):
-            names = group.get("param_names") or [f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))]
-            found.update({f"{name}.grad": p.grad for name, p in zip(names, group["params"], strict=True) if p.grad is not None})
+            names = group.get("param_names") or [
+                f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))
+            ]
+            found.update(
+                {
+                    f"{name}.grad": p.grad
+                    for name, p in zip(names, group["params"], strict=True)
+                    if p.grad is not None
+                }
+            )
         return found
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
@@ -121,7 +149,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
             return
         for p in params:
             if not self.state[p]:
-                zeros = {name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in ("exp_avg", "exp_avg_sq")}
+                zeros = {
+                    name: torch.zeros_like(p, memory_format=torch.preserve_format)
+                    for name in ("exp_avg", "exp_avg_sq")
+                }
                 self.state[p].update({"step": torch.tensor(0.0), **zeros})
         states = [self.state[p] for p in params]
         beta1, beta2 = group["betas"]
@@ -134,7 +165,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 def with_grads(groups: Sequence[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
     """Return the parameters with a gradient, each with its group."""
-    return [(p, group) for group in groups for p in group["params"] if p.grad is not None and p.numel()]
+    return [
+        (p, group) for group in groups for p in group["params"] if p.grad is not None and p.numel()
+    ]
 
 
 def as_number(lr: float | Tensor) -> float:

@@ -14,7 +14,11 @@ from ..tensor.sharded_tensor import ShardedTensor
 from .matrix_optimizer import MatrixOptimizer, as_number, check_not_negative, with_grads
 from .owners import matrix_shape, owners_of_matrices
 
-JORDAN = (3.4445, -4.7750, 2.0315)  # a x + b x^3 + c x^5 takes singular values of up to 1 to about 1
+JORDAN = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # a x + b x^3 + c x^5 takes singular values of up to 1 to about 1
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _MUON = seed_of("muon")
 
@@ -93,11 +97,22 @@ class Muon(MatrixOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
     ) -> None:
-        check_not_negative("Muon", lr=as_number(lr), weight_decay=weight_decay, momentum=momentum, eps=eps, ns_steps=ns_steps)
+        check_not_negative(
+            "Muon",
+            lr=as_number(lr),
+            weight_decay=weight_decay,
+            momentum=momentum,
+            eps=eps,
+            ns_steps=ns_steps,
+        )
         if adjust_lr_fn not in ADJUSTMENTS:
-            raise ValueError(f"Muon(adjust_lr_fn={adjust_lr_fn!r}): write one of {', '.join(map(repr, ADJUSTMENTS))}")
+            raise ValueError(
+                f"Muon(adjust_lr_fn={adjust_lr_fn!r}): write one of {', '.join(map(repr, ADJUSTMENTS))}"
+            )
         if len(ns_coefficients) != 3:
-            raise ValueError(f"Muon(ns_coefficients={ns_coefficients}): ns_coefficients must be three numbers, such as {JORDAN}")
+            raise ValueError(
+                f"Muon(ns_coefficients={ns_coefficients}): ns_coefficients must be three numbers, such as {JORDAN}"
+            )
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients,
             "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype, "flatten": flatten,
@@ -111,17 +126,27 @@ class Muon(MatrixOptimizer):
             updates.update(self._updates(group))
         places: dict[Any, list[Any]] = {}
         for p, group in with_grads(groups):
-            places.setdefault((p.mesh if isinstance(p, ShardedTensor) else None, group["ns_dtype"]), []).append((p, group))
+            places.setdefault(
+                (p.mesh if isinstance(p, ShardedTensor) else None, group["ns_dtype"]), []
+            ).append((p, group))
         for (mesh, dtype), some in places.items():
             given, settings = [updates[p] for p, _ in some], [group for _, group in some]
             if mesh is None:
-                found: Sequence[Tensor] = [_each_orthogonal(x.to(dtype), group) for x, group in zip(given, settings, strict=True)]
+                found: Sequence[Tensor] = [
+                    _each_orthogonal(x.to(dtype), group)
+                    for x, group in zip(given, settings, strict=True)
+                ]
             else:
                 found = _by_owners(given, settings, dtype) if mesh.coordinate is not None else given
             for (p, group), direction in zip(some, found, strict=True):
                 rate = as_number(group["lr"])
                 p.mul_(1 - rate * group["weight_decay"])
-                p.add_(direction, alpha=-adjusted(rate, group["adjust_lr_fn"], matrix_shape(p.shape, group["flatten"])))
+                p.add_(
+                    direction,
+                    alpha=-adjusted(
+                        rate, group["adjust_lr_fn"], matrix_shape(p.shape, group["flatten"])
+                    ),
+                )
 
     def _updates(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
         """Return the momentum after this step, with Nesterov's look-ahead if asked for, by parameter."""
@@ -130,24 +155,40 @@ class Muon(MatrixOptimizer):
             return {}
         for p in params:
             if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad, memory_format=torch.preserve_format)
-        grads, buffers = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
+                self.state[p]["momentum_buffer"] = torch.zeros_like(
+                    p.grad, memory_format=torch.preserve_format
+                )
+        grads, buffers = (
+            [p.grad for p in params],
+            [self.state[p]["momentum_buffer"] for p in params],
+        )
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-        found = torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers
+        found = (
+            torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers
+        )
         return dict(zip(params, found, strict=True))
 
 
-def _by_owners(matrices: Sequence[ShardedTensor], groups: Sequence[dict[str, Any]], dtype: torch.dtype) -> list[ShardedTensor]:
+def _by_owners(
+    matrices: Sequence[ShardedTensor], groups: Sequence[dict[str, Any]], dtype: torch.dtype
+) -> list[ShardedTensor]:
     """Return the orthogonalised matrices, with their layouts. Communication: two all_to_all."""
     layouts = tuple(x._layout for x in matrices)
-    owners = owners_of_matrices(layouts, tuple([group["flatten"] for group in groups]), _work, dtype)
+    owners = owners_of_matrices(
+        layouts, tuple([group["flatten"] for group in groups]), _work, dtype
+    )
     with comm_context(owners.group.world, mixed(_MUON, matrices)):
-        wholes = owners.gather([x._local.to(x.mesh.device) for x in matrices])  # parts may be offloaded to the host
+        wholes = owners.gather(
+            [x._local.to(x.mesh.device) for x in matrices]
+        )  # parts may be offloaded to the host
         for i in owners.mine:
             wholes[i] = _orthogonal(wholes[i], groups[owners.units[i].tensor])
         parts = [torch.empty_like(x._local, dtype=dtype, device=x.mesh.device) for x in matrices]
         owners.scatter(wholes, parts)
-    return [ShardedTensor._make(part.to(x.device), x._layout.replace(dtype=dtype)) for part, x in zip(parts, matrices, strict=True)]
+    return [
+        ShardedTensor._make(part.to(x.device), x._layout.replace(dtype=dtype))
+        for part, x in zip(parts, matrices, strict=True)
+    ]
 
 
 def _work(rows: int, columns: int) -> int:
@@ -158,7 +199,9 @@ def _work(rows: int, columns: int) -> int:
 def _orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
     """Return a whole matrix orthogonalised; it may have leading dims of one element, or several dims of columns if it is flattened."""
     matrix = x.reshape(matrix_shape(x.shape, group["flatten"]))
-    return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]).reshape(x.shape)
+    return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]).reshape(
+        x.shape
+    )
 
 
 def _each_orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
@@ -169,7 +212,9 @@ def _each_orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
     return torch.stack([_orthogonal(matrix, group) for matrix in matrices]).reshape(x.shape)
 
 
-def newton_schulz(x: Tensor, coefficients: Sequence[float] = JORDAN, steps: int = 5, eps: float = 1e-7) -> Tensor:
+def newton_schulz(
+    x: Tensor, coefficients: Sequence[float] = JORDAN, steps: int = 5, eps: float = 1e-7
+) -> Tensor:
     """newton_schulz(x) -> approximately U V^T of a plain x = U S V^T, in the dtype of x: singular values become 0.7 to 1.2.
 
     The quintic iteration of Jordan et al. 2024, https://kellerjordan.github.io/posts/muon, in torch's order of operations.
@@ -187,4 +232,8 @@ def newton_schulz(x: Tensor, coefficients: Sequence[float] = JORDAN, steps: int 
 def adjusted(lr: float, rule: str | None, shape: Sequence[int]) -> float:
     """Return the learning rate for a matrix of this shape, see `Muon`."""
     rows, columns = shape
-    return lr * (0.2 * math.sqrt(max(rows, columns)) if rule == "match_rms_adamw" else math.sqrt(max(1, rows / columns)))
+    return lr * (
+        0.2 * math.sqrt(max(rows, columns))
+        if rule == "match_rms_adamw"
+        else math.sqrt(max(1, rows / columns))
+    )

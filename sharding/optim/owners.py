@@ -53,25 +53,41 @@ class Owners:
         mine: the indices of the units that this rank owns.
     """
 
-    def __init__(self, layouts: Sequence[Layout], units: Sequence[MatrixUnit], dtype: torch.dtype) -> None:
+    def __init__(
+        self, layouts: Sequence[Layout], units: Sequence[MatrixUnit], dtype: torch.dtype
+    ) -> None:
         """`layouts`: of the tensors, on one mesh and with nothing pending; `dtype`: that of communication."""
         mesh: Any = layouts[0].mesh
         self.group: Group = mesh.group()
         name = f"{len(layouts)} matrices, {stable_hash(str([str(x) for x in layouts])):x}"
-        self.units, self._to_tag, self._from_tag = units, CommTag(f"{name} to their owners"), CommTag(f"{name} back from their owners")
+        self.units, self._to_tag, self._from_tag = (
+            units,
+            CommTag(f"{name} to their owners"),
+            CommTag(f"{name} back from their owners"),
+        )
         places, me = [mesh.coordinate_of(rank) for rank in self.group.ranks], self.group.rank
         held = _held_parts(layouts, units, places)
         self.owner = assign(units, held)
         self.mine = tuple(i for i, owner in enumerate(self.owner) if owner == me)
-        nodes, loads = [int(mesh.topology.node_ids(mesh)[place]) for place in places], [0] * len(places)
+        nodes, loads = (
+            [int(mesh.topology.node_ids(mesh)[place]) for place in places],
+            [0] * len(places),
+        )
         to_owners, from_owners, self._pieces = [], [], []
         for unit, owner, pieces in zip(units, self.owner, held, strict=True):
             nothing: Box = ((0, 0),) * len(unit.box)
-            have, piece, whole = layouts[unit.tensor].box, pieces[me] or nothing, unit.box if owner == me else nothing
+            have, piece, whole = (
+                layouts[unit.tensor].box,
+                pieces[me] or nothing,
+                unit.box if owner == me else nothing,
+            )
             to_owners.append((_transfers_to_owner(owner, pieces, nodes, loads), have, whole))
             from_owners.append((_transfers_from_owner(owner, pieces), whole, piece))
             self._pieces.append(slices(piece, box_origin(have)))
-        self._to_owners, self._from_owners = self._exchange(to_owners, dtype), self._exchange(from_owners, dtype)
+        self._to_owners, self._from_owners = (
+            self._exchange(to_owners, dtype),
+            self._exchange(from_owners, dtype),
+        )
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the whole unit for each owned one, an empty tensor for others, from local parts. Communication: one all_to_all."""
@@ -84,20 +100,33 @@ class Owners:
             if piece.numel():
                 into[unit.tensor][index].copy_(piece)
 
-    def _exchange(self, moves: Sequence[tuple[list[Transfer], Box, Box]], dtype: torch.dtype) -> Callable[..., Any]:
+    def _exchange(
+        self, moves: Sequence[tuple[list[Transfer], Box, Box]], dtype: torch.dtype
+    ) -> Callable[..., Any]:
         """Return one exchange for all units; each has the transfers of all ranks, and this rank's box before and after."""
         shares = [_share(transfers, have, want, self.group) for transfers, have, want in moves]
-        return AllToAllV(self.group, dtype, shares).start if any(transfers for transfers, *_ in moves) else _local_copy(shares, dtype)
+        return (
+            AllToAllV(self.group, dtype, shares).start
+            if any(transfers for transfers, *_ in moves)
+            else _local_copy(shares, dtype)
+        )
 
 
-def owners_of(layouts: tuple[Layout, ...], units: tuple[MatrixUnit, ...], dtype: torch.dtype) -> Owners:
+def owners_of(
+    layouts: tuple[Layout, ...], units: tuple[MatrixUnit, ...], dtype: torch.dtype
+) -> Owners:
     """Return the cached owners for these arguments. Communication: none."""
     key = "owners", layouts, units, dtype
-    return layouts[0].runners.get(key) or keep(layouts[0].runners, key, Owners(layouts, units, dtype), HEAVY_LIMIT)
+    return layouts[0].runners.get(key) or keep(
+        layouts[0].runners, key, Owners(layouts, units, dtype), HEAVY_LIMIT
+    )
 
 
 def owners_of_matrices(
-    layouts: tuple[Layout, ...], flattened: tuple[bool, ...], work: Callable[[int, int], int], dtype: torch.dtype
+    layouts: tuple[Layout, ...],
+    flattened: tuple[bool, ...],
+    work: Callable[[int, int], int],
+    dtype: torch.dtype,
 ) -> Owners:
     """Return the cached owners of all matrices of these tensors, see `matrix_units`. Communication: none."""
     key = "owners", layouts, flattened, work, dtype
@@ -111,13 +140,17 @@ def owners_of_matrices(
 Pieces = Sequence[Box | None]  # by rank
 
 
-def _held_parts(layouts: Sequence[Layout], units: Sequence[MatrixUnit], places: Sequence[Sequence[int]]) -> list[Pieces]:
+def _held_parts(
+    layouts: Sequence[Layout], units: Sequence[MatrixUnit], places: Sequence[Sequence[int]]
+) -> list[Pieces]:
     """Return for each unit the part that each rank has; computed once per layout and box."""
     found: dict[tuple[Layout, Box], Pieces] = {}
     for unit in units:
         layout = layouts[unit.tensor]
         if (layout, unit.box) not in found:
-            found[layout, unit.box] = [intersect(layout.box_at(place), unit.box) for place in places]
+            found[layout, unit.box] = [
+                intersect(layout.box_at(place), unit.box) for place in places
+            ]
     return [found[layouts[unit.tensor], unit.box] for unit in units]
 
 
@@ -131,7 +164,9 @@ def assign(units: Sequence[MatrixUnit], held: Sequence[Pieces]) -> tuple[int, ..
     """
     loads, owner = [0] * len(held[0]), [0] * len(units)
     for i in sorted(range(len(units)), key=lambda i: -units[i].work):
-        ranks = [rank for rank, piece in enumerate(held[i]) if piece == units[i].box] or range(len(loads))
+        ranks = [rank for rank, piece in enumerate(held[i]) if piece == units[i].box] or range(
+            len(loads)
+        )
         owner[i] = min(ranks, key=lambda rank: loads[rank])
         loads[owner[i]] += units[i].work
     return tuple(owner)
@@ -145,7 +180,9 @@ def layout_at(mesh: DeviceMesh, owner: int, shape: Sequence[int], dtype: torch.d
     return Layout.of(mesh, P(mesh.axis_names, sizes={mesh.axis_names: sizes}), shape, dtype)
 
 
-def _transfers_to_owner(owner: int, pieces: Pieces, nodes: Sequence[int], loads: list[int]) -> list[Transfer]:
+def _transfers_to_owner(
+    owner: int, pieces: Pieces, nodes: Sequence[int], loads: list[int]
+) -> list[Transfer]:
     """Return the transfers of what an owner lacks: from its own node if possible, from the rank that sends the least so far."""
     holders: dict[Box, list[int]] = {}
     for rank, piece in enumerate(pieces):
@@ -162,7 +199,11 @@ def _transfers_to_owner(owner: int, pieces: Pieces, nodes: Sequence[int], loads:
 
 def _transfers_from_owner(owner: int, pieces: Pieces) -> list[Transfer]:
     """Return the transfers from the owner to other ranks that hold parts."""
-    return [Transfer(owner, rank, piece) for rank, piece in enumerate(pieces) if piece is not None and rank != owner]
+    return [
+        Transfer(owner, rank, piece)
+        for rank, piece in enumerate(pieces)
+        if piece is not None and rank != owner
+    ]
 
 
 def _share(moves: Sequence[Transfer], have: Box, want: Box, group: Group) -> TensorShare:
@@ -178,7 +219,10 @@ def _share(moves: Sequence[Transfer], have: Box, want: Box, group: Group) -> Ten
 
 def _local_copy(shares: Sequence[TensorShare], dtype: torch.dtype) -> Callable[..., list[Tensor]]:
     """Return the local copy for units that need no communication."""
-    cuts = [None if share.kept is None else slices(share.kept, box_origin(share.have)) for share in shares]
+    cuts = [
+        None if share.kept is None else slices(share.kept, box_origin(share.have))
+        for share in shares
+    ]
     shapes = [box_shape(share.want) for share in shares]
 
     def run(tensors: list[Tensor], tag: CommTag) -> list[Tensor]:

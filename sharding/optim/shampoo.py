@@ -79,9 +79,17 @@ class Shampoo(MatrixOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
     ) -> None:
-        check_not_negative("Shampoo", lr=as_number(lr), momentum=momentum, weight_decay=weight_decay, epsilon=epsilon)
+        check_not_negative(
+            "Shampoo",
+            lr=as_number(lr),
+            momentum=momentum,
+            weight_decay=weight_decay,
+            epsilon=epsilon,
+        )
         if update_freq < 1 or block_size < 1:
-            raise ValueError(f"Shampoo(update_freq={update_freq}, block_size={block_size}): both must be at least 1")
+            raise ValueError(
+                f"Shampoo(update_freq={update_freq}, block_size={block_size}): both must be at least 1"
+            )
         defaults = {
             "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "epsilon": epsilon, "update_freq": update_freq,
             "block_size": block_size, "betas": betas, "adamw_eps": adamw_eps,
@@ -96,14 +104,18 @@ class Shampoo(MatrixOptimizer):
         for index, p in zip(saved, mine, strict=True):
             for name, x in state_dict["state"].get(index, {}).items():
                 if name.startswith(_SIDES):
-                    self.state[p][name] = x.to(p.mesh.device if isinstance(p, ShardedTensor) else p.device, copy=True)
+                    self.state[p][name] = x.to(
+                        p.mesh.device if isinstance(p, ShardedTensor) else p.device, copy=True
+                    )
 
     def _step_matrices(self, groups: Sequence[dict[str, Any]]) -> None:
         places: dict[Any, list[Any]] = {}
         for p, group in with_grads(groups):
             self._begin(p)
             mesh = p.mesh if isinstance(p, ShardedTensor) else None
-            places.setdefault((mesh, torch.promote_types(p.dtype, torch.float32)), []).append((p, group))
+            places.setdefault((mesh, torch.promote_types(p.dtype, torch.float32)), []).append(
+                (p, group)
+            )
         for (mesh, dtype), some in places.items():
             if mesh is None:
                 found = [self._alone(p, group, dtype) for p, group in some]
@@ -122,7 +134,9 @@ class Shampoo(MatrixOptimizer):
         rate, state = as_number(group["lr"]), self.state[p]
         if group["momentum"]:
             if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(p.grad, memory_format=torch.preserve_format)
+                state["momentum_buffer"] = torch.zeros_like(
+                    p.grad, memory_format=torch.preserve_format
+                )
             direction = state["momentum_buffer"].mul_(group["momentum"]).add_(direction)
         p.mul_(1 - rate * group["weight_decay"])
         p.add_(direction, alpha=-rate)
@@ -132,45 +146,79 @@ class Shampoo(MatrixOptimizer):
         direction = torch.empty_like(p, dtype=dtype)
         for b, box in enumerate(blocks(p.shape, group["block_size"])):
             index, state = slices(box), self._state_of(p, b, box, group, dtype, None)
-            direction[index] = _precondition(p.grad[index].to(dtype), state, group, self._renews(p, group))  # type: ignore[index]
+            direction[index] = _precondition(
+                p.grad[index].to(dtype), state, group, self._renews(p, group)
+            )  # type: ignore[index]
         return direction
 
-    def _by_owners(self, some: Sequence[Any], mesh: DeviceMesh, dtype: torch.dtype) -> list[ShardedTensor]:
+    def _by_owners(
+        self, some: Sequence[Any], mesh: DeviceMesh, dtype: torch.dtype
+    ) -> list[ShardedTensor]:
         """Return the directions of matrices on one mesh, with their layouts. Communication: two all_to_all."""
         grads = [p.grad for p, _ in some]
         layouts = tuple(g._layout for g in grads)
         units, numbers = _units(layouts, [group["block_size"] for _, group in some])
         owners = owners_of(layouts, units, dtype)
-        states = [self._owned_state(some[u.tensor], b, u, owners, i, dtype) for i, (u, b) in enumerate(zip(units, numbers, strict=True))]
+        states = [
+            self._owned_state(some[u.tensor], b, u, owners, i, dtype)
+            for i, (u, b) in enumerate(zip(units, numbers, strict=True))
+        ]
         with comm_context(owners.group.world, mixed(_SHAMPOO, grads)):
-            wholes = owners.gather([g._local.to(mesh.device) for g in grads])  # parts may be offloaded to the host
+            wholes = owners.gather(
+                [g._local.to(mesh.device) for g in grads]
+            )  # parts may be offloaded to the host
             for i in owners.mine:
                 p, group = some[units[i].tensor]
                 wholes[i] = _precondition(wholes[i], states[i], group, self._renews(p, group))
             parts = [torch.empty_like(g._local, dtype=dtype, device=mesh.device) for g in grads]
             owners.scatter(wholes, parts)
-        return [ShardedTensor._make(part.to(g.device), g._layout.replace(dtype=dtype)) for part, g in zip(parts, grads, strict=True)]
+        return [
+            ShardedTensor._make(part.to(g.device), g._layout.replace(dtype=dtype))
+            for part, g in zip(parts, grads, strict=True)
+        ]
 
     def _owned_state(
-        self, where: tuple[Any, dict[str, Any]], b: int, unit: MatrixUnit, owners: Owners, i: int, dtype: torch.dtype
+        self,
+        where: tuple[Any, dict[str, Any]],
+        b: int,
+        unit: MatrixUnit,
+        owners: Owners,
+        i: int,
+        dtype: torch.dtype,
     ) -> dict[str, Tensor]:
         p, group = where
         at = [layout_at(p.mesh, owners.owner[i], (n, n), dtype) for n in box_shape(unit.box)]
         return self._state_of(p, b, unit.box, group, dtype, at)
 
     def _state_of(
-        self, p: Any, b: int, box: Box, group: dict[str, Any], dtype: torch.dtype, at: Sequence[Layout] | None
+        self,
+        p: Any,
+        b: int,
+        box: Box,
+        group: dict[str, Any],
+        dtype: torch.dtype,
+        at: Sequence[Layout] | None,
     ) -> dict[str, Tensor]:
         """Return this rank's parts of the preconditioners of block `b` and their roots, by name; create missing ones."""
-        names = [*_SIDES, *(f"{side}_root" for side in _SIDES)] if group["update_freq"] > 1 else _SIDES
+        names = (
+            [*_SIDES, *(f"{side}_root" for side in _SIDES)] if group["update_freq"] > 1 else _SIDES
+        )
         found = {}
         for i, name in enumerate(names):
             n, layout = box_shape(box)[i % 2], None if at is None else at[i % 2]
             key = f"{name}_{b}"
             kept = self.state[p].get(key)
             if kept is None:
-                kept = _identity(n, group["epsilon"], dtype, p.device if layout is None else p.mesh.device, layout)
-            elif layout is not None and not isinstance(kept, ShardedTensor):  # loaded whole on every rank
+                kept = _identity(
+                    n,
+                    group["epsilon"],
+                    dtype,
+                    p.device if layout is None else p.mesh.device,
+                    layout,
+                )
+            elif layout is not None and not isinstance(
+                kept, ShardedTensor
+            ):  # loaded whole on every rank
                 kept = distribute_tensor(kept, p.mesh, layout.spec, src_data_rank=None)
             elif layout is not None and kept._layout is not layout:
                 kept = kept.redistribute(p.mesh, layout.spec)
@@ -190,10 +238,18 @@ def blocks(shape: Sequence[int], size: int) -> Iterator[Box]:
     return product(*([(start, min(start + size, n)) for start in range(0, n, size)] for n in shape))
 
 
-def _units(layouts: Sequence[Layout], sizes: Sequence[int]) -> tuple[tuple[MatrixUnit, ...], list[int]]:
+def _units(
+    layouts: Sequence[Layout], sizes: Sequence[int]
+) -> tuple[tuple[MatrixUnit, ...], list[int]]:
     """Return the blocks of all matrices, and the index of each in its matrix."""
-    numbered = [(i, b, box) for i, layout in enumerate(layouts) for b, box in enumerate(blocks(layout.shape, sizes[i]))]
-    return tuple(MatrixUnit(i, box, _work(*box_shape(box))) for i, _, box in numbered), [b for _, b, _ in numbered]
+    numbered = [
+        (i, b, box)
+        for i, layout in enumerate(layouts)
+        for b, box in enumerate(blocks(layout.shape, sizes[i]))
+    ]
+    return tuple(MatrixUnit(i, box, _work(*box_shape(box))) for i, _, box in numbered), [
+        b for _, b, _ in numbered
+    ]
 
 
 def _work(rows: int, columns: int) -> int:
@@ -201,14 +257,20 @@ def _work(rows: int, columns: int) -> int:
     return rows**3 + columns**3
 
 
-def _identity(n: int, scale: float, dtype: torch.dtype, device: torch.device, layout: Layout | None) -> Tensor:
+def _identity(
+    n: int, scale: float, dtype: torch.dtype, device: torch.device, layout: Layout | None
+) -> Tensor:
     """Return `scale` times the identity; with a layout, whole at the owner and without rows elsewhere."""
     if layout is None:
         return torch.eye(n, dtype=dtype, device=device) * scale
-    return ShardedTensor._make_guarded(torch.eye(*layout.local_shape, dtype=dtype, device=device) * scale, layout)
+    return ShardedTensor._make_guarded(
+        torch.eye(*layout.local_shape, dtype=dtype, device=device) * scale, layout
+    )
 
 
-def _precondition(g: Tensor, state: dict[str, Tensor], group: dict[str, Any], renews: bool) -> Tensor:
+def _precondition(
+    g: Tensor, state: dict[str, Tensor], group: dict[str, Any], renews: bool
+) -> Tensor:
     """Update the statistics of a whole block and return its direction."""
     state["left"].addmm_(g, g.mT)
     state["right"].addmm_(g.mT, g)

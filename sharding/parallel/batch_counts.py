@@ -57,7 +57,10 @@ def _uneven(ranks: Sequence[int], lengths: Sequence[int]) -> str:
     for rank, length in zip(ranks, lengths, strict=True):
         having.setdefault(length, []).append(rank)
     fewest_first = sorted(having.items(), key=lambda item: len(item[1]))
-    who = ", ".join(f"{ranks_text(some)} {'has' if len(some) == 1 else 'have'} {length}" for length, some in fewest_first)
+    who = ", ".join(
+        f"{ranks_text(some)} {'has' if len(some) == 1 else 'have'} {length}"
+        for length, some in fewest_first
+    )
     return (
         f"check_lengths: numbers of batches differ: {who}; make them equal, or write "
         f"`for batch in sm.parallel.uneven_inputs(loader, mesh)`: all stop after {min(lengths)}, or with mode='shadow' or "

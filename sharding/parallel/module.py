@@ -70,7 +70,9 @@ def distribute_module(
         module.register_forward_pre_hook(lambda m, inputs: settled(prepare_input(m, inputs, mesh)))
     if output_fn is not None:
         prepare_output = _with_module(output_fn, "output_fn")
-        module.register_forward_hook(lambda m, inputs, outputs: settled(prepare_output(m, outputs, mesh)))
+        module.register_forward_hook(
+            lambda m, inputs, outputs: settled(prepare_output(m, outputs, mesh))
+        )
     return module
 
 
@@ -95,7 +97,12 @@ def _with_module(function: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 def shard_parameter(
-    module: nn.Module, name: str, device_mesh: DeviceMesh, placements: Any = None, *, src_data_rank: int | None = 0
+    module: nn.Module,
+    name: str,
+    device_mesh: DeviceMesh,
+    placements: Any = None,
+    *,
+    src_data_rank: int | None = 0,
 ) -> None:
     """Replace the parameter or buffer `name` of a module by a sharded one.
 
@@ -106,13 +113,18 @@ def shard_parameter(
     """
     if module._parameters.get(name) is not None:
         module.register_parameter(
-            name, sharded_parameter(module._parameters[name], device_mesh, placements, src_data_rank)
+            name,
+            sharded_parameter(module._parameters[name], device_mesh, placements, src_data_rank),
         )
     elif (buffer := module._buffers.get(name)) is not None:
-        module._buffers[name] = distribute_tensor(buffer, device_mesh, placements, src_data_rank=src_data_rank)
+        module._buffers[name] = distribute_tensor(
+            buffer, device_mesh, placements, src_data_rank=src_data_rank
+        )
     else:
         known = [*module._parameters, *module._buffers]
-        raise AttributeError(f"{type(module).__name__} has no parameter or buffer {name!r}; it has {known}")
+        raise AttributeError(
+            f"{type(module).__name__} has no parameter or buffer {name!r}; it has {known}"
+        )
 
 
 def sharded_parameter(
@@ -133,7 +145,9 @@ def _replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | No
                 shard_parameter(module, name, mesh, src_data_rank=src_data_rank)
 
 
-Places = list[tuple[dict[str, Any], str]]  # modules' dicts of parameters or buffers, and names in them
+Places = list[
+    tuple[dict[str, Any], str]
+]  # modules' dicts of parameters or buffers, and names in them
 
 
 def _tied_places(module: nn.Module) -> list[Places]:
@@ -143,7 +157,11 @@ def _tied_places(module: nn.Module) -> list[Places]:
         for table in (submodule._parameters, submodule._buffers):
             for name, tensor in table.items():
                 places.setdefault(id(tensor), []).append((table, name))
-    return [found for found in places.values() if len(found) > 1 and found[0][0][found[0][1]] is not None]
+    return [
+        found
+        for found in places.values()
+        if len(found) > 1 and found[0][0][found[0][1]] is not None
+    ]
 
 
 def _tie(tied: list[Places]) -> None:

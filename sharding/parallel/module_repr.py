@@ -1,12 +1,12 @@
 """The layouts of a module's tensors: as a table, as a tree like `repr(module)`, and in the `repr` of a distributed module.
 
-    Block(
-      (up): Linear(
-        in_features=4, out_features=3, bias=True
-        weight: f32[3, 4] @ P('tp', None) on (tp=2)
-        bias: f32[3], plain
-      )
-    )
+Block(
+  (up): Linear(
+    in_features=4, out_features=3, bias=True
+    weight: f32[3, 4] @ P('tp', None) on (tp=2)
+    bias: f32[3], plain
+  )
+)
 """
 
 from __future__ import annotations
@@ -72,7 +72,11 @@ class TensorEntry:
 
     def row(self) -> list[str]:
         """Return the cells of the table."""
-        spec = title(self.layout).partition(" @ ")[2].rpartition(" on (")[0] if self.layout else "plain"
+        spec = (
+            title(self.layout).partition(" @ ")[2].rpartition(" on (")[0]
+            if self.layout
+            else "plain"
+        )
         local = str(list(self.local.shape)) if self.is_known else "not known yet"
         same = f"is {self.first}" if self.first != self.name else ""
         return [self.name, _kind(self.tensor), spec, local, f"{self.nbytes:,}", same]
@@ -97,16 +101,26 @@ def module_rich(module: nn.Module) -> Table:
     specs = sorted({row[2] for row in rows})
     for row in rows:
         shade = colour(specs.index(row[2]), len(specs))
-        table.add_row(*[coloured(cell, shade) if i == 2 else plain(cell) for i, cell in enumerate(row)])
+        table.add_row(
+            *[coloured(cell, shade) if i == 2 else plain(cell) for i, cell in enumerate(row)]
+        )
     return table
 
 
 def _table(module: nn.Module) -> tuple[list[list[str]], str]:
     """Return header and rows, and a line below them. A last column without entries is left out."""
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
     first: dict[int, str] = {}
-    found = [TensorEntry(name, tensor, first.setdefault(id(tensor), name)) for name, tensor in named]
-    rows = [["tensor", "global", "spec", "local", "bytes", "same tensor"], *[entry.row() for entry in found]]
+    found = [
+        TensorEntry(name, tensor, first.setdefault(id(tensor), name)) for name, tensor in named
+    ]
+    rows = [
+        ["tensor", "global", "spec", "local", "bytes", "same tensor"],
+        *[entry.row() for entry in found],
+    ]
     if all(entry.first == entry.name for entry in found):
         rows = [row[:-1] for row in rows]
     return rows, _footer([entry for entry in found if entry.first == entry.name])
@@ -139,12 +153,16 @@ def module_tree(module: nn.Module) -> str:
 
     Consecutive children with the same text are shown once, as `(0-3): 4 x Block(...)`.
     """
-    children = [(name, module_tree(child)) for name, child in module._modules.items() if child is not None]
+    children = [
+        (name, module_tree(child)) for name, child in module._modules.items() if child is not None
+    ]
     extra, tensors, name = own_extra_repr(module), tensor_lines(module), module._get_name()
     if not children and not tensors and "\n" not in extra:
         return f"{name}({extra})"
     lines = [*filter(None, [extra]), *tensors, *_folded(children)]
-    return "\n".join([f"{name}(", *["\n".join("  " + line for line in text.split("\n")) for text in lines], ")"])
+    return "\n".join(
+        [f"{name}(", *["\n".join("  " + line for line in text.split("\n")) for text in lines], ")"]
+    )
 
 
 def tensor_lines(module: nn.Module) -> list[str]:
@@ -153,7 +171,9 @@ def tensor_lines(module: nn.Module) -> list[str]:
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None:
             layout = getattr(tensor, "_layout", None)
-            lines.append(f"{name}: {f'{_kind(tensor)}, plain' if layout is None else title(layout)}")
+            lines.append(
+                f"{name}: {f'{_kind(tensor)}, plain' if layout is None else title(layout)}"
+            )
     return [*lines, *_hook_lines(module)]
 
 
@@ -167,7 +187,11 @@ def _folded(children: Iterable[tuple[str, str]]) -> list[str]:
     lines = []
     for text, group in itertools.groupby(children, lambda child: child[1]):
         names = [name for name, _ in group]
-        lines.append(f"({names[0]}): {text}" if len(names) == 1 else f"({names[0]}-{names[-1]}): {len(names)} x {text}")
+        lines.append(
+            f"({names[0]}): {text}"
+            if len(names) == 1
+            else f"({names[0]}-{names[-1]}): {len(names)} x {text}"
+        )
     return lines
 
 
@@ -176,7 +200,11 @@ def _folded(children: Iterable[tuple[str, str]]) -> list[str]:
 
 def show_layouts_in_repr(module: nn.Module) -> None:
     """Show the layouts of the module's own tensors in `repr(module)`; an `extra_repr` that was set on the instance is kept."""
-    if "extra_repr" not in module.__dict__ and [*module._parameters, *module._buffers, *_hook_lines(module)]:
+    if "extra_repr" not in module.__dict__ and [
+        *module._parameters,
+        *module._buffers,
+        *_hook_lines(module),
+    ]:
         module.extra_repr = LayoutRepr(module)
 
 
@@ -198,7 +226,11 @@ class LayoutRepr:
 
     def __call__(self) -> str:
         module = self._module()
-        return "" if module is None else "\n".join(filter(None, [own_extra_repr(module), *tensor_lines(module)]))
+        return (
+            ""
+            if module is None
+            else "\n".join(filter(None, [own_extra_repr(module), *tensor_lines(module)]))
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayoutRepr:
         module: Any = self._module()

@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from ...mesh.text import elided, rank_ranges, table_lines
 from ..layout.layout import Layout
-from ..layout.shard_holders import Interval, holders, page_title, pages, parts, pending_mark, shown_dims, title
+from ..layout.shard_holders import (
+    Interval,
+    holders,
+    page_title,
+    pages,
+    parts,
+    pending_mark,
+    shown_dims,
+    title,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,9 +77,19 @@ class RankTable:
         found = pages(layout, dims) if rows and cols else []
         shown = [page for page in elided(found, MAX_PAGES) if page is not None]
         titles = [page_title(layout, page) if len(found) > 1 else "" for page in shown]
-        counts = {"rows": (len(rows), MAX_ROWS), "columns": (len(cols), MAX_COLUMNS), "pages": (len(found), MAX_PAGES)}
-        hidden = [f"{there - most:,} of {there:,} {name}" for name, (there, most) in counts.items() if there > most]
-        drawn = [_page(layout, name, page, rows, cols) for name, page in zip(titles, shown, strict=True)]
+        counts = {
+            "rows": (len(rows), MAX_ROWS),
+            "columns": (len(cols), MAX_COLUMNS),
+            "pages": (len(found), MAX_PAGES),
+        }
+        hidden = [
+            f"{there - most:,} of {there:,} {name}"
+            for name, (there, most) in counts.items()
+            if there > most
+        ]
+        drawn = [
+            _page(layout, name, page, rows, cols) for name, page in zip(titles, shown, strict=True)
+        ]
         return RankTable(layout, tuple(drawn), f"not shown: {', '.join(hidden)}" if hidden else "")
 
     def text(self) -> str:
@@ -99,15 +118,31 @@ class RankTable:
 
 
 def _page(
-    layout: Layout, name: str, page: Sequence[Any], row_parts: Sequence[Any], col_parts: Sequence[Any]
+    layout: Layout,
+    name: str,
+    page: Sequence[Any],
+    row_parts: Sequence[Any],
+    col_parts: Sequence[Any],
 ) -> tuple[tuple[Cell, ...], ...]:
-    row_dim, col_dim = [None, None, *[dim for dim in range(len(layout.shape)) if page[dim] is None]][-2:]
+    row_dim, col_dim = [
+        None,
+        None,
+        *[dim for dim in range(len(layout.shape)) if page[dim] is None],
+    ][-2:]
     fixed = [part for part in page if part is not None]
     # Numbered, since an interval may be None, which `elided` uses for omitted ones.
-    rows, cols = elided(list(enumerate(row_parts)), MAX_ROWS), elided(list(enumerate(col_parts)), MAX_COLUMNS)
-    lines = [(Cell(name), *[GAP if col is None else _label(layout, col_dim, col[1]) for col in cols])]
+    rows, cols = (
+        elided(list(enumerate(row_parts)), MAX_ROWS),
+        elided(list(enumerate(col_parts)), MAX_COLUMNS),
+    )
+    lines = [
+        (Cell(name), *[GAP if col is None else _label(layout, col_dim, col[1]) for col in cols])
+    ]
     for row in rows:
-        cells = [GAP if row is None or col is None else _cell(layout, [*fixed, row[1], col[1]]) for col in cols]
+        cells = [
+            GAP if row is None or col is None else _cell(layout, [*fixed, row[1], col[1]])
+            for col in cols
+        ]
         lines.append((GAP if row is None else _label(layout, row_dim, row[1]), *cells))
     return tuple(lines)
 
@@ -139,7 +174,9 @@ def rich_table(name: str, caption: str) -> Table:
         from rich.table import Table
         from rich.text import Text
     except ImportError as error:
-        raise ImportError("style='rich' needs rich, which is not installed: pip install shardmesh[viz], or use style='text'") from error
+        raise ImportError(
+            "style='rich' needs rich, which is not installed: pip install shardmesh[viz], or use style='text'"
+        ) from error
     texts: Any = {"title": Text(name), "caption": Text(caption) if caption else None}
     return Table(**texts, box=box.SIMPLE, title_justify="left", caption_justify="left")
 

@@ -14,7 +14,11 @@ def redistribute_operands(tensors: Sequence[Any], targets: Sequence[Layout]) -> 
 
     Communication: that of `redistribute_many`, for the others.
     """
-    moving = [i for i, (x, target) in enumerate(zip(tensors, targets, strict=True)) if x._layout is not target]
+    moving = [
+        i
+        for i, (x, target) in enumerate(zip(tensors, targets, strict=True))
+        if x._layout is not target
+    ]
     found = list(tensors)
     if moving:
         moved = redistribute_many([tensors[i] for i in moving], [targets[i].spec for i in moving])

@@ -124,12 +124,18 @@ def uneven_inputs(
         ...     train_step(batch)
     """
     if mode not in MODES:
-        raise ValueError(f"uneven_inputs(mode={mode!r}): write one of {', '.join(map(repr, MODES))}")
+        raise ValueError(
+            f"uneven_inputs(mode={mode!r}): write one of {', '.join(map(repr, MODES))}"
+        )
     if count is not None and mode != "shadow":
-        raise ValueError(f"uneven_inputs(count=..., mode={mode!r}): only mode='shadow' has weights; leave count out")
+        raise ValueError(
+            f"uneven_inputs(count=..., mode={mode!r}): only mode='shadow' has weights; leave count out"
+        )
     mesh = given_or_current(mesh)
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"uneven_inputs(loader, mesh, axes): mesh must be a DeviceMesh, got {mesh!r}")
+        raise TypeError(
+            f"uneven_inputs(loader, mesh, axes): mesh must be a DeviceMesh, got {mesh!r}"
+        )
     exchange = _StepExchange(mesh, _positions(mesh, axes))
     samples_of = (lambda batch: 0) if mode == "stop" else count or _rows_of
     return _steps(_turns(loader, samples_of), exchange, mode)
@@ -234,7 +240,9 @@ class _StepExchange:
     def send(self, mine: _Turn) -> None:
         """Start sending this rank's state. Communication: one all_gather of 16 bytes, still under way when this returns."""
         with self._stream:
-            self._mine = torch.tensor([mine.state, mine.samples], dtype=torch.int64, device=self.device)
+            self._mine = torch.tensor(
+                [mine.state, mine.samples], dtype=torch.int64, device=self.device
+            )
             self._received = self._mine.new_empty(self.group.size, 2)
             self._work = self.group.all_gather(self._received, self._mine, async_op=True)
 
@@ -285,8 +293,13 @@ def _check(exchange: _StepExchange, mine: _Turn, received: np.ndarray, step: int
 def _unlike(exchange: _StepExchange, received: np.ndarray, step: int, where: np.ndarray) -> str:
     mesh = exchange.mesh
     same = tuple(int(i) if axis in exchange.along else slice(None) for axis, i in enumerate(where))
-    who = "; ".join(f"rank {exchange.group.ranks[i]} has {_words(*received[i])}" for i in exchange.places[same].flatten())
-    split, others = ([mesh.axis_names[i] for i in axes] for axes in (exchange.along, exchange.replicated))
+    who = "; ".join(
+        f"rank {exchange.group.ranks[i]} has {_words(*received[i])}"
+        for i in exchange.places[same].flatten()
+    )
+    split, others = (
+        [mesh.axis_names[i] for i in axes] for axes in (exchange.along, exchange.replicated)
+    )
     return (
         f"join over {split} of {mesh!r}: ranks that differ only along {others} must have the same batches, but in step {step} {who}. "
         f"Choose a rank's batches by mesh.get_local_rank(axis) of {split}; or, if each rank has its own, pass axes={mesh.axis_names}"
@@ -301,9 +314,13 @@ def _words(state: int, samples: int) -> str:
 
 def _raise(exchange: _StepExchange, mine: _Turn, step: int) -> None:
     """Raise this rank's own error, or a PeerError for those of others."""
-    received = exchange.group.all_gather_object(None if mine.error is None else _seen(exchange, mine.error))
+    received = exchange.group.all_gather_object(
+        None if mine.error is None else _seen(exchange, mine.error)
+    )
     if mine.error is not None:
-        mine.error.add_note(f"in the loader, for step {step} of sm.parallel.uneven_inputs; ranks that had a batch raise PeerError")
+        mine.error.add_note(
+            f"in the loader, for step {step} of sm.parallel.uneven_inputs; ranks that had a batch raise PeerError"
+        )
         raise mine.error
     raise _peer_error([one for one in received if one is not None], step)
 
@@ -313,7 +330,9 @@ def _seen(exchange: _StepExchange, error: Exception) -> tuple[Observation, str]:
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     call = f"next(loader) raised {traceback.format_exception_only(error)[-1].strip()}"
-    return Observation(exchange.group.world.rank, call, place), "".join(traceback.format_exception(error)).rstrip()
+    return Observation(exchange.group.world.rank, call, place), "".join(
+        traceback.format_exception(error)
+    ).rstrip()
 
 
 def _peer_error(received: Sequence[tuple[Observation, str]], step: int) -> PeerError:
@@ -376,7 +395,9 @@ def _first_batch(exchange: _StepExchange, mine: _Turn, received: np.ndarray) -> 
     if has.all():
         return mine.batch
     sender = int(has.argmax())
-    packed = exchange.group.all_gather_object(_packed(mine.batch) if exchange.group.rank == sender else None)[sender]
+    packed = exchange.group.all_gather_object(
+        _packed(mine.batch) if exchange.group.rank == sender else None
+    )[sender]
     return mine.batch if mine.state == _HAS else _unpacked(packed, exchange.mesh.device)
 
 
@@ -416,4 +437,6 @@ def _packed_leaf(leaf: Any, rows: int | None) -> Any:
 
 
 def _unpacked(packed: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.unpacked(device) if isinstance(leaf, _Array) else leaf, packed)
+    return pytree.tree_map(
+        lambda leaf: leaf.unpacked(device) if isinstance(leaf, _Array) else leaf, packed
+    )

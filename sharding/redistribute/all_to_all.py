@@ -70,7 +70,11 @@ def _packings(
     """
     by_peer = [[boxes[p] for _, boxes in tensors] for p in range(len(tensors[0][1]))]
     splits = [sum(map(_numel, boxes)) for boxes in by_peer]
-    starts = iter(accumulate((box_size(box) for peer in by_peer for boxes in peer for box in boxes), initial=0))
+    starts = iter(
+        accumulate(
+            (box_size(box) for peer in by_peer for boxes in peer for box in boxes), initial=0
+        )
+    )
     found: list[tuple[list[Box], list[int]]] = [([], []) for _ in tensors]
     for peer in by_peer:
         for (boxes, offsets), mine, (local, _) in zip(found, peer, tensors, strict=True):
@@ -79,7 +83,9 @@ def _packings(
                 offsets.append(next(starts))
     if len(tensors) == 1:  # one after the other, which is the default
         return [make(box_shape(tensors[0][0]), found[0][0])], splits
-    return [make(box_shape(local), *packing) for (local, _), packing in zip(tensors, found, strict=True)], splits
+    return [
+        make(box_shape(local), *packing) for (local, _), packing in zip(tensors, found, strict=True)
+    ], splits
 
 
 class AllToAllV(Collective):
@@ -97,7 +103,9 @@ class AllToAllV(Collective):
         self.packs, self.in_splits = _packs(shares)
         self.unpacks, self.out_splits = _unpacks(shares)
         self.shapes, self.total = [box_shape(share.want) for share in shares], sum(self.out_splits)
-        self.receives_in_place = len(shares) == 1 and shares[0].kept is None and self.unpacks[0].zero_copy
+        self.receives_in_place = (
+            len(shares) == 1 and shares[0].kept is None and self.unpacks[0].zero_copy
+        )
 
     def start(
         self,
@@ -111,7 +119,9 @@ class AllToAllV(Collective):
         if outs is None and not self.receives_in_place:
             # naming the dtype takes torch longer
             outs = [
-                x.new_empty(shape) if x.dtype is self.dtype else x.new_empty(shape, dtype=self.dtype)
+                x.new_empty(shape)
+                if x.dtype is self.dtype
+                else x.new_empty(shape, dtype=self.dtype)
                 for x, shape in zip(tensors, self.shapes, strict=True)
             ]
         for keep, x, out in zip(self.keeps, tensors, outs or (), strict=False):
@@ -119,7 +129,9 @@ class AllToAllV(Collective):
         sent = packed(self.packs, tensors, sum(self.in_splits), self.dtype)
         received = sent.new_empty(self.total)
         tensors.clear()
-        work = self.group.all_to_all(received, sent, self.out_splits, self.in_splits, async_op, tag=tag)
+        work = self.group.all_to_all(
+            received, sent, self.out_splits, self.in_splits, async_op, tag=tag
+        )
         return results(work, partial(unpack_many, self.unpacks, received, outs))
 
 
@@ -138,11 +150,21 @@ class AllToAllReduce(Collective):
     `recvs` at its own index, see `sent_to_self`.
     """
 
-    def __init__(self, group: Group, kind: str, dtype: torch.dtype, shares: Sequence[TensorShare], scale: float | None = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        kind: str,
+        dtype: torch.dtype,
+        shares: Sequence[TensorShare],
+        scale: float | None = None,
+    ) -> None:
         self.group, self.dtype, self.scale = group, dtype, scale
         self.packs, self.in_splits = _packs(shares)
         stacks, self.out_splits = _stacks(shares)
-        self.combines = [compile_combine(box_shape(share.want), found, kind) for share, found in zip(shares, stacks, strict=True)]
+        self.combines = [
+            compile_combine(box_shape(share.want), found, kind)
+            for share, found in zip(shares, stacks, strict=True)
+        ]
         self.total = sum(self.out_splits)
 
     def start(
@@ -157,7 +179,9 @@ class AllToAllReduce(Collective):
         sent = packed(self.packs, tensors, sum(self.in_splits), self.dtype, self.scale)
         received = sent.new_empty(self.total)
         tensors.clear()
-        work = self.group.all_to_all(received, sent, self.out_splits, self.in_splits, async_op, tag=tag)
+        work = self.group.all_to_all(
+            received, sent, self.out_splits, self.in_splits, async_op, tag=tag
+        )
         return results(work, partial(combine_many, self.combines, received, outs))
 
 
@@ -178,7 +202,9 @@ def _stacks(shares: Sequence[TensorShare]) -> tuple[list[dict[Box, list[int]]], 
 class CollectivePermute(Collective):
     """permute: one box to one rank, one from one rank."""
 
-    def __init__(self, group: Group, dtype: torch.dtype, dst: int, src: int, shape: Sequence[int]) -> None:
+    def __init__(
+        self, group: Group, dtype: torch.dtype, dst: int, src: int, shape: Sequence[int]
+    ) -> None:
         self.group, self.dtype, self.dst, self.src, self.shape = group, dtype, dst, src, shape
 
     def start(
@@ -199,13 +225,17 @@ class CollectivePermute(Collective):
 
 # -- several collectives for one result --------------------------------------------------------------------------------
 
-FillResult = Callable[[Tensor, Tensor, CommTag | None], None]  # (this rank's tensor, the result, tag): writes a part of the result
+FillResult = Callable[
+    [Tensor, Tensor, CommTag | None], None
+]  # (this rank's tensor, the result, tag): writes a part of the result
 
 
 class CollectiveSequence(Collective):
     """Several collectives, one after the other, that fill one result."""
 
-    def __init__(self, dtype: torch.dtype, shape: Sequence[int], fills: Sequence[FillResult]) -> None:
+    def __init__(
+        self, dtype: torch.dtype, shape: Sequence[int], fills: Sequence[FillResult]
+    ) -> None:
         self.dtype, self.shape, self.fills = dtype, shape, fills
 
     def start(
@@ -230,7 +260,10 @@ def keep_local(share: TensorShare) -> FillResult:
     """Return a function that copies the elements that the rank already holds into the result."""
     if share.kept is None:
         return lambda x, out, tag: None
-    before, after = slices(share.kept, box_origin(share.have)), slices(share.kept, box_origin(share.want))
+    before, after = (
+        slices(share.kept, box_origin(share.have)),
+        slices(share.kept, box_origin(share.want)),
+    )
     return lambda x, out, tag: out.__setitem__(after, x[before])
 
 
@@ -260,7 +293,10 @@ def _pack_from_both(share: TensorShare) -> Callable[[Tensor, Tensor, Tensor], No
         boxes.append(shift(box, box_origin(local)))
         offsets.append(start)
         start += box_size(box)
-    from_x, from_out = compile_pack(box_shape(share.have), *held), compile_pack(box_shape(share.want), *received)
+    from_x, from_out = (
+        compile_pack(box_shape(share.have), *held),
+        compile_pack(box_shape(share.want), *received),
+    )
 
     def fill(x: Tensor, out: Tensor, sent: Tensor) -> None:
         from_x(x, sent)

@@ -24,7 +24,9 @@ from .linear import apply_node, cast, is_linear, redistribute_linear, start_line
 from .pending_kinds import redistribute_nonlinear
 
 
-def redistribute_local(local: Tensor, src: Layout, dst: Layout, *, backward_dtype: torch.dtype | None = None) -> Tensor:
+def redistribute_local(
+    local: Tensor, src: Layout, dst: Layout, *, backward_dtype: torch.dtype | None = None
+) -> Tensor:
     """Take this rank's part of a tensor from layout `src` to layout `dst`.
 
     The result may share memory with `local` if the plan is a slice.
@@ -85,19 +87,31 @@ def start_redistribute(
     if not tensors:
         return list
     if transforming():
-        moved = [redistribute_local(x, *pair, backward_dtype=backward_dtype) for x, pair in zip(tensors, pairs, strict=True)]
+        moved = [
+            redistribute_local(x, *pair, backward_dtype=backward_dtype)
+            for x, pair in zip(tensors, pairs, strict=True)
+        ]
         tensors.clear()
         return lambda: moved
     nonlinear = [
-        i for i, x in enumerate(tensors) if x.requires_grad and torch.is_grad_enabled() and not is_linear(*pairs[i])
+        i
+        for i, x in enumerate(tensors)
+        if x.requires_grad and torch.is_grad_enabled() and not is_linear(*pairs[i])
     ]
     if not nonlinear:
         return start_linear(tensors, pairs, backward_dtype, donate=donate, outs=outs, **options)
-    results = {i: redistribute_nonlinear(tensors[i], *pairs[i], backward_dtype, **options) for i in nonlinear}
+    results = {
+        i: redistribute_nonlinear(tensors[i], *pairs[i], backward_dtype, **options)
+        for i in nonlinear
+    }
     rest = [i for i in range(len(tensors)) if i not in results]
     given = [tensors[i] for i in rest]
     tensors.clear()
-    wait = start_linear(given, [pairs[i] for i in rest], backward_dtype, donate=donate, **options) if rest else list
+    wait = (
+        start_linear(given, [pairs[i] for i in rest], backward_dtype, donate=donate, **options)
+        if rest
+        else list
+    )
 
     def wait_all() -> list[Tensor]:
         results.update(zip(rest, wait(), strict=True))
@@ -106,7 +120,9 @@ def start_redistribute(
     return wait_all
 
 
-def with_gradient_of_redistribute(local: Tensor, src: Layout, dst: Layout, result: Tensor) -> Tensor:
+def with_gradient_of_redistribute(
+    local: Tensor, src: Layout, dst: Layout, result: Tensor
+) -> Tensor:
     """Return `result`, which equals `redistribute_local(local, src, dst)` but was computed in another way, with its gradient.
 
     Communication: none forward; backward, the plan's between the duals.

@@ -78,7 +78,9 @@ class _CrossMeshRedistribute(torch.autograd.Function):
     """The all_to_all_v between two meshes; its backward is the one between the duals."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, exchange: CrossMeshExchange, backward_dtype: torch.dtype | None) -> Tensor:
+    def forward(
+        ctx: Any, local: Tensor, exchange: CrossMeshExchange, backward_dtype: torch.dtype | None
+    ) -> Tensor:
         ctx.exchange, ctx.backward_dtype, ctx.dtype = exchange, backward_dtype, local.dtype
         return exchange(local)
 
@@ -86,7 +88,10 @@ class _CrossMeshRedistribute(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         comm_dtype = grad.dtype if ctx.backward_dtype is None else ctx.backward_dtype
-        src, dst = (layout.dual.replace(dtype=comm_dtype) for layout in (ctx.exchange.target, ctx.exchange.source))
+        src, dst = (
+            layout.dual.replace(dtype=comm_dtype)
+            for layout in (ctx.exchange.target, ctx.exchange.source)
+        )
         return redistribute_cross_mesh(grad.to(comm_dtype), src, dst).to(ctx.dtype), None, None
 
 
@@ -106,7 +111,11 @@ class CrossMeshExchange:
         share = _share(plan, world.rank)
         self._have, self._shape = box_shape(share.have), self.target.local_shape
         takes_part = plan.transfers and world.rank in plan.ranks
-        self._exchange = AllToAllV(world.group(plan.ranks), plan.src.dtype, [share]).start if takes_part else None
+        self._exchange = (
+            AllToAllV(world.group(plan.ranks), plan.src.dtype, [share]).start
+            if takes_part
+            else None
+        )
         self._keep = _keep_local(share)
 
     def __call__(self, local: Tensor) -> Tensor:

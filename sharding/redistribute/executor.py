@@ -27,7 +27,14 @@ from ..layout.bounded_cache import HEAVY_LIMIT, keep
 from ..layout.layout import Layout
 from .packed_collectives import AsyncResults, Collective
 from .plan import Plan, Step, plan
-from .step_collectives import LocalRun, bucket_key, can_scale, compile_collective, compile_local, device_mesh
+from .step_collectives import (
+    LocalRun,
+    bucket_key,
+    can_scale,
+    compile_collective,
+    compile_local,
+    device_mesh,
+)
 
 _NAMED = 4  # number of tensors of a bucket that are named in errors
 Pair = tuple[Layout, Layout]
@@ -46,8 +53,15 @@ class _Bucket:
 
     __slots__ = ("collective", "is_all_reduce", "is_final", "members")
 
-    def __init__(self, members: list[int], collective: Collective, is_all_reduce: bool, is_final: bool) -> None:
-        self.members, self.collective, self.is_all_reduce, self.is_final = members, collective, is_all_reduce, is_final
+    def __init__(
+        self, members: list[int], collective: Collective, is_all_reduce: bool, is_final: bool
+    ) -> None:
+        self.members, self.collective, self.is_all_reduce, self.is_final = (
+            members,
+            collective,
+            is_all_reduce,
+            is_final,
+        )
 
 
 class _Stage:
@@ -73,13 +87,24 @@ class _Stage:
             steps = [segments[i][-1] for i in members]
             scales = {_exact_scale(local[i]) for i in members}
             scale = scales.pop() if len(scales) == 1 and can_scale(steps[0]) else None
-            if scale is not None:  # the division of an average is done while packing, with the same bits
+            if (
+                scale is not None
+            ):  # the division of an average is done while packing, with the same bits
                 for i in members:
                     local[i] = local[i][:-1]
             collective = compile_collective(steps, scale)
-            self.buckets.append(_Bucket(members, collective, steps[0].op == "all_reduce", all(is_final[i] for i in members)))
+            self.buckets.append(
+                _Bucket(
+                    members,
+                    collective,
+                    steps[0].op == "all_reduce",
+                    all(is_final[i] for i in members),
+                )
+            )
         self.makes_new = [any(step.op == "scale" for step in steps) for steps in local]
-        self.before: list[list[LocalRun]] = [[compile_local(step) for step in steps] for steps in local]
+        self.before: list[list[LocalRun]] = [
+            [compile_local(step) for step in steps] for steps in local
+        ]
 
 
 def _exact_scale(steps: Sequence[Step]) -> float | None:
@@ -105,13 +130,19 @@ class Executor:
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         meshes = [device_mesh(p.src) for p in plans]
-        steps = [p.steps if mesh.coordinate is not None else () for p, mesh in zip(plans, meshes, strict=True)]
+        steps = [
+            p.steps if mesh.coordinate is not None else ()
+            for p, mesh in zip(plans, meshes, strict=True)
+        ]
         segments, last = zip(*map(_segments, steps), strict=True)
         depth = max(map(len, segments))
         self.stages = [
             _Stage(
                 [found[k] if k < len(found) else () for found in segments],
-                [k == len(found) - 1 and not rest for found, rest in zip(segments, last, strict=True)],
+                [
+                    k == len(found) - 1 and not rest
+                    for found, rest in zip(segments, last, strict=True)
+                ],
             )
             for k in range(depth)
         ]
@@ -119,7 +150,9 @@ class Executor:
         self._dtypes = [p.dst.dtype for p in plans]
         self._tag = CommTag(_name(plans))
         self._runs = self._sequential() if len(plans) == 1 else []
-        self._meta_result = plans[0].dst if meshes[0].device_type != "meta" else None  # the result for a part on "meta"
+        self._meta_result = (
+            plans[0].dst if meshes[0].device_type != "meta" else None
+        )  # the result for a part on "meta"
 
     @property
     def launches(self) -> int:
@@ -134,7 +167,12 @@ class Executor:
         for number, stage in enumerate(self.stages):
             runs += [(run, None) for run in stage.before[0]]
             for bucket in stage.buckets:
-                runs.append((bucket.collective.start, (number > 0 or stage.makes_new[0]) and bucket.is_all_reduce))
+                runs.append(
+                    (
+                        bucket.collective.start,
+                        (number > 0 or stage.makes_new[0]) and bucket.is_all_reduce,
+                    )
+                )
         return [*runs, *((run, None) for run in self.after[0])]
 
     def __call__(self, local: Tensor) -> Tensor:
@@ -155,7 +193,12 @@ class Executor:
     # -- any number, perhaps async -------------------------------------------------------------------------------------
 
     def start(
-        self, tensors: list[Tensor], *, donate: bool = False, outs: Sequence[Tensor] | None = None, tag: CommTag | None = None
+        self,
+        tensors: list[Tensor],
+        *,
+        donate: bool = False,
+        outs: Sequence[Tensor] | None = None,
+        tag: CommTag | None = None,
     ) -> Callable[[], list[Tensor]]:
         """Launch all steps up to the last collectives. Return a function that waits for them and returns the parts.
 
@@ -186,7 +229,13 @@ class Executor:
         return wait
 
     def _launch(
-        self, stage: _Stage, parts: list[Any], is_new: list[bool], donate: bool, outs: Sequence[Tensor] | None, tag: CommTag
+        self,
+        stage: _Stage,
+        parts: list[Any],
+        is_new: list[bool],
+        donate: bool,
+        outs: Sequence[Tensor] | None,
+        tag: CommTag,
     ) -> Launched:
         for i, runs in enumerate(stage.before):
             for run in runs:
@@ -198,8 +247,12 @@ class Executor:
             for i in bucket.members:
                 parts[i] = None  # so that its memory can be freed as soon as it is packed
             donated = (donate or bucket.is_all_reduce) and all(is_new[i] for i in bucket.members)
-            into = [outs[i] for i in bucket.members] if outs is not None and bucket.is_final else None
-            launched.append((bucket, bucket.collective.launch(given, donate=donated, outs=into, tag=tag)))
+            into = (
+                [outs[i] for i in bucket.members] if outs is not None and bucket.is_final else None
+            )
+            launched.append(
+                (bucket, bucket.collective.launch(given, donate=donated, outs=into, tag=tag))
+            )
         return launched
 
     def _results(self, parts: list[Any], outs: Sequence[Tensor] | None) -> list[Tensor]:
@@ -252,7 +305,9 @@ def executor(
     key = dst if plain else (dst, max_bytes, accumulate_dtype, transport)
     found = src.runners.get(key)
     if found is None:
-        found = plan(src, dst, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport)
+        found = plan(
+            src, dst, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport
+        )
         found = keep(src.runners, key, Executor([found]), HEAVY_LIMIT)
     return found
 
@@ -264,5 +319,7 @@ def executor_of_many(pairs: Sequence[Pair], **options: Any) -> Executor:
     cache, key = pairs[0][0].runners, (tuple(pairs), *options.values())
     found = cache.get(key)
     if found is None:
-        found = keep(cache, key, Executor([plan(src, dst, **options) for src, dst in pairs]), HEAVY_LIMIT)
+        found = keep(
+            cache, key, Executor([plan(src, dst, **options) for src, dst in pairs]), HEAVY_LIMIT
+        )
     return found

@@ -64,12 +64,16 @@ class IntervalExchange:
     another one holds; the same backward.
     """
 
-    def __init__(self, src: Layout, dst: Layout, dim: int, wanted: Wanted, dst_dim: int | None = -1) -> None:
+    def __init__(
+        self, src: Layout, dst: Layout, dim: int, wanted: Wanted, dst_dim: int | None = -1
+    ) -> None:
         self.src, self.dst, self.dim, self.wanted = src, dst, dim, wanted
         self.dst_dim = dim if dst_dim == -1 else dst_dim
         self._batched: dict[int, IntervalExchange] = {}
         mesh: Any = src.mesh
-        axes = dict.fromkeys((*src.spec.dims[dim], *(() if self.dst_dim is None else dst.spec.dims[self.dst_dim])))
+        axes = dict.fromkeys(
+            (*src.spec.dims[dim], *(() if self.dst_dim is None else dst.spec.dims[self.dst_dim]))
+        )
         self.axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
         if elsewhere := [axis for axis in self.axes if src.dim_of.get(axis, dim) != dim]:
             raise ValueError(
@@ -79,8 +83,16 @@ class IntervalExchange:
 
     def __call__(self, local: Tensor) -> Tensor:
         if not self.moves:
-            parts = [local.narrow(self.dim, p.start - self._start, p.stop - p.start) for p in self._mine]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim) if parts else local.narrow(self.dim, 0, 0)
+            parts = [
+                local.narrow(self.dim, p.start - self._start, p.stop - p.start) for p in self._mine
+            ]
+            return (
+                parts[0]
+                if len(parts) == 1
+                else torch.cat(parts, self.dim)
+                if parts
+                else local.narrow(self.dim, 0, 0)
+            )
         if transforming():
             return under_transforms(local, _ExchangeMap(self))
         if local.requires_grad and torch.is_grad_enabled():
@@ -92,7 +104,12 @@ class IntervalExchange:
         found = self._batched.get(count)
         if found is None:
             layouts = batched_layout(self.src, count), batched_layout(self.dst, count)
-            found = keep(self._batched, count, IntervalExchange(*layouts, self.dim, self.wanted, self.dst_dim), HEAVY_LIMIT)
+            found = keep(
+                self._batched,
+                count,
+                IntervalExchange(*layouts, self.dim, self.wanted, self.dst_dim),
+                HEAVY_LIMIT,
+            )
         return found
 
     # -- which rank sends what to which --------------------------------------------------------------------------------
@@ -164,25 +181,47 @@ class IntervalExchange:
     # -- moving --------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _boxes_and_splits(self) -> tuple[list[Box], list[int], list[Box], list[int], tuple[int, ...]]:
+    def _boxes_and_splits(
+        self,
+    ) -> tuple[list[Box], list[int], list[Box], list[int], tuple[int, ...]]:
         """The boxes of the part that are sent, elements for each rank, boxes of the result that are received, elements from each, shape."""
         shape, count = self.src.local_shape, len(self._peers)
-        outgoing = [[(p.start - self._start, p.stop - self._start) for p in ps if p.owner == self._me] for ps in self._sources]
-        incoming = [[(p.offset, p.offset + p.stop - p.start) for p in self._mine if p.owner == i] for i in range(count)]
+        outgoing = [
+            [(p.start - self._start, p.stop - self._start) for p in ps if p.owner == self._me]
+            for ps in self._sources
+        ]
+        incoming = [
+            [(p.offset, p.offset + p.stop - p.start) for p in self._mine if p.owner == i]
+            for i in range(count)
+        ]
         sends, in_splits = self._boxes(outgoing, shape)
         recvs, out_splits = self._boxes(incoming, shape)
         length = sum(p.stop - p.start for p in self._mine)
-        return sends, in_splits, recvs, out_splits, (*shape[: self.dim], length, *shape[self.dim + 1 :])
+        return (
+            sends,
+            in_splits,
+            recvs,
+            out_splits,
+            (*shape[: self.dim], length, *shape[self.dim + 1 :]),
+        )
 
-    def _boxes(self, intervals: Sequence[Sequence[Interval]], shape: Sequence[int]) -> tuple[list[Box], list[int]]:
+    def _boxes(
+        self, intervals: Sequence[Sequence[Interval]], shape: Sequence[int]
+    ) -> tuple[list[Box], list[int]]:
         whole = [(0, n) for n in shape]
-        boxes = [[(*whole[: self.dim], i, *whole[self.dim + 1 :]) for i in peer] for peer in intervals]
+        boxes = [
+            [(*whole[: self.dim], i, *whole[self.dim + 1 :]) for i in peer] for peer in intervals
+        ]
         return [box for peer in boxes for box in peer], [sum(map(box_size, peer)) for peer in boxes]
 
     @cached_property
     def _copies(self) -> tuple[Any, Any, Any]:
         sends, _, recvs, _, shape = self._boxes_and_splits
-        return compile_pack(self.src.local_shape, sends), compile_unpack(shape, recvs), compile_pack(shape, recvs)
+        return (
+            compile_pack(self.src.local_shape, sends),
+            compile_unpack(shape, recvs),
+            compile_pack(shape, recvs),
+        )
 
     def forward(self, local: Tensor) -> Tensor:
         """Return the wanted intervals, without gradient."""
@@ -194,12 +233,16 @@ class IntervalExchange:
         """Apply the transpose of `forward`: send every element back to the rank that holds it, and sum there."""
         sends, in_splits, _, out_splits, _ = self._boxes_and_splits
         flat = self._all_to_all(self._copies[2](grad), in_splits, out_splits)
-        total = grad.new_zeros(self.src.local_shape, dtype=torch.promote_types(grad.dtype, torch.float32))
+        total = grad.new_zeros(
+            self.src.local_shape, dtype=torch.promote_types(grad.dtype, torch.float32)
+        )
         for box, start in zip(sends, accumulate(map(box_size, sends), initial=0), strict=False):
             total[slices(box)] += flat[start : start + box_size(box)].view(box_shape(box))
         return total.to(grad.dtype)
 
-    def _all_to_all(self, sent: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Tensor:
+    def _all_to_all(
+        self, sent: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    ) -> Tensor:
         mesh: Any = self.src.mesh
         received = sent.new_empty(sum(out_splits))
         mesh.group(self.axes).all_to_all(received, sent, out_splits, in_splits)

@@ -38,10 +38,14 @@ def is_linear(src: Layout, dst: Layout) -> bool:
     return all(kind == "sum" for _, kind in changed)
 
 
-def redistribute_linear(local: Tensor, src: Layout, dst: Layout, backward_dtype: torch.dtype | None = None) -> Tensor:
+def redistribute_linear(
+    local: Tensor, src: Layout, dst: Layout, backward_dtype: torch.dtype | None = None
+) -> Tensor:
     """Take this rank's part from `src` to `dst`, another layout. Communication: the plan's."""
     if transforming():
-        return under_transforms(cast(local, dst.dtype), LinearRedistribution(src, dst), backward_dtype)
+        return under_transforms(
+            cast(local, dst.dtype), LinearRedistribution(src, dst), backward_dtype
+        )
     if local.requires_grad and torch.is_grad_enabled():
         (out,) = apply_node([(src, dst, None, None)], backward_dtype, None, [local])
         return out
@@ -64,9 +68,13 @@ def start_linear(
     tensors.clear()
     ready = executor_of_many(pairs, **options).start([x.detach() for x in given])
 
-    def wait() -> list[Tensor]:  # one node for all: those that did not require grad before do not after
+    def wait() -> list[
+        Tensor
+    ]:  # one node for all: those that did not require grad before do not after
         results = apply_node([(*pair, None, None) for pair in pairs], backward_dtype, ready, given)
-        return [out if x.requires_grad else out.detach() for x, out in zip(given, results, strict=True)]
+        return [
+            out if x.requires_grad else out.detach() for x, out in zip(given, results, strict=True)
+        ]
 
     return wait
 
@@ -75,7 +83,11 @@ def start_linear(
 
 
 def redistribute_grad(
-    grad: Tensor, src: Layout, dst: Layout, src_grad: Layout | None = None, dst_grad: Layout | None = None
+    grad: Tensor,
+    src: Layout,
+    dst: Layout,
+    src_grad: Layout | None = None,
+    dst_grad: Layout | None = None,
 ) -> Tensor:
     """Redistribute a gradient, starting from its origin if that is known (see `grad_origin`).
 
@@ -90,7 +102,9 @@ def redistribute_grad(
     if src is dst and src_grad is dst_grad:
         return cast(grad, dst.dtype)
     if transforming():
-        return under_transforms(cast(grad, src.dtype), LinearRedistribution(src, dst, src_grad, dst_grad))
+        return under_transforms(
+            cast(grad, src.dtype), LinearRedistribution(src, dst, src_grad, dst_grad)
+        )
     origin = origin_of(grad, src, src_grad)
     back = _from_origin(origin, dst, dst_grad)
     return note_origin(back if origin.tensor is grad else _whole(back, origin.tensor), dst, origin)
@@ -100,7 +114,9 @@ def _from_origin(origin: Origin, dst: Layout, dst_grad: Layout | None) -> Tensor
     local, src, src_grad = origin
     src_grad = None if src_grad is src.dual else src_grad
     dst_grad = None if dst_grad is dst.dual else dst_grad
-    if (src_grad is None and dst_grad is None) or not (local.requires_grad and torch.is_grad_enabled()):
+    if (src_grad is None and dst_grad is None) or not (
+        local.requires_grad and torch.is_grad_enabled()
+    ):
         return cast(local, dst.dtype) if src is dst else redistribute_linear(local, src, dst)
     if src is dst and src_grad is dst_grad:
         return local
@@ -110,11 +126,20 @@ def _from_origin(origin: Origin, dst: Layout, dst_grad: Layout | None) -> Tensor
 
 def redistribute_grads(grads: Sequence[Tensor], pairs: Sequence[Pair]) -> list[Tensor]:
     """Call `redistribute_grad` for several gradients at once, in one bucket per group and dtype. Communication: the plans'."""
-    origins = [] if transforming() else [origin_of(grad, src) for grad, (src, _) in zip(grads, pairs, strict=True)]
-    has_layouts = any(origin.grad_layout is not None and origin.tensor.requires_grad for origin in origins)
+    origins = (
+        []
+        if transforming()
+        else [origin_of(grad, src) for grad, (src, _) in zip(grads, pairs, strict=True)]
+    )
+    has_layouts = any(
+        origin.grad_layout is not None and origin.tensor.requires_grad for origin in origins
+    )
     if not origins or (has_layouts and torch.is_grad_enabled()):
         return [redistribute_grad(grad, *pair) for grad, pair in zip(grads, pairs, strict=True)]
-    moved = start_linear([o.tensor for o in origins], [(o.layout, dst) for o, (_, dst) in zip(origins, pairs, strict=True)])()
+    moved = start_linear(
+        [o.tensor for o in origins],
+        [(o.layout, dst) for o, (_, dst) in zip(origins, pairs, strict=True)],
+    )()
     return [
         note_origin(back if o.tensor is grad else _whole(back, o.tensor), dst, o)
         for grad, back, o, (_, dst) in zip(grads, moved, origins, pairs, strict=True)
@@ -123,7 +148,10 @@ def redistribute_grads(grads: Sequence[Tensor], pairs: Sequence[Pair]) -> list[T
 
 def _whole(part: Tensor, origin: Tensor) -> Tensor:
     """Return the part; a copy if it is a view of a part of its origin, whose memory it would keep alive."""
-    is_piece = part.numel() < origin.numel() and part.untyped_storage()._cdata == origin.untyped_storage()._cdata
+    is_piece = (
+        part.numel() < origin.numel()
+        and part.untyped_storage()._cdata == origin.untyped_storage()._cdata
+    )
     return part.clone(memory_format=torch.contiguous_format) if is_piece else part
 
 
@@ -169,23 +197,35 @@ class _Redistribute(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         shared = {x.untyped_storage().data_ptr() for x in locals_}
         outs = ready() if ready is not None else []
-        return tuple(out.view_as(out) if out.untyped_storage().data_ptr() in shared else out for out in outs)
+        return tuple(
+            out.view_as(out) if out.untyped_storage().data_ptr() in shared else out for out in outs
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [(i, grad) for i, grad in enumerate(grads) if grad is not None and ctx.needs_input_grad[i + 3]]
+        given = [
+            (i, grad)
+            for i, grad in enumerate(grads)
+            if grad is not None and ctx.needs_input_grad[i + 3]
+        ]
         found: list[Tensor | None] = [None] * len(grads)
         moves = [_backward_ends(ctx.ends[i], ctx.backward_dtype or grad.dtype) for i, grad in given]
         world = ctx.ends[0][0].mesh.world
         if len(given) == 1:
             (_, grad), (src, dst, src_grad, dst_grad) = given[0], moves[0]
-            if ctx.path is not None and src.replicated_axes == ctx.ends[0][1].replicated_axes and not transforming():
+            if (
+                ctx.path is not None
+                and src.replicated_axes == ctx.ends[0][1].replicated_axes
+                and not transforming()
+            ):
                 check_replicas_agree(grad, src, ctx.path, USED_DIFFERENTLY)
             with backward_comm_context(world, ctx.lineage):
                 moved = [redistribute_grad(with_memory(grad), src, dst, src_grad, dst_grad)]
         elif given:
             with backward_comm_context(world, ctx.lineage):
-                moved = redistribute_grads([with_memory(grad) for _, grad in given], [(src, dst) for src, dst, *_ in moves])
+                moved = redistribute_grads(
+                    [with_memory(grad) for _, grad in given], [(src, dst) for src, dst, *_ in moves]
+                )
         else:
             moved = []
         for (i, _), grad in zip(given, moved, strict=True):
@@ -201,7 +241,9 @@ def _backward_ends(ends: Ends, comm_dtype: torch.dtype) -> Ends:
     return before, after, before_grad, after_grad
 
 
-def _gradient_end(layout: Layout, grad_layout: Layout | None, dtype: torch.dtype) -> tuple[Layout, Layout | None]:
+def _gradient_end(
+    layout: Layout, grad_layout: Layout | None, dtype: torch.dtype
+) -> tuple[Layout, Layout | None]:
     """Return the layout of the gradient of an end, and that of the gradient of the gradient if it is not the dual."""
     if grad_layout is None:
         return layout.dual.replace(dtype=dtype), None

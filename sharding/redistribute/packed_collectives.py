@@ -73,7 +73,9 @@ class Collective(ABC):
             tag: what the collective is for.
         """
 
-    def launch(self, tensors: list[Tensor], *, donate: bool, outs: list[Tensor] | None, tag: CommTag) -> AsyncResults:
+    def launch(
+        self, tensors: list[Tensor], *, donate: bool, outs: list[Tensor] | None, tag: CommTag
+    ) -> AsyncResults:
         """Call `start` without waiting."""
         pending = self.start(tensors, True, donate=donate, outs=outs, tag=tag)
         return pending if isinstance(pending, AsyncResults) else AsyncResults(DONE, lambda: pending)
@@ -90,7 +92,9 @@ def results(work: Work | None, finish: Callable[[], list[Tensor]]) -> AsyncResul
 class AllReduce(Collective):
     """all_reduce: the tensors of all ranks combined, on every rank."""
 
-    def __init__(self, group: Group, kind: str, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, group: Group, kind: str, dtype: torch.dtype, shapes: Sequence[Sequence[int]]
+    ) -> None:
         self.group, self.kind, self.dtype, self.shapes = group, kind, dtype, shapes
         self.sizes = list(map(math.prod, shapes))
 
@@ -104,13 +108,25 @@ class AllReduce(Collective):
         tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
         """Pack and launch. Donated tensors that are consecutive in memory are overwritten instead of copied."""
-        if donate and len(tensors) > 1 and (piece := contiguous_memory(tensors, self.dtype)) is not None:
+        if (
+            donate
+            and len(tensors) > 1
+            and (piece := contiguous_memory(tensors, self.dtype)) is not None
+        ):
             given = list(tensors)
-            return results(self.group.all_reduce(piece, self.kind, async_op, tag=tag), lambda: copied_to(given, outs))
+            return results(
+                self.group.all_reduce(piece, self.kind, async_op, tag=tag),
+                lambda: copied_to(given, outs),
+            )
         flat = self._flat(tensors, donate, outs)
         tensors.clear()
         work = self.group.all_reduce(flat, self.kind, async_op, tag=tag)
-        return results(work, lambda: [flat] if len(self.shapes) == 1 else split_flat(flat, self.sizes, self.shapes, outs))
+        return results(
+            work,
+            lambda: (
+                [flat] if len(self.shapes) == 1 else split_flat(flat, self.sizes, self.shapes, outs)
+            ),
+        )
 
     def _flat(self, tensors: Sequence[Tensor], donate: bool, outs: list[Tensor] | None) -> Tensor:
         if len(tensors) > 1:
@@ -140,7 +156,10 @@ def contiguous_memory(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor |
         if x.dtype != dtype or not x.is_contiguous() or (x.data_ptr() != end and x.numel()):
             return None
         end += x.nbytes
-    size, room = sum(x.numel() for x in tensors), first.untyped_storage().nbytes() // first.element_size()
+    size, room = (
+        sum(x.numel() for x in tensors),
+        first.untyped_storage().nbytes() // first.element_size(),
+    )
     if first.storage_offset() + size > room or not first.numel():
         return None
     return first.as_strided((size,), (1,))
@@ -150,7 +169,10 @@ def split_flat(
     flat: Tensor, sizes: Sequence[int], shapes: Sequence[Sequence[int]], outs: list[Tensor] | None
 ) -> list[Tensor]:
     """Return the tensors of a bucket: views of it, but not for autograd, so that they may be written in place."""
-    found = [x.view(shape) for x, shape in zip(torch.unsafe_split_with_sizes(flat, sizes), shapes, strict=True)]
+    found = [
+        x.view(shape)
+        for x, shape in zip(torch.unsafe_split_with_sizes(flat, sizes), shapes, strict=True)
+    ]
     return copied_to(found, outs)
 
 
@@ -219,11 +241,20 @@ class ReduceScatter(Collective):
     """reduce_scatter: the tensors of all ranks combined, each rank receives its part of the result."""
 
     def __init__(
-        self, group: Group, kind: str, dtype: torch.dtype, tensors: Sequence[TensorParts], scale: float | None = None
+        self,
+        group: Group,
+        kind: str,
+        dtype: torch.dtype,
+        tensors: Sequence[TensorParts],
+        scale: float | None = None,
     ) -> None:
         self.group, self.kind, self.dtype, self.scale = group, kind, dtype, scale
         self.packs: list[Pack] = _interleaved(tensors, compile_pack)
-        self.parts, self.sizes, self.size = [t.part for t in tensors], [t.size for t in tensors], sum(t.size for t in tensors)
+        self.parts, self.sizes, self.size = (
+            [t.part for t in tensors],
+            [t.size for t in tensors],
+            sum(t.size for t in tensors),
+        )
 
     def start(
         self,
@@ -235,12 +266,19 @@ class ReduceScatter(Collective):
         tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
         """Pack and launch. With `donate`, the result of one tensor is a view of the send buffer (which may be the tensor itself)."""
-        flat, size = packed(self.packs, tensors, self.group.size * self.size, self.dtype, self.scale), self.size
+        flat, size = (
+            packed(self.packs, tensors, self.group.size * self.size, self.dtype, self.scale),
+            self.size,
+        )
         tensors.clear()
         if outs is not None and len(outs) == 1:
             out, outs = outs[0].view(-1), None
         else:
-            out = flat.view(-1)[self.group.rank * size :][:size] if donate and len(self.parts) == 1 else flat.new_empty(size)
+            out = (
+                flat.view(-1)[self.group.rank * size :][:size]
+                if donate and len(self.parts) == 1
+                else flat.new_empty(size)
+            )
         work = self.group.reduce_scatter(out, flat, self.kind, async_op, tag=tag)
         if len(self.parts) == 1:
             return results(work, lambda: [out.view(self.parts[0])])
@@ -248,7 +286,11 @@ class ReduceScatter(Collective):
 
 
 def packed(
-    packs: Sequence[Pack], tensors: Sequence[Tensor], size: int, dtype: torch.dtype, scale: float | None = None
+    packs: Sequence[Pack],
+    tensors: Sequence[Tensor],
+    size: int,
+    dtype: torch.dtype,
+    scale: float | None = None,
 ) -> Tensor:
     """Return the send buffer of tensors: their boxes, cast and scaled; without a copy if that is a tensor itself."""
     if len(packs) == 1 and tensors[0].dtype == dtype and scale is None:

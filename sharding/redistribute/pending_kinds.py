@@ -42,7 +42,11 @@ def redistribute_nonlinear(
     sums = {a: k for a, k in dst.spec.unreduced if k == "sum"}
     middle = dst.replace(dst.spec.with_unreduced({**kept, **sums}))
     if transforming():
-        local = cast(local, middle.dtype) if src is middle else redistribute_linear(local, src, middle, backward_dtype)
+        local = (
+            cast(local, middle.dtype)
+            if src is middle
+            else redistribute_linear(local, src, middle, backward_dtype)
+        )
     else:
         options: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, "transport": transport}
         (local,) = start_linear([local], [(src, middle)], backward_dtype, **options)()
@@ -57,7 +61,9 @@ def _leaving(src: Layout, dst: Layout, *kinds: str) -> tuple[str, ...]:
 def _with_kind(layout: Layout, axes: tuple[str, ...], kind: str | None) -> Layout:
     """Return the layout with `axes` pending with another kind, or replicated if `kind` is None."""
     pending = {a: k for a, k in layout.spec.unreduced if a not in axes}
-    return layout.replace(layout.spec.with_unreduced({**pending, **dict.fromkeys(axes if kind else (), kind or "")}))
+    return layout.replace(
+        layout.spec.with_unreduced({**pending, **dict.fromkeys(axes if kind else (), kind or "")})
+    )
 
 
 def _reduce_average(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, Layout]:
@@ -122,7 +128,9 @@ class _ExtremeTransformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dual = ctx.reduced.dual
-        grad = redistribute_grad(grads[0], dual, _with_kind(dual, _leaving(ctx.src, ctx.reduced, "max", "min"), None))
+        grad = redistribute_grad(
+            grads[0], dual, _with_kind(dual, _leaving(ctx.src, ctx.reduced, "max", "min"), None)
+        )
         return grad * _shares(ctx.saved_tensors[0], ctx.src, ctx.reduced), None, None
 
     @staticmethod
@@ -133,7 +141,9 @@ class _ExtremeTransformed(torch.autograd.Function):
             return redistribute_linear(shared, _with_kind(ctx.src, axes, "sum"), ctx.reduced)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, local: Tensor, src: Layout, reduced: Layout) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: Any, local: Tensor, src: Layout, reduced: Layout
+    ) -> tuple[Tensor, int]:
         layouts = (batched_layout(layout, info.batch_size) for layout in (src, reduced))
         return _ExtremeTransformed.apply(local.movedim(in_dims[0], -1), *layouts), -1  # type: ignore[return-value]
 
@@ -147,7 +157,9 @@ def _reduce_product(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, La
     shape, cuts = (count, *src.shape), reduced.spec.cuts
     factors = [Cut((axis,)) for axis in axes]
     stacked = Layout.of(src.mesh, P.of_cuts([factors, *cuts], reduced.pending), shape, src.dtype)
-    gathered = redistribute_linear(local[None], stacked, stacked.replace(P.of_cuts([(), *cuts], reduced.pending)))
+    gathered = redistribute_linear(
+        local[None], stacked, stacked.replace(P.of_cuts([(), *cuts], reduced.pending))
+    )
     return gathered.prod(0), reduced
 
 
@@ -158,6 +170,10 @@ def _make_product_pending(local: Tensor, middle: Layout, dst: Layout) -> Tensor:
     """
     axes = _leaving(dst, middle, "product")
     mesh: Any = dst.mesh
-    if not axes or mesh.coordinate is None or all(mesh.coordinate[mesh.axis_index(a)] == 0 for a in axes):
+    if (
+        not axes
+        or mesh.coordinate is None
+        or all(mesh.coordinate[mesh.axis_index(a)] == 0 for a in axes)
+    ):
         return local
     return local.masked_fill(torch.ones_like(local, dtype=torch.bool), 1)

@@ -45,7 +45,9 @@ class Quantized(Collective):
     bytes_received: int
 
     @abstractmethod
-    def send(self, received: Tensor, sent: Tensor, async_op: bool, tag: CommTag | None) -> Work | None:
+    def send(
+        self, received: Tensor, sent: Tensor, async_op: bool, tag: CommTag | None
+    ) -> Work | None:
         """Run the collective of bytes."""
 
     def start(
@@ -59,35 +61,50 @@ class Quantized(Collective):
     ) -> AsyncResults | list[Tensor]:
         floats = [x if x.dtype in DTYPES else x.to(self.dtype) for x in tensors]
         tensors.clear()
-        sent = quantize_many(self.quantizes, floats, floats[0].new_empty(self.bytes_sent, dtype=torch.uint8))
+        sent = quantize_many(
+            self.quantizes, floats, floats[0].new_empty(self.bytes_sent, dtype=torch.uint8)
+        )
         del floats
         received = sent.new_empty(self.bytes_received)
         work = self.send(received, sent, async_op, tag)
         return results(work, partial(self._combined, received, outs))
 
     def _combined(self, received: Tensor, outs: list[Tensor] | None) -> list[Tensor]:
-        outs = [received.new_empty(c.shape, dtype=self.dtype) for c in self.combines] if outs is None else outs
+        outs = (
+            [received.new_empty(c.shape, dtype=self.dtype) for c in self.combines]
+            if outs is None
+            else outs
+        )
         return list(dequantize_many(self.combines, received, outs))
 
 
 class QuantizedAllGather(Quantized):
     """`AllGather` of quantized parts."""
 
-    def __init__(self, group: Group, dtype: torch.dtype, transport: str, tensors: Sequence[TensorParts]) -> None:
+    def __init__(
+        self, group: Group, dtype: torch.dtype, transport: str, tensors: Sequence[TensorParts]
+    ) -> None:
         self.group, self.dtype = group, dtype
         sizes = [record_bytes(t.size) for t in tensors]
         starts = list(accumulate(sizes, initial=0))
         self.bytes_sent = starts.pop()
         self.bytes_received = group.size * self.bytes_sent
         self.quantizes = [
-            compile_quantize(t.part, [full_box(t.part)], transport, [start]) for t, start in zip(tensors, starts, strict=True)
+            compile_quantize(t.part, [full_box(t.part)], transport, [start])
+            for t, start in zip(tensors, starts, strict=True)
         ]
         self.combines = [
-            compile_dequantize(t.whole, {box: [start + i * self.bytes_sent] for i, box in enumerate(t.boxes)}, transport)
+            compile_dequantize(
+                t.whole,
+                {box: [start + i * self.bytes_sent] for i, box in enumerate(t.boxes)},
+                transport,
+            )
             for t, start in zip(tensors, starts, strict=True)
         ]
 
-    def send(self, received: Tensor, sent: Tensor, async_op: bool, tag: CommTag | None) -> Work | None:
+    def send(
+        self, received: Tensor, sent: Tensor, async_op: bool, tag: CommTag | None
+    ) -> Work | None:
         return self.group.all_gather(received, sent, async_op, tag=tag)
 
 
@@ -97,16 +114,26 @@ class QuantizedAllToAll(Quantized):
     A rank's own boxes are among `sends` and `recvs` at its own index, see `sent_to_self`.
     """
 
-    def __init__(self, group: Group, dtype: torch.dtype, transport: str, shares: Sequence[TensorShare]) -> None:
+    def __init__(
+        self, group: Group, dtype: torch.dtype, transport: str, shares: Sequence[TensorShare]
+    ) -> None:
         self.group, self.dtype = group, dtype
         sends, self.in_splits = _records(shares, lambda share: share.sends)
         recvs, self.out_splits = _records(shares, lambda share: share.recvs)
         self.bytes_sent, self.bytes_received = sum(self.in_splits), sum(self.out_splits)
-        self.quantizes = [_quantize(share, found, transport) for share, found in zip(shares, sends, strict=True)]
-        self.combines = [_dequantize(share, found, transport) for share, found in zip(shares, recvs, strict=True)]
+        self.quantizes = [
+            _quantize(share, found, transport) for share, found in zip(shares, sends, strict=True)
+        ]
+        self.combines = [
+            _dequantize(share, found, transport) for share, found in zip(shares, recvs, strict=True)
+        ]
 
-    def send(self, received: Tensor, sent: Tensor, async_op: bool, tag: CommTag | None) -> Work | None:
-        return self.group.all_to_all(received, sent, self.out_splits, self.in_splits, async_op, tag=tag)
+    def send(
+        self, received: Tensor, sent: Tensor, async_op: bool, tag: CommTag | None
+    ) -> Work | None:
+        return self.group.all_to_all(
+            received, sent, self.out_splits, self.in_splits, async_op, tag=tag
+        )
 
 
 _Record = tuple[Box, int]
@@ -133,7 +160,9 @@ def _records(
 
 def _quantize(share: TensorShare, records: Sequence[_Record], transport: str) -> Quantize:
     boxes = [shift(box, box_origin(share.have)) for box, _ in records]
-    return compile_quantize(box_shape(share.have), boxes, transport, [start for _, start in records])
+    return compile_quantize(
+        box_shape(share.have), boxes, transport, [start for _, start in records]
+    )
 
 
 def _dequantize(share: TensorShare, records: Sequence[_Record], transport: str) -> Dequantize:

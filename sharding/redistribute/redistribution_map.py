@@ -17,7 +17,13 @@ class LinearRedistribution(Linear):
         src_grad, dst_grad: the layouts of the gradients of both ends; by default the duals.
     """
 
-    def __init__(self, src: Layout, dst: Layout, src_grad: Layout | None = None, dst_grad: Layout | None = None) -> None:
+    def __init__(
+        self,
+        src: Layout,
+        dst: Layout,
+        src_grad: Layout | None = None,
+        dst_grad: Layout | None = None,
+    ) -> None:
         self.src, self.dst = src, dst
         self.src_grad, self.dst_grad = src_grad or src.dual, dst_grad or dst.dual
 
@@ -26,7 +32,12 @@ class LinearRedistribution(Linear):
         return LinearRedistribution(self.dst_grad, self.src_grad, self.dst, self.src)
 
     def batched(self, count: int) -> LinearRedistribution:
-        return LinearRedistribution(*(batched_layout(end, count) for end in (self.src, self.dst, self.src_grad, self.dst_grad)))
+        return LinearRedistribution(
+            *(
+                batched_layout(end, count)
+                for end in (self.src, self.dst, self.src_grad, self.dst_grad)
+            )
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         src, dst = self.src.replace(dtype=x.dtype), self.dst.replace(dtype=x.dtype)

@@ -43,13 +43,17 @@ _NEUTRAL = {"sum": 0, "product": 1}
 def device_mesh(layout: Layout) -> DeviceMesh:
     """Return the mesh of a layout. Raises: TypeError for an abstract mesh."""
     if not isinstance(layout.mesh, DeviceMesh):
-        raise TypeError(f"{layout} is on an abstract mesh, which can be planned for but holds no data; make a DeviceMesh")
+        raise TypeError(
+            f"{layout} is on an abstract mesh, which can be planned for but holds no data; make a DeviceMesh"
+        )
     return layout.mesh
 
 
 def _coordinate(mesh: DeviceMesh) -> Coordinate:
     if mesh.coordinate is None:
-        raise ValueError(f"rank {mesh.world.rank} is not in {mesh} and takes no part in its collectives")
+        raise ValueError(
+            f"rank {mesh.world.rank} is not in {mesh} and takes no part in its collectives"
+        )
     return mesh.coordinate
 
 
@@ -70,7 +74,9 @@ def compile_local(step: Step) -> LocalRun:
     return _compile_pad(step, mesh, coordinate, before, after)
 
 
-def _compile_pad(step: Step, mesh: DeviceMesh, coordinate: Coordinate, before: Box, after: Box) -> LocalRun:
+def _compile_pad(
+    step: Step, mesh: DeviceMesh, coordinate: Coordinate, before: Box, after: Box
+) -> LocalRun:
     """Return a function that fills up the shard with neutral elements; of replicas, only the one at coordinate 0 keeps its values."""
     if step.kind not in _NEUTRAL:
         return lambda local: local  # pending max, min and avg mean that every rank holds a value
@@ -102,16 +108,26 @@ def compile_collective(steps: Sequence[Step], scale: float | None = None) -> Col
         return _sequence(steps)
     if steps[0].transport is not None:
         return _quantized(steps, steps[0].transport)
-    if steps[0].symmetric is not None and sum(part_bytes(step.src) for step in steps) <= STAGING_BYTES:
+    if (
+        steps[0].symmetric is not None
+        and sum(part_bytes(step.src) for step in steps) <= STAGING_BYTES
+    ):
         return _symmetric(steps, steps[0].symmetric)
-    is_permute = steps[0].op == "permute" and len(steps) == 1  # one in a bucket with others is an all_to_all_v
+    is_permute = (
+        steps[0].op == "permute" and len(steps) == 1
+    )  # one in a bucket with others is an all_to_all_v
     make: Callable[..., Collective] = _permute if is_permute else _COLLECTIVES[steps[0].op]
     return make(steps) if scale is None else make(steps, scale)
 
 
 def can_scale(step: Step) -> bool:
     """Return whether the step's collective can apply a factor as it packs."""
-    return step.op in ("reduce_scatter", "all_to_all_reduce") and step.rounds == 1 and step.transport is None and step.symmetric is None
+    return (
+        step.op in ("reduce_scatter", "all_to_all_reduce")
+        and step.rounds == 1
+        and step.transport is None
+        and step.symmetric is None
+    )
 
 
 def bucket_key(step: Step) -> object:
@@ -119,7 +135,14 @@ def bucket_key(step: Step) -> object:
     if step.rounds > 1 or step.op == "hierarchical_all_to_all_v":
         return step
     op = "all_to_all_v" if step.op == "permute" else step.op
-    return op, step.kind, step.src.dtype, step.transport, step.symmetric, device_mesh(step.src).device
+    return (
+        op,
+        step.kind,
+        step.src.dtype,
+        step.transport,
+        step.symmetric,
+        device_mesh(step.src).device,
+    )
 
 
 def _all_reduce(steps: Sequence[Step]) -> Collective:
@@ -128,7 +151,9 @@ def _all_reduce(steps: Sequence[Step]) -> Collective:
 
 
 def _all_gather(steps: Sequence[Step]) -> Collective:
-    return AllGather(_group(steps[0]), _dtype(steps), [_tensor_parts(step, step.src, step.dst) for step in steps])
+    return AllGather(
+        _group(steps[0]), _dtype(steps), [_tensor_parts(step, step.src, step.dst) for step in steps]
+    )
 
 
 def _reduce_scatter(steps: Sequence[Step], scale: float | None = None) -> Collective:
@@ -171,15 +196,29 @@ _COLLECTIVES: dict[str, Callable[..., Collective]] = {
 def _quantized(steps: Sequence[Step], transport: str) -> Collective:
     group = _group(steps[0])
     if steps[0].op == "all_gather":
-        return QuantizedAllGather(group, _dtype(steps), transport, [_tensor_parts(step, step.src, step.dst) for step in steps])
-    return QuantizedAllToAll(group, _dtype(steps), transport, [sent_to_self(_shares(step)[0], group.rank) for step in steps])
+        return QuantizedAllGather(
+            group,
+            _dtype(steps),
+            transport,
+            [_tensor_parts(step, step.src, step.dst) for step in steps],
+        )
+    return QuantizedAllToAll(
+        group,
+        _dtype(steps),
+        transport,
+        [sent_to_self(_shares(step)[0], group.rank) for step in steps],
+    )
 
 
 def _symmetric(steps: Sequence[Step], link: Link) -> Collective:
     group, device, first = _group(steps[0]), device_mesh(steps[0].src).device, steps[0]
     if first.op == "all_reduce":
-        return SymmetricAllReduce(group, device, link, _dtype(steps), [box_shape(step.dst.box) for step in steps])
-    return SymmetricPull(group, device, first.op, first.kind, _dtype(steps), [_staged(step, group) for step in steps])
+        return SymmetricAllReduce(
+            group, device, link, _dtype(steps), [box_shape(step.dst.box) for step in steps]
+        )
+    return SymmetricPull(
+        group, device, first.op, first.kind, _dtype(steps), [_staged(step, group) for step in steps]
+    )
 
 
 def _staged(step: Step, group: Group) -> StagedTensor:
@@ -190,10 +229,21 @@ def _staged(step: Step, group: Group) -> StagedTensor:
         return StagedTensor(have, want, parts, parts, (group.size - 1) * box_size(have))
     if step.op == "reduce_scatter":
         parts = [step.dst.box_at(c) for c in peers]
-        return StagedTensor(have, want, [parts] * group.size, [[want]] * group.size, (group.size - 1) * box_size(want))
+        return StagedTensor(
+            have,
+            want,
+            [parts] * group.size,
+            [[want]] * group.size,
+            (group.size - 1) * box_size(want),
+        )
     shares = [sent_to_self(_shares(step, c)[0], i) for i, c in enumerate(peers)]
     staged = [list(dict.fromkeys(chain.from_iterable(share.sends))) for share in shares]
-    sent = sum(box_size(box) for i, boxes in enumerate(shares[group.rank].sends) if i != group.rank for box in boxes)
+    sent = sum(
+        box_size(box)
+        for i, boxes in enumerate(shares[group.rank].sends)
+        if i != group.rank
+        for box in boxes
+    )
     return StagedTensor(have, want, staged, shares[group.rank].recvs, sent)
 
 
@@ -217,7 +267,13 @@ def _shares(step: Step, coordinate: Coordinate | None = None) -> list[TensorShar
     me = _coordinate(mesh) if coordinate is None else coordinate
     have, want = step.src.box_at(me), step.dst.box_at(me)
     return [
-        TensorShare(have, want, _by_peer(r.sends, mesh, group), _by_peer(r.recvs, mesh, group), intersect(have, want))
+        TensorShare(
+            have,
+            want,
+            _by_peer(r.sends, mesh, group),
+            _by_peer(r.recvs, mesh, group),
+            intersect(have, want),
+        )
         for r in routes(step, me)
     ]
 
@@ -242,15 +298,23 @@ def _sequence(steps: Sequence[Step]) -> Collective:
         whole = sent_to_self(first, group.rank)
         rounds = [_round(whole, i, step.rounds) for i in range(step.rounds)]
         if step.transport is not None:
-            made: list[Collective] = [QuantizedAllToAll(group, dtype, step.transport, [share]) for share in rounds]
+            made: list[Collective] = [
+                QuantizedAllToAll(group, dtype, step.transport, [share]) for share in rounds
+            ]
         else:
             made = [AllToAllReduce(group, step.kind, dtype, [share]) for share in rounds]
-        return CollectiveSequence(dtype, box_shape(first.want), [_fill(collective) for collective in made])
+        return CollectiveSequence(
+            dtype, box_shape(first.want), [_fill(collective) for collective in made]
+        )
     fills: list[FillResult] = [keep_local(first)]
-    fills += [_fill(AllToAllV(group, dtype, [_round(first, i, step.rounds)])) for i in range(step.rounds)]
+    fills += [
+        _fill(AllToAllV(group, dtype, [_round(first, i, step.rounds)])) for i in range(step.rounds)
+    ]
     for share in later:
         node, inside = _inside_node(step, group, share)
-        fills += [all_to_all_in_node(node, _round(inside, i, step.rounds)) for i in range(step.rounds)]
+        fills += [
+            all_to_all_in_node(node, _round(inside, i, step.rounds)) for i in range(step.rounds)
+        ]
     return CollectiveSequence(dtype, box_shape(first.want), fills)
 
 
@@ -263,7 +327,9 @@ def _fill(collective: Collective) -> FillResult:
 
 def _round(share: TensorShare, index: int, rounds: int) -> TensorShare:
     """Return the `index`-th of so many pieces of every box."""
-    sends, recvs = ([_pieces(boxes, index, rounds) for boxes in peers] for peers in (share.sends, share.recvs))
+    sends, recvs = (
+        [_pieces(boxes, index, rounds) for boxes in peers] for peers in (share.sends, share.recvs)
+    )
     return TensorShare(share.have, share.want, sends, recvs, None)
 
 
@@ -285,4 +351,6 @@ def _inside_node(step: Step, group: Group, share: TensorShare) -> tuple[Group, T
     nodes = (step.topology or mesh.topology).node_ids(mesh)
     here = [i for i, c in enumerate(_peers(step)) if nodes[c] == nodes[_coordinate(mesh)]]
     sends, recvs = ([peers[i] for i in here] for peers in (share.sends, share.recvs))
-    return mesh.world.group([group.ranks[i] for i in here]), TensorShare(share.have, share.want, sends, recvs, None)
+    return mesh.world.group([group.ranks[i] for i in here]), TensorShare(
+        share.have, share.want, sends, recvs, None
+    )

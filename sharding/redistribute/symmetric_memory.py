@@ -17,7 +17,14 @@ from torch import Tensor
 
 from ...kernels.box import Box, box_origin, box_shape, box_size, shift
 from ...kernels.copy import Pack, compile_pack
-from ...kernels.symmetric import Place, Pull, compile_pull, exchange, one_shot_all_reduce, two_shot_all_reduce
+from ...kernels.symmetric import (
+    Place,
+    Pull,
+    compile_pull,
+    exchange,
+    one_shot_all_reduce,
+    two_shot_all_reduce,
+)
 from ...mesh.comm.group import Group
 from ...mesh.comm.recording.recorder import CommTag
 from ...mesh.comm.symmetric_memory import run_shared
@@ -52,7 +59,15 @@ _GROUP_OP = {"all_to_all_v": "all_to_all", "all_to_all_reduce": "all_to_all"}  #
 class SymmetricPull(Collective):
     """An all_gather, reduce_scatter, all_to_all_v or all_to_all_reduce."""
 
-    def __init__(self, group: Group, device: torch.device, op: str, kind: str, dtype: torch.dtype, tensors: Sequence[StagedTensor]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        device: torch.device,
+        op: str,
+        kind: str,
+        dtype: torch.dtype,
+        tensors: Sequence[StagedTensor],
+    ) -> None:
         self.group, self.device, self.op, self.dtype = group, device, _GROUP_OP.get(op, op), dtype
         starts = _starts(tensors)
         self.packs = [_pack(i, t, group.rank, starts[group.rank]) for i, t in enumerate(tensors)]
@@ -72,7 +87,14 @@ class SymmetricPull(Collective):
         tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
         """Run on the current stream, or with `async_op` on that of the group's shared memory."""
-        into = [x.new_empty(shape, dtype=self.dtype) for x, shape in zip(tensors, self.shapes, strict=True)] if outs is None else outs
+        into = (
+            [
+                x.new_empty(shape, dtype=self.dtype)
+                for x, shape in zip(tensors, self.shapes, strict=True)
+            ]
+            if outs is None
+            else outs
+        )
         work: Work = DONE
 
         def move() -> None:
@@ -112,15 +134,30 @@ def _pull(number: int, tensor: StagedTensor, starts: Sequence[Starts], kind: str
     sources: dict[Box, list[Place]] = {}
     for peer, boxes in enumerate(tensor.read):
         for box in boxes:
-            sources.setdefault(shift(box, box_origin(tensor.want)), []).append((peer, starts[peer][number, box]))
+            sources.setdefault(shift(box, box_origin(tensor.want)), []).append(
+                (peer, starts[peer][number, box])
+            )
     return compile_pull(box_shape(tensor.want), sources, kind)
 
 
 class SymmetricAllReduce(Collective):
     """all_reduce: the tensors of all ranks added up, with the same bits on every rank."""
 
-    def __init__(self, group: Group, device: torch.device, link: Link, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> None:
-        self.group, self.device, self.link, self.dtype, self.shapes = group, device, link, dtype, shapes
+    def __init__(
+        self,
+        group: Group,
+        device: torch.device,
+        link: Link,
+        dtype: torch.dtype,
+        shapes: Sequence[Sequence[int]],
+    ) -> None:
+        self.group, self.device, self.link, self.dtype, self.shapes = (
+            group,
+            device,
+            link,
+            dtype,
+            shapes,
+        )
         self.sizes = list(map(math.prod, shapes))
 
     def start(
@@ -139,16 +176,31 @@ class SymmetricAllReduce(Collective):
         else:
             total = x if donate or x.data_ptr() != given.data_ptr() else torch.empty_like(x)
         two_shots = takes_two_shots(x.nbytes, self.group.size, self.link)
-        moved = 2 * (self.group.size - 1) * x.nbytes // self.group.size if two_shots else (self.group.size - 1) * x.nbytes
+        moved = (
+            2 * (self.group.size - 1) * x.nbytes // self.group.size
+            if two_shots
+            else (self.group.size - 1) * x.nbytes
+        )
         add = two_shot_all_reduce if two_shots else one_shot_all_reduce
         work: Work = DONE
 
         def reduce() -> None:
             nonlocal work
-            work = run_shared(self.group, self.device, lambda peers: add(peers, x, total), (x, total), async_op, tag)
+            work = run_shared(
+                self.group,
+                self.device,
+                lambda peers: add(peers, x, total),
+                (x, total),
+                async_op,
+                tag,
+            )
 
         self.group.direct("all_reduce", moved, moved, x.dtype, reduce, tag=tag)
         return results(
             work if async_op else None,
-            lambda: [total] if len(self.shapes) == 1 else split_flat(total, self.sizes, self.shapes, outs),
+            lambda: (
+                [total]
+                if len(self.shapes) == 1
+                else split_flat(total, self.sizes, self.shapes, outs)
+            ),
         )

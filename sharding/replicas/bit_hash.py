@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 _AT_A_TIME = 1 << 22  # bytes, so that intermediate results fit into the cache
-GOLDEN, _FIRST, _SECOND = (c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GOLDEN, _FIRST, _SECOND = (
+    c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 @torch.no_grad()

@@ -48,7 +48,9 @@ class ReplicaCheck:
         last_equal: the last step at which all replicas were the same; 0 before the first comparison.
     """
 
-    def __init__(self, model: Any, optimizer: Optimizer | None, every: int, mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self, model: Any, optimizer: Optimizer | None, every: int, mesh: DeviceMesh | None
+    ) -> None:
         self.every, self.step, self.last_equal = every, 0, 0
         self._trees, self._mesh = [model] if optimizer is None else [model, optimizer], mesh
 
@@ -60,8 +62,17 @@ class ReplicaCheck:
         try:
             _compare("check_replicas: ", self._trees, self._mesh)
         except ReplicaError as error:
-            before = f"they were the same at step {self.last_equal}" if self.last_equal else "they were not compared before"
-            raise ReplicaError(f"{error} Found at step {self.step}; {before}.", error.path, error.ranks, error.index) from None
+            before = (
+                f"they were the same at step {self.last_equal}"
+                if self.last_equal
+                else "they were not compared before"
+            )
+            raise ReplicaError(
+                f"{error} Found at step {self.step}; {before}.",
+                error.path,
+                error.ranks,
+                error.index,
+            ) from None
         self.last_equal = self.step
 
     def __repr__(self) -> str:
@@ -90,7 +101,9 @@ def check_replicas(
         ...     check()
     """
     if not isinstance(every, int) or every < 1:
-        raise ValueError(f"check_replicas: every must be a positive integer, the number of steps between comparisons, got every={every!r}")
+        raise ValueError(
+            f"check_replicas: every must be a positive integer, the number of steps between comparisons, got every={every!r}"
+        )
     return ReplicaCheck(model, optimizer, every, mesh)
 
 
@@ -105,4 +118,6 @@ def _compare(prefix: str, trees: Sequence[Any], mesh: DeviceMesh | None) -> None
     compare(prefix, found, group)
     for leaf in found:
         if not leaf.can_be_compared:
-            raise TypeError(f"{prefix}{leaf.path or 'the tree'} is a {leaf.kind}, neither tensor, number nor text; leave it out")
+            raise TypeError(
+                f"{prefix}{leaf.path or 'the tree'} is a {leaf.kind}, neither tensor, number nor text; leave it out"
+            )

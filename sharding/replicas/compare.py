@@ -39,9 +39,19 @@ class ReplicaError(RuntimeError):
         index: of the first element that differs, in the global tensor; None if shapes differ or the leaf is not a tensor.
     """
 
-    def __init__(self, message: str, path: str = "", ranks: Iterable[int] = (), index: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        path: str = "",
+        ranks: Iterable[int] = (),
+        index: Sequence[int] | None = None,
+    ) -> None:
         super().__init__(message)
-        self.path, self.ranks, self.index = path, tuple(ranks), None if index is None else tuple(index)
+        self.path, self.ranks, self.index = (
+            path,
+            tuple(ranks),
+            None if index is None else tuple(index),
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.args[0], self.path, self.ranks, self.index)
@@ -81,7 +91,11 @@ def _digest(x: Any) -> bytes:
 
 def _fingerprints(leaves: Sequence[ReplicaLeaf]) -> list[bytes]:
     """Return a hash of each leaf on this rank."""
-    hashes = {i: bit_hash(c.value) for i, c in enumerate(leaves) if isinstance(c.value, Tensor) and not c.value.is_meta}
+    hashes = {
+        i: bit_hash(c.value)
+        for i, c in enumerate(leaves)
+        if isinstance(c.value, Tensor) and not c.value.is_meta
+    }
     numbers = _to_numbers(hashes)
     return [_digest((_described(leaf), numbers.get(i))) for i, leaf in enumerate(leaves)]
 
@@ -91,8 +105,15 @@ def _to_numbers(hashes: dict[int, Tensor]) -> dict[int, int]:
     on_device: dict[torch.device, list[int]] = defaultdict(list)
     for i, x in hashes.items():
         on_device[x.device].append(i)
-    values = {device: torch.stack([hashes[i] for i in found]).tolist() for device, found in on_device.items()}
-    return {i: value for device, found in on_device.items() for i, value in zip(found, values[device], strict=True)}
+    values = {
+        device: torch.stack([hashes[i] for i in found]).tolist()
+        for device, found in on_device.items()
+    }
+    return {
+        i: value
+        for device, found in on_device.items()
+        for i, value in zip(found, values[device], strict=True)
+    }
 
 
 def _described(leaf: ReplicaLeaf) -> str:
@@ -102,7 +123,9 @@ def _described(leaf: ReplicaLeaf) -> str:
     return repr(leaf.value) if leaf.can_be_compared else leaf.kind
 
 
-def _by_holders(leaves: Sequence[ReplicaLeaf], hashes: Sequence[bytes]) -> dict[bytes, tuple[int, bytes]]:
+def _by_holders(
+    leaves: Sequence[ReplicaLeaf], hashes: Sequence[bytes]
+) -> dict[bytes, tuple[int, bytes]]:
     """Return for each set of ranks with which this one shares leaves its size, and a hash of all these leaves."""
     shared: dict[tuple[int, ...], list[bytes]] = defaultdict(list)
     for leaf, hash_ in zip(leaves, hashes, strict=True):
@@ -117,7 +140,9 @@ def _agree(everyone: Sequence[dict[bytes, tuple[int, bytes]]]) -> bool:
     for shared in everyone:
         for holders, entry in shared.items():
             found[holders].append(entry)
-    return all(len(entries) == entries[0][0] and len(set(entries)) == 1 for entries in found.values())
+    return all(
+        len(entries) == entries[0][0] and len(set(entries)) == 1 for entries in found.values()
+    )
 
 
 # -- what differs ------------------------------------------------------------------------------------------------------
@@ -165,14 +190,26 @@ def _named(leaf: ReplicaLeaf) -> str:
 
 def _other_trees(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> ReplicaError:
     """Return the error for ranks whose leaves have different names or kinds."""
-    everyone = [_kinds(named) for named in group.all_gather_object([(leaf.path, leaf.kind) for leaf in leaves])]
-    differing = {path: [kinds.get(path, "not there") for kinds in everyone] for path in sorted(set().union(*everyone))}
+    everyone = [
+        _kinds(named)
+        for named in group.all_gather_object([(leaf.path, leaf.kind) for leaf in leaves])
+    ]
+    differing = {
+        path: [kinds.get(path, "not there") for kinds in everyone]
+        for path in sorted(set().union(*everyone))
+    }
     path, kinds = next((path, kinds) for path, kinds in differing.items() if len(set(kinds)) > 1)
     groups = _equal_ranks(zip(group.ranks, kinds, strict=True))
-    on = "; ".join(f"{kinds[group.ranks.index(ranks[0])]} on {ranks_text(ranks)}" for ranks in groups)
+    on = "; ".join(
+        f"{kinds[group.ranks.index(ranks[0])]} on {ranks_text(ranks)}" for ranks in groups
+    )
     more = sum(len(set(kinds)) > 1 for kinds in differing.values()) - 1
     rest = f" {_others(more)} so, too." if more else ""
-    return ReplicaError(f"{prefix}the ranks have different trees: {path or 'the tree'} is {on}.{rest}", path, _outliers(groups))
+    return ReplicaError(
+        f"{prefix}the ranks have different trees: {path or 'the tree'} is {on}.{rest}",
+        path,
+        _outliers(groups),
+    )
 
 
 def _kinds(leaves: Sequence[tuple[str, str]]) -> dict[str, str]:
@@ -183,17 +220,33 @@ def _kinds(leaves: Sequence[tuple[str, str]]) -> dict[str, str]:
     return {path: " and ".join(kinds) for path, kinds in found.items()}
 
 
-def _difference(prefix: str, leaves: Sequence[ReplicaLeaf], hashes: Sequence[bytes], group: Group) -> ReplicaError:
+def _difference(
+    prefix: str, leaves: Sequence[ReplicaLeaf], hashes: Sequence[bytes], group: Group
+) -> ReplicaError:
     """Return the error for ranks that have the same tree with different values."""
-    everyone = group.all_gather_object([(leaf.holders and _digest(leaf.holders), x) for leaf, x in zip(leaves, hashes, strict=True)])
-    sets = [_sets_that_differ([row[i] for row in everyone], group.ranks) for i in range(len(leaves))]
+    everyone = group.all_gather_object(
+        [
+            (leaf.holders and _digest(leaf.holders), x)
+            for leaf, x in zip(leaves, hashes, strict=True)
+        ]
+    )
+    sets = [
+        _sets_that_differ([row[i] for row in everyone], group.ranks) for i in range(len(leaves))
+    ]
     differing = [i for i, groups in enumerate(sets) if groups]
     if not differing:
         return _other_holders(prefix, leaves, group)
     first, *others = differing
-    leaf, outliers = leaves[first], sorted(rank for groups in sets[first] for rank in _outliers(groups))
+    leaf, outliers = (
+        leaves[first],
+        sorted(rank for groups in sets[first] for rank in _outliers(groups)),
+    )
     where, index = _first_difference(leaf, (sets[first][0][0][0], sets[first][0][1][0]), group)
-    also = f" {_others(len(others))}, too: {_some([leaves[i].path for i in others], ', ')}." if others else ""
+    also = (
+        f" {_others(len(others))}, too: {_some([leaves[i].path for i in others], ', ')}."
+        if others
+        else ""
+    )
     text = f"{_named(leaf)} is not the same on ranks that should hold the same of it: {_some(list(map(_who, sets[first])), '; ')}"
     return ReplicaError(f"{prefix}{text}. {where}.{also}", leaf.path, outliers, index)
 
@@ -212,17 +265,32 @@ def _other_holders(prefix: str, leaves: Sequence[ReplicaLeaf], group: Group) -> 
     everyone = group.all_gather_object([leaf.holders for leaf in leaves])
     for i, leaf in enumerate(leaves):
         holders = {rank: row[i] for rank, row in zip(group.ranks, everyone, strict=True)}
-        found = next(((rank, other) for rank in group.ranks for other in holders[rank] if holders[other] != holders[rank]), None)
+        found = next(
+            (
+                (rank, other)
+                for rank in group.ranks
+                for other in holders[rank]
+                if holders[other] != holders[rank]
+            ),
+            None,
+        )
         if found is not None:
             said = " and ".join(f"by rank {rank} on {ranks_text(holders[rank])}" for rank in found)
-            return ReplicaError(f"{prefix}{_named(leaf)} is replicated {said}: make its mesh of the same ranks on all ranks", leaf.path)
-    raise RuntimeError(f"{prefix}the hash of several leaves differs, but the hashes of the single leaves are equal")
+            return ReplicaError(
+                f"{prefix}{_named(leaf)} is replicated {said}: make its mesh of the same ranks on all ranks",
+                leaf.path,
+            )
+    raise RuntimeError(
+        f"{prefix}the hash of several leaves differs, but the hashes of the single leaves are equal"
+    )
 
 
 # -- which element -----------------------------------------------------------------------------------------------------
 
 
-def _first_difference(leaf: ReplicaLeaf, pair: tuple[int, int], group: Group) -> tuple[str, list[int] | None]:
+def _first_difference(
+    leaf: ReplicaLeaf, pair: tuple[int, int], group: Group
+) -> tuple[str, list[int] | None]:
     """Return where the values of two ranks differ, in words, and the index in the global tensor."""
     one, other = _of_pair(_described(leaf), pair, group)
     if one != other or not isinstance(leaf.value, Tensor):
@@ -234,8 +302,13 @@ def _first_difference(leaf: ReplicaLeaf, pair: tuple[int, int], group: Group) ->
     at = next(i for i, (a, b) in enumerate(zip(ones[0], others[0], strict=True)) if a != b)
     index = _global_index(low + at, *ones[1:])
     (one, one_bits), (other, other_bits) = ones[0][at], others[0][at]
-    shown = f"{one} and {other}" if one != other else f"{one} of bits 0x{one_bits} and 0x{other_bits}"
-    return f"Between ranks {pair[0]} and {pair[1]} the first difference is at index {index}: {shown}", index
+    shown = (
+        f"{one} and {other}" if one != other else f"{one} of bits 0x{one_bits} and 0x{other_bits}"
+    )
+    return (
+        f"Between ranks {pair[0]} and {pair[1]} the first difference is at index {index}: {shown}",
+        index,
+    )
 
 
 def _of_pair(mine: Any, pair: tuple[int, int], group: Group) -> tuple[Any, Any]:
@@ -249,7 +322,11 @@ def _narrowed(flat: Tensor, pair: tuple[int, int], group: Group) -> tuple[int, i
     low, high = 0, _of_pair(flat.numel(), pair, group)[0]
     while high - low > _PARTS:
         step = -(-(high - low) // _PARTS)
-        mine = [flat[i : min(i + step, high)] for i in range(low, high, step)] if group.world.rank in pair else []
+        mine = (
+            [flat[i : min(i + step, high)] for i in range(low, high, step)]
+            if group.world.rank in pair
+            else []
+        )
         one, other = _of_pair([int(bit_hash(part)) for part in mine], pair, group)
         part = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
         low, high = low + part * step, min(high, low + (part + 1) * step)
@@ -260,7 +337,10 @@ def _elements(flat: Tensor) -> list[tuple[str, str]]:
     """Return the value and the bits of each element."""
     width = flat.element_size()
     rows = flat.view(torch.uint8).view(-1, width).tolist()
-    return [(repr(value), bytes(reversed(row)).hex()) for value, row in zip(flat.tolist(), rows, strict=True)]
+    return [
+        (repr(value), bytes(reversed(row)).hex())
+        for value, row in zip(flat.tolist(), rows, strict=True)
+    ]
 
 
 def _global_index(flat: int, shape: Sequence[int], start: Sequence[int]) -> list[int]:

@@ -100,9 +100,13 @@ def check_replicas_agree(
         keep(passed.signatures, signature, None)
 
 
-def _compare(grad: Tensor, layout: Layout, group: Group, text: str, precision: torch.dtype | None) -> None:
+def _compare(
+    grad: Tensor, layout: Layout, group: Group, text: str, precision: torch.dtype | None
+) -> None:
     """Compare the gradient with those of the group, up to rounding: by random projections, its norm and where it is not finite."""
-    values = torch.view_as_real(grad.detach().resolve_conj()) if grad.is_complex() else grad.detach()
+    values = (
+        torch.view_as_real(grad.detach().resolve_conj()) if grad.is_complex() else grad.detach()
+    )
     with outside_of_program_modes():
         sums, norm, not_finite = _projections(flat_of(values))
         extremes = torch.cat([sums, -sums, not_finite, -not_finite, norm])
@@ -187,4 +191,10 @@ def _uniform(counter: int, count: int, device: torch.device) -> Tensor:
     columns = PROJECTIONS * _TERMS
     words = torch.arange(1, 1 + count * columns, device=device).add_(counter).mul_(GOLDEN)
     words ^= (words >> 30).bitwise_and_((1 << 34) - 1)
-    return (permute_(words) >> 11).bitwise_and_((1 << 53) - 1).double().mul_(2.0**-53).view(count, columns)
+    return (
+        (permute_(words) >> 11)
+        .bitwise_and_((1 << 53) - 1)
+        .double()
+        .mul_(2.0**-53)
+        .view(count, columns)
+    )

@@ -73,7 +73,9 @@ class _HoldersOf(dict[Layout, "tuple[int, ...]"]):
         self.ranks = ranks
 
     def __missing__(self, layout: Layout) -> tuple[int, ...]:
-        self[layout] = found = tuple(rank for rank in replica_ranks(layout.mesh, layout.spec) if rank in self.ranks)
+        self[layout] = found = tuple(
+            rank for rank in replica_ranks(layout.mesh, layout.spec) if rank in self.ranks
+        )
         return found
 
 
@@ -85,17 +87,30 @@ def replica_ranks(mesh: Any, spec: P) -> tuple[int, ...]:
     if mesh.coordinate is None:
         return ()
     named = set(spec.axes)
-    index = tuple(at if axis in named else slice(None) for axis, at in zip(mesh.axis_names, mesh.coordinate, strict=True))
+    index = tuple(
+        at if axis in named else slice(None)
+        for axis, at in zip(mesh.axis_names, mesh.coordinate, strict=True)
+    )
     return tuple(sorted(np.asarray(mesh.ranks[index]).reshape(-1).tolist()))
 
 
-def _replica_leaf(path: str, leaf: Any, everyone: tuple[int, ...], holders_of: _HoldersOf) -> ReplicaLeaf:
+def _replica_leaf(
+    path: str, leaf: Any, everyone: tuple[int, ...], holders_of: _HoldersOf
+) -> ReplicaLeaf:
     layout = _layout_of(leaf)
     if layout is not None:
-        return ReplicaLeaf(path, str(layout), leaf._local, holders_of[layout], tuple(start for start, _ in layout.box))
+        return ReplicaLeaf(
+            path,
+            str(layout),
+            leaf._local,
+            holders_of[layout],
+            tuple(start for start, _ in layout.box),
+        )
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufc":
         leaf = torch.from_numpy(np.array(leaf))
-    return ReplicaLeaf(path, "tensor" if isinstance(leaf, Tensor) else type(leaf).__name__, leaf, everyone)
+    return ReplicaLeaf(
+        path, "tensor" if isinstance(leaf, Tensor) else type(leaf).__name__, leaf, everyone
+    )
 
 
 # -- naming ------------------------------------------------------------------------------------------------------------
@@ -135,7 +150,9 @@ def _parameter_names(trees: Sequence[Any]) -> dict[int, str]:
     return {id(x): name for path, module in modules for name, x in _module_leaves(path, module)}
 
 
-def _optimizer_leaves(path: str, optimizer: Optimizer, names: dict[int, str]) -> Iterator[tuple[str, Any]]:
+def _optimizer_leaves(
+    path: str, optimizer: Optimizer, names: dict[int, str]
+) -> Iterator[tuple[str, Any]]:
     for i, group in enumerate(optimizer.param_groups):
         here = f"{path}.param_groups[{i}]".removeprefix(".")
         for key, value in group.items():

@@ -1,7 +1,7 @@
 """`with_sharding_constraint`: lay out trees of tensors by specs that may be a prefix of the tree.
 
-    x      {"w": f32[8, 4], "layers": [f32[4], f32[4]]}
-    spec   {"w": P("dp"),   "layers": P()}                   one spec for everything under "layers"
+x      {"w": f32[8, 4], "layers": [f32[4], f32[4]]}
+spec   {"w": P("dp"),   "layers": P()}                   one spec for everything under "layers"
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
         laid = [redistribute(moving[0][1], moving[0][2])]
     else:
         moving = [m for m in moving if m[2] is not m[1].spec]
-        laid = redistribute_many([leaf for _, leaf, _ in moving], [where for *_, where in moving]) if moving else []
+        laid = (
+            redistribute_many([leaf for _, leaf, _ in moving], [where for *_, where in moving])
+            if moving
+            else []
+        )
     for (i, *_), tensor in zip(moving, laid, strict=True):
         out[i] = tensor
     return pytree.tree_unflatten(out, pytree.tree_structure(x))
@@ -85,7 +89,10 @@ def _constrained(x: ShardedTensor, where: Any) -> Any:
     for dim, entry in enumerate(spec.dims):
         if entry is UNCONSTRAINED:
             pieces = [
-                [Cut((a,)) for a in cut.axes if a not in named] if set(cut.axes) & set(named) else [cut] for cut in here.cuts[dim]
+                [Cut((a,)) for a in cut.axes if a not in named]
+                if set(cut.axes) & set(named)
+                else [cut]
+                for cut in here.cuts[dim]
             ]
             cuts[dim] = tuple(cut for piece in pieces for cut in piece)
     return P.of_cuts(cuts, dict(spec.unreduced))
@@ -105,7 +112,9 @@ def matched(tree: Any, spec: Any, context: str, path: str = "") -> Iterator[tupl
     children, shape = _children(tree)
     specs, spec_shape = _children(spec)
     if spec_shape.is_leaf():
-        raise TypeError(f"{context}: expected P(...) or a list of placements{_at(path)}, got {spec!r}; for replicated write P()")
+        raise TypeError(
+            f"{context}: expected P(...) or a list of placements{_at(path)}, got {spec!r}; for replicated write P()"
+        )
     if shape != spec_shape:
         raise ValueError(
             f"{context}: the specs{_at(path)} are a {type(spec).__name__} of {len(specs)}, and the values a {type(tree).__name__} of "

@@ -75,16 +75,26 @@ def from_local(
             f"from_local takes this rank's part as a plain tensor, got a ShardedTensor {local_tensor._layout}"
         )
     if from_dtensor.is_dtensor(local_tensor):
-        raise TypeError("from_local takes this rank's part as a plain tensor, got torch's DTensor; use redistribute")
+        raise TypeError(
+            "from_local takes this rank's part as a plain tensor, got torch's DTensor; use redistribute"
+        )
     if stride is not None and (shape is None or len(stride) != len(shape)):
-        raise ValueError(f"stride={tuple(stride)} with shape={shape}: give the global shape and one stride per dim, or no strides")
+        raise ValueError(
+            f"stride={tuple(stride)} with shape={shape}: give the global shape and one stride per dim, or no strides"
+        )
     if shape_check not in CHECKS:
-        raise ValueError(f"from_local(shape_check={shape_check!r}): write one of {', '.join(map(repr, CHECKS))}")
+        raise ValueError(
+            f"from_local(shape_check={shape_check!r}): write one of {', '.join(map(repr, CHECKS))}"
+        )
     if transforming():
         refuse_foreign("from_local")
     device_mesh, placements = mesh_and_spec(device_mesh, placements)
     local_tensor = _on_device(local_tensor, device_mesh)
-    shape = global_shape(local_tensor, device_mesh, placements, shape_check) if shape is None else tuple(shape)
+    shape = (
+        global_shape(local_tensor, device_mesh, placements, shape_check)
+        if shape is None
+        else tuple(shape)
+    )
     if device_mesh.coordinate is None:
         local_tensor = local_tensor.reshape(-1)[:0]  # part of the graph, as on other ranks
     layout = Layout.of(device_mesh, placements, shape, local_tensor.dtype)
@@ -95,12 +105,18 @@ def from_local(
             f"the local tensor has shape {list(local_tensor.shape)}, but under {layout} this rank holds {list(layout.local_shape)}"
         )
     if transforming():
-        entered = LinearRedistribution(layout, layout, layout.grad if grad_placements is None else layout.replace(grad_placements))
+        entered = LinearRedistribution(
+            layout,
+            layout,
+            layout.grad if grad_placements is None else layout.replace(grad_placements),
+        )
         return ShardedTensor._make_guarded(under_transforms(local_tensor, entered), layout)
     if not (local_tensor.requires_grad and torch.is_grad_enabled()):
         return ShardedTensor._make_guarded(local_tensor.detach(), layout)
     grad_layout = layout.grad if grad_placements is None else layout.replace(grad_placements)
-    if grad_layout is layout.dual and not local_tensor.is_leaf:  # the gradient passes through unchanged
+    if (
+        grad_layout is layout.dual and not local_tensor.is_leaf
+    ):  # the gradient passes through unchanged
         return ShardedTensor._make_guarded(local_tensor.view_as(local_tensor), layout)
     return ShardedTensor._make_guarded(_FromLocal.apply(local_tensor, layout, grad_layout), layout)  # type: ignore[arg-type]
 
@@ -120,14 +136,22 @@ class _FromLocal(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, dtype = grads[0], grads[0].dtype
         layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
-        return redistribute_grad(grad, layout.dual, grad_layout, dst_grad=_of_gradient(layout)), None, None
+        return (
+            redistribute_grad(grad, layout.dual, grad_layout, dst_grad=_of_gradient(layout)),
+            None,
+            None,
+        )
 
 
 def _of_gradient(layout: Layout) -> Layout:
     """Return the layout of the gradient of a part's gradient: the part's own, except that pending kinds other than sum are per rank."""
     if layout.only_sums:
         return layout
-    return layout.replace(layout.spec.with_unreduced({axis: kind if kind == "sum" else EACH for axis, kind in layout.spec.unreduced}))
+    return layout.replace(
+        layout.spec.with_unreduced(
+            {axis: kind if kind == "sum" else EACH for axis, kind in layout.spec.unreduced}
+        )
+    )
 
 
 def _checked(local: Tensor, layout: Layout) -> Tensor:
@@ -139,11 +163,19 @@ def _checked(local: Tensor, layout: Layout) -> Tensor:
     mesh: Any = layout.mesh
     group = mesh.group(mesh.axis_names)
     parts = group.all_gather_object((dtype_name(local.dtype), *local.shape))
-    shapes = {mesh.coordinate_of(r): tuple(shape) for r, (_, *shape) in zip(group.ranks, parts, strict=True)}
+    shapes = {
+        mesh.coordinate_of(r): tuple(shape)
+        for r, (_, *shape) in zip(group.ranks, parts, strict=True)
+    }
     if len({dtype for dtype, *_ in parts}) > 1 or not describes(layout, shapes):
-        held = {r: [dtype_name(layout.dtype), *box_shape(layout.box_at(mesh.coordinate_of(r)))] for r in group.ranks}
+        held = {
+            r: [dtype_name(layout.dtype), *box_shape(layout.box_at(mesh.coordinate_of(r)))]
+            for r in group.ranks
+        }
         given = {r: list(part) for r, part in zip(group.ranks, parts, strict=True)}
-        raise ValueError(f"run_check: by rank the parts are {given}, and {layout.spec} of {list(layout.shape)} requires {held}")
+        raise ValueError(
+            f"run_check: by rank the parts are {given}, and {layout.spec} of {list(layout.shape)} requires {held}"
+        )
     return _FirstReplica.apply(local, layout) if layout.replicated_axes else local  # type: ignore[return-value]
 
 
@@ -167,7 +199,11 @@ def _on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the tensor on the mesh's device type, as torch does; a tensor on "meta" stays there."""
     if type(tensor).__name__ == "AsyncCollectiveTensor":  # of torch's functional collectives
         tensor = _Awaited.apply(tensor)  # type: ignore[assignment]
-    return tensor if tensor.is_meta or tensor.device.type == mesh.device_type else tensor.to(mesh.device)
+    return (
+        tensor
+        if tensor.is_meta or tensor.device.type == mesh.device_type
+        else tensor.to(mesh.device)
+    )
 
 
 class _Awaited(torch.autograd.Function):
@@ -187,7 +223,9 @@ class _Awaited(torch.autograd.Function):
 # -- local tensors out ------------------------------------------------------------------------------------------------
 
 
-def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool | str = True) -> Tensor:
+def to_local(
+    x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool | str = True
+) -> Tensor:
     """to_local(x) -> this rank's part, as a plain tensor that shares memory and graph with `x`.
 
     On a rank outside of the mesh, as in torch, this is a tensor of shape [0], and 0 of shape [] for a 0-d `x`.
@@ -209,14 +247,25 @@ def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool 
     """
     if check not in CHECKS:
         raise ValueError(f"to_local(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
-    if (captures := current_captures()) is not None and captures.is_foreign(x):  # a mapped function closes over x
+    if (captures := current_captures()) is not None and captures.is_foreign(
+        x
+    ):  # a mapped function closes over x
         return captures.local(x)
     layout, local = x._layout, known_local(x)
     if not layout.shape and layout.mesh.coordinate is None:  # type: ignore[attr-defined]
-        return local.sum() if local.requires_grad and torch.is_grad_enabled() else local.new_zeros(())
+        return (
+            local.sum() if local.requires_grad and torch.is_grad_enabled() else local.new_zeros(())
+        )
     if transforming():
-        left = LinearRedistribution(layout, layout, None, layout.grad if grad_placements is None else layout.replace(grad_placements))
-        return under_transforms(local, left) if local.requires_grad or is_transformed(local) else local
+        left = LinearRedistribution(
+            layout,
+            layout,
+            None,
+            layout.grad if grad_placements is None else layout.replace(grad_placements),
+        )
+        return (
+            under_transforms(local, left) if local.requires_grad or is_transformed(local) else local
+        )
     if not local.requires_grad:
         return local
     if not torch.is_grad_enabled():
@@ -225,7 +274,9 @@ def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool 
     return with_grad_layout(local, layout, grad_layout, check if grad_placements is None else False)
 
 
-def with_grad_layout(local: Tensor, layout: Layout, grad_layout: Layout, check: bool | str = False) -> Tensor:
+def with_grad_layout(
+    local: Tensor, layout: Layout, grad_layout: Layout, check: bool | str = False
+) -> Tensor:
     """Return a part of a tensor laid out as `layout`, whose gradient is laid out as `grad_layout`; `check` as in `to_local`."""
     if grad_layout is layout.dual:  # the gradient passes through unchanged
         return local.view_as(local)
@@ -265,14 +316,20 @@ class _ToLocal(torch.autograd.Function):
         if ctx.check and not transforming():
             check_replicas_agree(grad, ctx.grad_layout, ctx.path, precision=ctx.precision)
         layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
-        return redistribute_grad(grad, grad_layout, layout.dual, src_grad=_of_gradient(layout)), *[None] * 5
+        return redistribute_grad(grad, grad_layout, layout.dual, src_grad=_of_gradient(layout)), *[
+            None
+        ] * 5
 
 
 # -- whole tensors in -------------------------------------------------------------------------------------------------
 
 
 def distribute_tensor(
-    tensor: Tensor, device_mesh: DeviceMesh | SpecLike = None, placements: SpecLike = None, *, src_data_rank: int | None = 0
+    tensor: Tensor,
+    device_mesh: DeviceMesh | SpecLike = None,
+    placements: SpecLike = None,
+    *,
+    src_data_rank: int | None = 0,
 ) -> ShardedTensor:
     """distribute_tensor(t, mesh, placements) -> ShardedTensor: lay a whole tensor out on a mesh.
 
@@ -334,11 +391,20 @@ def _check_leaf(tensor: Tensor) -> None:
 
 
 def device_put(
-    x: Any, mesh: DeviceMesh | SpecLike = None, spec: SpecLike = None, *, src_data_rank: int | None = 0
+    x: Any,
+    mesh: DeviceMesh | SpecLike = None,
+    spec: SpecLike = None,
+    *,
+    src_data_rank: int | None = 0,
 ) -> ShardedTensor:
     """Place one leaf of `shardmesh.device_put`: a tensor, an array or a number."""
     x = as_tensor(x)
-    in_graph = x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor) and not from_dtensor.is_dtensor(x)
+    in_graph = (
+        x.requires_grad
+        and torch.is_grad_enabled()
+        and not isinstance(x, ShardedTensor)
+        and not from_dtensor.is_dtensor(x)
+    )
     if not in_graph:
         return distribute_tensor(x, mesh, spec, src_data_rank=src_data_rank)
     mesh, spec = mesh_and_spec(mesh, spec, x)
@@ -363,7 +429,11 @@ class _DevicePut(torch.autograd.Function):
         layout = ctx.layout.replace(dtype=grads[0].dtype)
         if layout.mesh.coordinate is None:
             return grads[0].new_zeros(ctx.shape), None, None
-        return redistribute_grad(grads[0], layout.dual, layout.replicated, dst_grad=layout.replicated), None, None
+        return (
+            redistribute_grad(grads[0], layout.dual, layout.replicated, dst_grad=layout.replicated),
+            None,
+            None,
+        )
 
 
 def as_tensor(x: Any, context: str = "device_put", path: str = "") -> Tensor:

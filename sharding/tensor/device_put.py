@@ -1,7 +1,7 @@
 """`device_put`: lay out tensors, arrays, numbers and trees of them by shardings that may be a tree too.
 
-    x           {"w": f32[8, 4], "layers": [f32[4], f32[4]]}
-    shardings   {"w": P("dp"),   "layers": P()}                 one for everything under "layers"
+x           {"w": f32[8, 4], "layers": [f32[4], f32[4]]}
+shardings   {"w": P("dp"),   "layers": P()}                 one for everything under "layers"
 """
 
 from __future__ import annotations
@@ -55,15 +55,23 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
     if is_placement(mesh):
         mesh, spec = mesh_and_spec(mesh, spec)
     if spec is None:
-        found: list[Any] = [(pytree.keystr(keys), leaf, None) for keys, leaf in pytree.tree_flatten_with_path(x)[0]]
+        found: list[Any] = [
+            (pytree.keystr(keys), leaf, None) for keys, leaf in pytree.tree_flatten_with_path(x)[0]
+        ]
     else:
-        found = [(path.removeprefix(" at "), leaf, where) for path, leaf, where in matched(x, spec, "device_put")]
+        found = [
+            (path.removeprefix(" at "), leaf, where)
+            for path, leaf, where in matched(x, spec, "device_put")
+        ]
     todo: list[Any] = []
     for path, leaf, where in found:
         todo.append(None if leaf is None else (as_tensor(leaf, path=f" at {path}"), where))
         if leaf is not None and not from_dtensor.is_dtensor(leaf):
             _check_fits(todo[-1][0], mesh, where, path)
-    done = [None if item is None else put(item[0], mesh, item[1], src_data_rank=src_data_rank) for item in todo]
+    done = [
+        None if item is None else put(item[0], mesh, item[1], src_data_rank=src_data_rank)
+        for item in todo
+    ]
     return pytree.tree_unflatten(done, pytree.tree_structure(x))
 
 

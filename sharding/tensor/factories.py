@@ -70,7 +70,9 @@ def full(
 ) -> ShardedTensor:
     """Return a sharded tensor filled with one value, whose type gives the dtype as in `torch.full`."""
     dtype = dtype or torch.full((), fill_value).dtype
-    return _constant(fill_value, (tuple(size),), device_mesh, placements, dtype, layout, requires_grad)
+    return _constant(
+        fill_value, (tuple(size),), device_mesh, placements, dtype, layout, requires_grad
+    )
 
 
 def empty(
@@ -137,7 +139,13 @@ def randint(
             device_mesh, placements = size, placements if device_mesh is None else device_mesh
         low, high, size = 0, low, high
     return _new(
-        lambda at: random.integers(at, low, high), (tuple(size),), device_mesh, placements, dtype or torch.int64, layout, requires_grad
+        lambda at: random.integers(at, low, high),
+        (tuple(size),),
+        device_mesh,
+        placements,
+        dtype or torch.int64,
+        layout,
+        requires_grad,
     )
 
 
@@ -175,7 +183,10 @@ def arange(
     def values(at: Layout) -> Tensor:
         (first, last), device = at.box[0], _mesh(at).device
         index = torch.arange(
-            first, last, device=device, dtype=torch.float64 if dtype.is_floating_point else torch.int64
+            first,
+            last,
+            device=device,
+            dtype=torch.float64 if dtype.is_floating_point else torch.int64,
         )
         return (low + index * step).to(dtype)
 
@@ -216,22 +227,34 @@ def _new(
 ) -> ShardedTensor:
     size, mesh, placements = _positional(size, mesh, placements)
     if memory_layout is not torch.strided:
-        raise ValueError(f"layout={memory_layout} is not supported: the parts of a sharded tensor are strided; leave layout out")
+        raise ValueError(
+            f"layout={memory_layout} is not supported: the parts of a sharded tensor are strided; leave layout out"
+        )
     layout = Layout.of(mesh, placements, size, dtype or torch.get_default_dtype())
     if layout.pending:
-        raise ValueError(f"a new tensor cannot be pending, got {layout.spec}; leave those axes replicated")
+        raise ValueError(
+            f"a new tensor cannot be pending, got {layout.spec}; leave those axes replicated"
+        )
     before = thread_context.last_draw
     out = ShardedTensor._make_guarded(values(layout), layout)
     out._lineage = with_drawn(out._lineage, before)
     return out.requires_grad_() if requires_grad else out
 
 
-def _positional(size: Sequence[Any], mesh: Any, placements: SpecLike) -> tuple[tuple[int, ...], DeviceMesh, SpecLike]:
+def _positional(
+    size: Sequence[Any], mesh: Any, placements: SpecLike
+) -> tuple[tuple[int, ...], DeviceMesh, SpecLike]:
     """Parse the arguments of `zeros(4, 8, device_mesh=m, placements=p)`, `zeros((4, 8), m, p)` and, with m set, `zeros((4, 8), p)`."""
     at = next((i for i, item in enumerate(size) if is_mesh(item) or is_placement(item)), len(size))
     dims, where = size[:at], size[at:]
     if where:
-        mesh, placements = _mesh_and_placements([*([] if mesh is None else [mesh]), *where, *([] if placements is None else [placements])])
+        mesh, placements = _mesh_and_placements(
+            [
+                *([] if mesh is None else [mesh]),
+                *where,
+                *([] if placements is None else [placements]),
+            ]
+        )
     shape = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
     return (tuple(shape), *mesh_and_spec(mesh, placements))
 
@@ -243,5 +266,7 @@ def _mesh_and_placements(given: Sequence[Any]) -> Sequence[Any]:
         TypeError: more than two arguments.
     """
     if len(given) > 2:
-        raise TypeError(f"after the shape a factory takes a mesh and a P or list of placements, each once; got {list(given)}")
+        raise TypeError(
+            f"after the shape a factory takes a mesh and a P or list of placements, each once; got {list(given)}"
+        )
     return given if len(given) == 2 else (given[0], None)

@@ -31,8 +31,12 @@ def from_dtensor(x: Any) -> ShardedTensor:
     """
     mesh = as_device_mesh(x.device_mesh)
     part: Any = x.to_local()
-    part = part.wait() if hasattr(part, "wait") else part  # one of torch's collectives may still be in flight
-    return ShardedTensor.from_local(part, mesh, _own_placements(x.placements, mesh.shape), shape=x.shape)
+    part = (
+        part.wait() if hasattr(part, "wait") else part
+    )  # one of torch's collectives may still be in flight
+    return ShardedTensor.from_local(
+        part, mesh, _own_placements(x.placements, mesh.shape), shape=x.shape
+    )
 
 
 def _own_placements(placements: Sequence[Any], sizes: Sequence[int]) -> list[Placement]:
@@ -42,9 +46,15 @@ def _own_placements(placements: Sequence[Any], sizes: Sequence[int]) -> list[Pla
         if type(placement).__name__ != "_StridedShard":
             out.append(as_placement(placement))
             continue
-        later = [j for j in range(i + 1, len(placements)) if getattr(placements[j], "dim", None) == placement.dim]
+        later = [
+            j
+            for j in range(i + 1, len(placements))
+            if getattr(placements[j], "dim", None) == placement.dim
+        ]
         if prod(sizes[j] for j in later) != placement.split_factor:
-            raise TypeError(f"a DTensor with placements {tuple(placements)}: redistribute it to Shard and Replicate first")
+            raise TypeError(
+                f"a DTensor with placements {tuple(placements)}: redistribute it to Shard and Replicate first"
+            )
         out.append(Shard(placement.dim))
     return _in_order(out, placements)
 
@@ -52,8 +62,12 @@ def _own_placements(placements: Sequence[Any], sizes: Sequence[int]) -> list[Pla
 def _in_order(own: list[Placement], placements: Sequence[Any]) -> list[Placement]:
     """Return the placements with the order in which axes split a dim, if one of them is strided: the strided ones last."""
     strided = [type(p).__name__ == "_StridedShard" for p in placements]
-    for dim in {p.dim for p, late in zip(own, strided, strict=True) if late and isinstance(p, Shard)}:
+    for dim in {
+        p.dim for p, late in zip(own, strided, strict=True) if late and isinstance(p, Shard)
+    }:
         axes = [i for i, p in enumerate(own) if isinstance(p, Shard) and p.dim == dim]
-        for order, i in enumerate(sorted(axes, key=lambda i: (strided[i], -i if strided[i] else i))):
+        for order, i in enumerate(
+            sorted(axes, key=lambda i: (strided[i], -i if strided[i] else i))
+        ):
             own[i] = Shard(dim, order=order)
     return own

@@ -22,7 +22,9 @@ from ..layout.bounded_cache import keep
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import P, SpecLike, as_spec
 
-_TAG = CommTag('shapes of parts (equal parts that become unequal need from_local(shape=) or shape_check="always")')
+_TAG = CommTag(
+    'shapes of parts (equal parts that become unequal need from_local(shape=) or shape_check="always")'
+)
 
 
 class _KnownShapes:
@@ -39,7 +41,9 @@ class _KnownShapes:
         self.calls = 0
 
 
-def global_shape(local: Tensor, mesh: DeviceMesh, placements: SpecLike, check: bool | str = True) -> tuple[int, ...]:
+def global_shape(
+    local: Tensor, mesh: DeviceMesh, placements: SpecLike, check: bool | str = True
+) -> tuple[int, ...]:
     """Return the global shape: the sum of the local shapes of all ranks, or what the sizes of the placements state.
 
     Args:
@@ -52,12 +56,20 @@ def global_shape(local: Tensor, mesh: DeviceMesh, placements: SpecLike, check: b
     """
     spec = as_spec(placements, mesh.axis_names, local.ndim)
     stated = _stated(spec, local.shape)
-    Layout.of(mesh, spec, stated, local.dtype)  # raises for wrong placements before any communication
+    Layout.of(
+        mesh, spec, stated, local.dtype
+    )  # raises for wrong placements before any communication
     split = tuple(axis for axes in spec.dims for axis in axes if mesh.size(axis) > 1)
     if not split:
         return stated
     if check is False or mesh.coordinate is None:
-        return _stated(spec, [n * mesh.size(axes) if axes else n for n, axes in zip(local.shape, spec.dims, strict=True)])
+        return _stated(
+            spec,
+            [
+                n * mesh.size(axes) if axes else n
+                for n, axes in zip(local.shape, spec.dims, strict=True)
+            ],
+        )
     group = mesh.group(split)
     shapes: _KnownShapes = group.agreed.setdefault(_KnownShapes, _KnownShapes())
     shapes.calls += 1
@@ -67,7 +79,11 @@ def global_shape(local: Tensor, mesh: DeviceMesh, placements: SpecLike, check: b
     if shape is not None and part in (None, local.shape):
         return shape
     parts = _exchange_shapes(group, shapes.calls, local)
-    shape = shape_of_parts({mesh.coordinate_of(r): part for r, part in zip(group.ranks, parts, strict=True)}, spec, mesh)  # type: ignore[misc]
+    shape = shape_of_parts(
+        {mesh.coordinate_of(r): part for r, part in zip(group.ranks, parts, strict=True)},
+        spec,
+        mesh,
+    )  # type: ignore[misc]
     if signature is not None:
         sizes = {axes[0] for axes, _ in spec.sizes}
         if all(axes[0] in sizes for axes in spec.dims if axes):
@@ -86,7 +102,10 @@ def _exchange_shapes(group: Group, call: int, local: Tensor) -> list[tuple[Any, 
     """
     told = group.all_gather_object((call, dtype_name(local.dtype), *local.shape), tag=_TAG)
     if len({number for number, *_ in told}) > 1:
-        by_rank = ", ".join(f"rank {r}: call {number}, {d}{shape}" for r, (number, d, *shape) in zip(group.ranks, told, strict=True))
+        by_rank = ", ".join(
+            f"rank {r}: call {number}, {d}{shape}"
+            for r, (number, d, *shape) in zip(group.ranks, told, strict=True)
+        )
         raise RuntimeError(
             f"ranks exchange shapes for different calls of from_local ({by_rank}): in an earlier call equal parts changed on some ranks "
             'and not on others; pass shape=, or shape_check="always" if parts are only sometimes equal'
@@ -94,7 +113,9 @@ def _exchange_shapes(group: Group, call: int, local: Tensor) -> list[tuple[Any, 
     return [tuple(part) for _, *part in told]
 
 
-def shape_of_parts(parts: dict[tuple[int, ...], tuple[Any, ...]], spec: P, mesh: DeviceMesh) -> tuple[int, ...]:
+def shape_of_parts(
+    parts: dict[tuple[int, ...], tuple[Any, ...]], spec: P, mesh: DeviceMesh
+) -> tuple[int, ...]:
     """Return the global shape of the tensor that these parts make up, or that the sizes of the spec state.
 
     Args:
@@ -105,7 +126,9 @@ def shape_of_parts(parts: dict[tuple[int, ...], tuple[Any, ...]], spec: P, mesh:
     Raises:
         ValueError: the parts are not those of the spec.
     """
-    by_rank = ", ".join(f"rank {int(mesh.ranks[c])}: {d}{shape}" for c, (d, *shape) in parts.items())
+    by_rank = ", ".join(
+        f"rank {int(mesh.ranks[c])}: {d}{shape}" for c, (d, *shape) in parts.items()
+    )
     if len({(dtype, len(shape)) for dtype, *shape in parts.values()}) > 1:
         raise ValueError(f"the local tensors differ in dtype or number of dims ({by_rank})")
     everyone: Any = {place: tuple(shape) for place, (_, *shape) in parts.items()}
@@ -124,12 +147,16 @@ def shape_of_parts(parts: dict[tuple[int, ...], tuple[Any, ...]], spec: P, mesh:
 def _stated(spec: P, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape with the length of each dim that has sizes replaced by their sum."""
     known = {axes[0]: sum(sizes) for axes, sizes in spec.sizes}
-    return tuple(known.get(axes[0], n) if axes else n for axes, n in zip(spec.dims, shape, strict=True))
+    return tuple(
+        known.get(axes[0], n) if axes else n for axes, n in zip(spec.dims, shape, strict=True)
+    )
 
 
 def describes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> bool:
     """Return True if the boxes at these coordinates have these shapes."""
-    return all(box_shape(layout.box_at(coordinate)) == shape for coordinate, shape in shapes.items())
+    return all(
+        box_shape(layout.box_at(coordinate)) == shape for coordinate, shape in shapes.items()
+    )
 
 
 def _better_sizes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> str:
@@ -143,7 +170,9 @@ def _better_sizes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]
         found = tuple(n for _, n in sorted(lengths.items()))
         sizes.update({axes: found} if axes else {})
         shape.append(sum(found))
-    ragged = layout.replace(P(*layout.spec.dims, unreduced=layout.pending, sizes=sizes), shape=shape)
+    ragged = layout.replace(
+        P(*layout.spec.dims, unreduced=layout.pending, sizes=sizes), shape=shape
+    )
     if not describes(ragged, shapes):
         return "parts are cut as torch.chunk cuts, equal ones first; "
     return (
@@ -156,4 +185,8 @@ def _summed(shapes: dict[Any, tuple[int, ...]], mesh: DeviceMesh, spec: P, dim: 
     """Return the global size of one dim: the sum over the axes that split it, at the first coordinate of all other axes."""
     mine = {mesh.axis_index(a) for a in spec.dims[dim]}
     first = next(iter(shapes))
-    return sum(s[dim] for c, s in shapes.items() if all(i in mine or c[i] == b for i, b in enumerate(first)))
+    return sum(
+        s[dim]
+        for c, s in shapes.items()
+        if all(i in mine or c[i] == b for i, b in enumerate(first))
+    )

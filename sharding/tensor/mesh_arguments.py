@@ -1,8 +1,8 @@
 """The mesh and the placements among a function's arguments; with a mesh set, a bare `P` is enough.
 
-    f(t, mesh, P("dp"))                    on that mesh
-    f(t, NamedSharding(mesh, P("dp")))     the same
-    f(t, P("dp"))                          on the mesh of `set_mesh` or `with mesh:`
+f(t, mesh, P("dp"))                    on that mesh
+f(t, NamedSharding(mesh, P("dp")))     the same
+f(t, P("dp"))                          on the mesh of `set_mesh` or `with mesh:`
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from .sharded_tensor import ShardedTensor
 
 def is_placement(x: Any) -> bool:
     """Return True for a `P`, a sharding or a list of placements, which may be passed in place of the mesh."""
-    return isinstance(x, (P, Sharding)) or (isinstance(x, (list, tuple)) and any(isinstance(p, Placement) for p in x))
+    return isinstance(x, (P, Sharding)) or (
+        isinstance(x, (list, tuple)) and any(isinstance(p, Placement) for p in x)
+    )
 
 
 def mesh_and_spec(mesh: Any, placements: SpecLike, like: Any = None) -> tuple[DeviceMesh, SpecLike]:
@@ -34,14 +36,20 @@ def mesh_and_spec(mesh: Any, placements: SpecLike, like: Any = None) -> tuple[De
     """
     if is_placement(mesh):
         if placements is not None:
-            raise TypeError(f"got two placements, {mesh!r} and {placements!r}: give one, after the mesh or in its place")
+            raise TypeError(
+                f"got two placements, {mesh!r} and {placements!r}: give one, after the mesh or in its place"
+            )
         mesh, placements = None, mesh
     if isinstance(placements, Sharding):
         if mesh is not None and as_device_mesh(mesh) != placements.mesh:
-            raise ValueError(f"{placements!r} has another mesh than {mesh!r}: give the sharding alone")
+            raise ValueError(
+                f"{placements!r} has another mesh than {mesh!r}: give the sharding alone"
+            )
         mesh, placements = placements.mesh, placements.spec
     if mesh is not None and not is_mesh(mesh):
-        raise TypeError(f"expected a mesh: give a DeviceMesh or, with a mesh set, P(...) in its place; got {mesh!r}")
+        raise TypeError(
+            f"expected a mesh: give a DeviceMesh or, with a mesh set, P(...) in its place; got {mesh!r}"
+        )
     if mesh is None and isinstance(like, ShardedTensor):
         return get_mesh() or like.mesh, placements
     return given_or_current(mesh), placements

@@ -69,7 +69,9 @@ def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
         >>> seed = sm.multihost.broadcast_one_to_all(int(time.time())).item()
     """
     if any(isinstance(leaf, ShardedTensor) for leaf in pytree.tree_leaves(in_tree)):
-        raise TypeError("broadcast_one_to_all: a ShardedTensor already is one value for all ranks; leave it out of the tree")
+        raise TypeError(
+            "broadcast_one_to_all: a ShardedTensor already is one value for all ranks; leave it out of the tree"
+        )
     own = current_world().rank == 0 if is_source is None else bool(is_source)
     group, leaves, shape, source = _compare_trees("broadcast_one_to_all", in_tree, own)
     return pytree.tree_unflatten([_broadcast(group, leaf, source) for leaf in leaves], shape)
@@ -86,7 +88,9 @@ def sync_global_devices(name: str) -> None:
     """
     names = _group().all_gather_object(name)
     if len(set(names)) > 1:
-        raise AssertionError(f"sync_global_devices: names differ between ranks: {_by_rank(names)}; pass the same on every rank")
+        raise AssertionError(
+            f"sync_global_devices: names differ between ranks: {_by_rank(names)}; pass the same on every rank"
+        )
 
 
 def assert_equal(in_tree: Any, fail_message: str = "") -> None:
@@ -107,12 +111,22 @@ def assert_equal(in_tree: Any, fail_message: str = "") -> None:
         return
     start = f"{fail_message}: " if fail_message else ""
     if any(each[0] != everyone[0][0] for each in everyone):
-        raise AssertionError(f"{start}ranks passed trees of different structures: {_by_rank([each[0] for each in everyone])}")
-    path = next(path for path, digest in everyone[0][1].items() if any(each[1][path] != digest for each in everyone))
-    raise AssertionError(f"{start}{path} is not the same on every rank: {_by_rank([each[1][path][0] for each in everyone])}")
+        raise AssertionError(
+            f"{start}ranks passed trees of different structures: {_by_rank([each[0] for each in everyone])}"
+        )
+    path = next(
+        path
+        for path, digest in everyone[0][1].items()
+        if any(each[1][path] != digest for each in everyone)
+    )
+    raise AssertionError(
+        f"{start}{path} is not the same on every rank: {_by_rank([each[1][path][0] for each in everyone])}"
+    )
 
 
-def host_local_array_to_global_array(local_inputs: Any, global_mesh: DeviceMesh, pspecs: Any) -> Any:
+def host_local_array_to_global_array(
+    local_inputs: Any, global_mesh: DeviceMesh, pspecs: Any
+) -> Any:
     """Return each leaf as a `ShardedTensor` whose part on this rank is the leaf.
 
         P("dp") on (dp=2)      rank 0 has [a b]   rank 1 has [c d]       global [a b c d]
@@ -132,12 +146,18 @@ def host_local_array_to_global_array(local_inputs: Any, global_mesh: DeviceMesh,
 
     def made(leaf: Any, spec: Any) -> Any:
         x = as_tensor(leaf, "host_local_array_to_global_array")
-        return from_local(x, global_mesh, spec) if x.requires_grad else make_array_from_process_local_data(global_mesh, spec, x)
+        return (
+            from_local(x, global_mesh, spec)
+            if x.requires_grad
+            else make_array_from_process_local_data(global_mesh, spec, x)
+        )
 
     return _map_leaves("host_local_array_to_global_array", local_inputs, pspecs, made)
 
 
-def global_array_to_host_local_array(global_inputs: Any, global_mesh: DeviceMesh, pspecs: Any) -> Any:
+def global_array_to_host_local_array(
+    global_inputs: Any, global_mesh: DeviceMesh, pspecs: Any
+) -> Any:
     """Return this rank's part of each leaf laid out as its spec says, a plain tensor. Differentiable.
 
     Args:
@@ -149,7 +169,11 @@ def global_array_to_host_local_array(global_inputs: Any, global_mesh: DeviceMesh
     """
 
     def part(leaf: Any, spec: Any) -> Any:
-        x = leaf if isinstance(leaf, ShardedTensor) else device_put(leaf, global_mesh, None, src_data_rank=None)
+        x = (
+            leaf
+            if isinstance(leaf, ShardedTensor)
+            else device_put(leaf, global_mesh, None, src_data_rank=None)
+        )
         return x.redistribute(global_mesh, spec).to_local()
 
     return _map_leaves("global_array_to_host_local_array", global_inputs, pspecs, part)
@@ -159,7 +183,10 @@ def global_array_to_host_local_array(global_inputs: Any, global_mesh: DeviceMesh
 
 
 def _map_leaves(context: str, tree: Any, specs: Any, convert: Callable[[Any, Any], Any]) -> Any:
-    leaves = [None if leaf is None else convert(leaf, spec) for _, leaf, spec in matched(tree, specs, context)]
+    leaves = [
+        None if leaf is None else convert(leaf, spec)
+        for _, leaf, spec in matched(tree, specs, context)
+    ]
     return pytree.tree_unflatten(leaves, pytree.tree_structure(tree))
 
 
@@ -172,11 +199,15 @@ def _group() -> Group:
     world = current_world()
     launched = launch_environment() if isinstance(world, ProcessWorld) and world.size == 1 else None
     if launched is not None and launched[1] > 1:
-        raise RuntimeError(f"sm.multihost: {launched[1]} ranks were launched and are not connected yet; first make a mesh, sm.make_mesh")
+        raise RuntimeError(
+            f"sm.multihost: {launched[1]} ranks were launched and are not connected yet; first make a mesh, sm.make_mesh"
+        )
     return world.group(range(world.size))
 
 
-def _compare_trees(context: str, tree: Any, is_source: bool = True) -> tuple[Group, list[Any], Any, int]:
+def _compare_trees(
+    context: str, tree: Any, is_source: bool = True
+) -> tuple[Group, list[Any], Any, int]:
     """Return the group of all ranks, the leaves as tensors, the structure of the tree, and the source rank.
 
     Raises:
@@ -185,14 +216,21 @@ def _compare_trees(context: str, tree: Any, is_source: bool = True) -> tuple[Gro
     leaves, shape = pytree.tree_flatten(tree)
     tensors = [leaf if leaf is None else as_tensor(leaf, context) for leaf in leaves]
     group = _group()
-    mine = str(shape), [None if x is None else f"{dtype_name(x.dtype)}{list(x.shape)}" for x in tensors]
+    mine = (
+        str(shape),
+        [None if x is None else f"{dtype_name(x.dtype)}{list(x.shape)}" for x in tensors],
+    )
     everyone = group.all_gather_object((mine, is_source))
     if any(each[0] != everyone[0][0] for each in everyone):
         kinds = [f"{', '.join(map(str, parts))} in {tree}" for (tree, parts), _ in everyone]
-        raise ValueError(f"{context}: ranks passed different trees: {_by_rank(kinds)}; pass the same shapes and dtypes on every rank")
+        raise ValueError(
+            f"{context}: ranks passed different trees: {_by_rank(kinds)}; pass the same shapes and dtypes on every rank"
+        )
     sources = [rank for rank, (_, source) in enumerate(everyone) if source]
     if context == "broadcast_one_to_all" and len(sources) != 1:
-        raise ValueError(f"{context}: is_source is true on ranks {sources}; it must be true on exactly one rank")
+        raise ValueError(
+            f"{context}: is_source is true on ranks {sources}; it must be true on exactly one rank"
+        )
     return group, tensors, shape, sources[0]
 
 
@@ -218,7 +256,11 @@ def _broadcast(group: Group, x: Any, source: int) -> Any:
 
 def _bytes(group: Group, x: Tensor) -> Tensor:
     """Return the values as bytes, on the device from which the group sends host data."""
-    device = group._host_device() if isinstance(group, ProcessGroup) and group.size > 1 else torch.device("cpu")
+    device = (
+        group._host_device()
+        if isinstance(group, ProcessGroup) and group.size > 1
+        else torch.device("cpu")
+    )
     return x.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -229,7 +271,11 @@ def _digest(leaf: Any) -> tuple[str, str]:
     x = as_tensor(leaf, "assert_equal").detach().cpu()
     x = x + 0 if x.is_floating_point() or x.is_complex() else x  # -0.0 equals 0.0
     x = torch.where(x.isnan(), torch.nan, x) if x.is_floating_point() else x
-    shown = f"{x.item()}" if x.numel() == 1 else f"values with hash {hashlib.sha256(_raw(x)).hexdigest()[:8]}"
+    shown = (
+        f"{x.item()}"
+        if x.numel() == 1
+        else f"values with hash {hashlib.sha256(_raw(x)).hexdigest()[:8]}"
+    )
     return f"{dtype_name(x.dtype)}{list(x.shape)} {shown}", hashlib.sha256(_raw(x)).hexdigest()
 
 

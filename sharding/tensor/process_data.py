@@ -68,7 +68,9 @@ def make_array_from_callback(
     """
     mesh, spec, function = _mesh_spec_data(mesh, spec, data_callback)
     if not callable(function):
-        raise TypeError(f"make_array_from_callback: expected a function of the index after the spec, got {function!r}")
+        raise TypeError(
+            f"make_array_from_callback: expected a function of the index after the spec, got {function!r}"
+        )
     asked = Layout.of(mesh, spec, shape, dtype or torch.get_default_dtype())
     _check_not_pending("make_array_from_callback", asked.spec)
     if mesh.coordinate is None:
@@ -118,7 +120,11 @@ def make_array_from_process_local_data(
     part = _copied(data, None, mesh)
     spec = as_spec(spec, mesh.axis_names, part.ndim if shape is None else len(shape))
     _check_not_pending("make_array_from_process_local_data", spec)
-    at = _shared_layout(mesh, spec, part) if shape is None else Layout.of(mesh, spec, shape, part.dtype)
+    at = (
+        _shared_layout(mesh, spec, part)
+        if shape is None
+        else Layout.of(mesh, spec, shape, part.dtype)
+    )
     if mesh.coordinate is None:
         return ShardedTensor._make_guarded(part.new_empty(0), at)
     return ShardedTensor._make_guarded(_cut_out(part, at), at)
@@ -152,13 +158,21 @@ def make_array_from_single_device_arrays(
         >>> x = sm.make_array_from_single_device_arrays((8,), mesh, P("dp"), [torch.ones(2)])
     """
     mesh, spec, parts = _mesh_spec_data(mesh, spec, arrays)
-    if not isinstance(parts, (list, tuple)) or any(not isinstance(x, Tensor) or isinstance(x, ShardedTensor) for x in parts):
-        raise TypeError(f"make_array_from_single_device_arrays: expected a list with this rank's plain tensor, got {type(parts).__name__}")
+    if not isinstance(parts, (list, tuple)) or any(
+        not isinstance(x, Tensor) or isinstance(x, ShardedTensor) for x in parts
+    ):
+        raise TypeError(
+            f"make_array_from_single_device_arrays: expected a list with this rank's plain tensor, got {type(parts).__name__}"
+        )
     if mesh.coordinate is None:
-        known = _stated_dtype("make_array_from_single_device_arrays", parts[0].dtype if parts else dtype, mesh)
+        known = _stated_dtype(
+            "make_array_from_single_device_arrays", parts[0].dtype if parts else dtype, mesh
+        )
         return from_local(torch.empty(0, dtype=known, device=mesh.device), mesh, spec, shape=shape)
     if len(parts) != 1:
-        raise ValueError(f"make_array_from_single_device_arrays: a rank has one device, and {len(parts)} tensors were given; pass [x]")
+        raise ValueError(
+            f"make_array_from_single_device_arrays: a rank has one device, and {len(parts)} tensors were given; pass [x]"
+        )
     return from_local(parts[0].detach(), mesh, spec, shape=shape)
 
 
@@ -186,9 +200,15 @@ class AddressableShard:
     rank: int
 
     def __repr__(self) -> str:
-        data = "not here" if self.data is None else f"{dtype_name(self.data.dtype)}{list(self.data.shape)} on {self.device}"
+        data = (
+            "not here"
+            if self.data is None
+            else f"{dtype_name(self.data.dtype)}{list(self.data.shape)} on {self.device}"
+        )
         index = ", ".join(f"{s.start}:{s.stop}" for s in self.index)
-        return f"AddressableShard([{index}], {data}, replica_id={self.replica_id}, rank={self.rank})"
+        return (
+            f"AddressableShard([{index}], {data}, replica_id={self.replica_id}, rank={self.rank})"
+        )
 
 
 def addressable_shards(x: ShardedTensor) -> list[AddressableShard]:
@@ -197,7 +217,15 @@ def addressable_shards(x: ShardedTensor) -> list[AddressableShard]:
     if mesh.coordinate is None:
         return []
     data = x._local.detach()
-    return [AddressableShard(slices(layout.box), data, data.device, _replica_id(layout, mesh.coordinate), mesh.world.rank)]
+    return [
+        AddressableShard(
+            slices(layout.box),
+            data,
+            data.device,
+            _replica_id(layout, mesh.coordinate),
+            mesh.world.rank,
+        )
+    ]
 
 
 def global_shards(x: ShardedTensor) -> list[AddressableShard]:
@@ -206,7 +234,11 @@ def global_shards(x: ShardedTensor) -> list[AddressableShard]:
     found = []
     for (coordinate, box), rank in zip(layout.boxes(), mesh.ranks.flatten(), strict=True):
         data = x._local.detach() if coordinate == mesh.coordinate else None
-        found.append(AddressableShard(slices(box), data, x._local.device, _replica_id(layout, coordinate), int(rank)))
+        found.append(
+            AddressableShard(
+                slices(box), data, x._local.device, _replica_id(layout, coordinate), int(rank)
+            )
+        )
     return found
 
 
@@ -227,10 +259,16 @@ def _mesh_spec_data(mesh: Any, spec: Any, data: Any) -> tuple[DeviceMesh, SpecLi
     return (*mesh_and_spec(mesh, spec), data)
 
 
-def _mesh_spec_data_shape(mesh: Any, spec: Any, data: Any, shape: Any) -> tuple[DeviceMesh, SpecLike, Any, Any]:
+def _mesh_spec_data_shape(
+    mesh: Any, spec: Any, data: Any, shape: Any
+) -> tuple[DeviceMesh, SpecLike, Any, Any]:
     """Return (mesh, spec, data, shape); the arguments may also be (spec, data, shape), with a mesh set."""
     if is_placement(mesh):
-        mesh, spec, data, shape = (None, mesh, spec, shape if data is None else data) if spec is not None else (None, mesh, data, shape)
+        mesh, spec, data, shape = (
+            (None, mesh, spec, shape if data is None else data)
+            if spec is not None
+            else (None, mesh, data, shape)
+        )
     return (*mesh_and_spec(mesh, spec), data, shape)
 
 
@@ -244,7 +282,9 @@ def _check_not_pending(function: str, spec: P) -> None:
 
 def _stated_dtype(function: str, dtype: torch.dtype | None, mesh: DeviceMesh) -> torch.dtype:
     if dtype is None:
-        raise ValueError(f"{function}: a rank outside {mesh} has no data with a dtype; pass dtype= on every rank")
+        raise ValueError(
+            f"{function}: a rank outside {mesh} has no data with a dtype; pass dtype= on every rank"
+        )
     return dtype
 
 
@@ -256,7 +296,9 @@ def _copied(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
         RuntimeError: a tensor that is being differentiated: its gradient would be zero.
     """
     if isinstance(data, ShardedTensor):
-        raise TypeError(f"expected this rank's part as a plain tensor or array, got a ShardedTensor {data._layout}")
+        raise TypeError(
+            f"expected this rank's part as a plain tensor or array, got a ShardedTensor {data._layout}"
+        )
     if isinstance(data, Tensor):
         is_differentiated = data.requires_grad and torch.is_grad_enabled()
         if is_differentiated or (transforming() and is_transformed(data)):
@@ -266,7 +308,9 @@ def _copied(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
                 "tensor; else pass data.detach()"
             )
     if isinstance(data, Tensor):
-        return data.detach().to(mesh.device, dtype, copy=True, memory_format=torch.contiguous_format)
+        return data.detach().to(
+            mesh.device, dtype, copy=True, memory_format=torch.contiguous_format
+        )
     if hasattr(data, "__array__"):
         return torch.from_numpy(np.array(data, order="C")).to(mesh.device, dtype)
     return torch.tensor(data, dtype=dtype, device=mesh.device)
@@ -279,12 +323,17 @@ def _cut_out(part: Tensor, layout: Layout) -> Tensor:
         ValueError: a dim has neither.
     """
     wanted, whole = layout.local_shape, layout.shape
-    if part.ndim != len(whole) or any(n not in lengths for n, *lengths in zip(part.shape, wanted, whole, strict=True)):
+    if part.ndim != len(whole) or any(
+        n not in lengths for n, *lengths in zip(part.shape, wanted, whole, strict=True)
+    ):
         raise ValueError(
             f"make_array_from_process_local_data: the local data has shape {list(part.shape)}; under {layout} this rank holds "
             f"{list(wanted)}; pass that, or {list(whole)} to have it sliced"
         )
-    cut = [slice(None) if n == own else slice(*box) for n, own, box in zip(part.shape, wanted, layout.box, strict=True)]
+    cut = [
+        slice(None) if n == own else slice(*box)
+        for n, own, box in zip(part.shape, wanted, layout.box, strict=True)
+    ]
     return part[tuple(cut)].contiguous()
 
 
@@ -295,16 +344,23 @@ def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
         ValueError: on every rank that compared, parts that do not make up a tensor; on a rank outside the mesh.
     """
     if mesh.coordinate is None:
-        raise ValueError(f"a rank outside {mesh} does not know the parts of the others; pass global_shape= on every rank")
+        raise ValueError(
+            f"a rank outside {mesh} does not know the parts of the others; pass global_shape= on every rank"
+        )
     split = tuple(axis for axes in where.dims for axis in axes if mesh.size(axis) > 1)
     if where.sizes or not split:
         return from_local(part, mesh, where)._layout
     group = mesh.group(split)
     told = group.all_gather_object((dtype_name(part.dtype), *part.shape))
-    by_rank = ", ".join(f"rank {r}: {d}{shape}" for r, (d, *shape) in zip(group.ranks, told, strict=True))
+    by_rank = ", ".join(
+        f"rank {r}: {d}{shape}" for r, (d, *shape) in zip(group.ranks, told, strict=True)
+    )
     if len({(dtype, len(shape)) for dtype, *shape in told}) > 1:
         raise ValueError(f"the local data differ in dtype or number of dims ({by_rank})")
-    shapes: Any = {mesh.coordinate_of(r): tuple(shape) for r, (_, *shape) in zip(group.ranks, told, strict=True)}
+    shapes: Any = {
+        mesh.coordinate_of(r): tuple(shape)
+        for r, (_, *shape) in zip(group.ranks, told, strict=True)
+    }
     layout = _joined(mesh, where, shapes, part.dtype)
     if any(box_shape(layout.box_at(coordinate)) != shape for coordinate, shape in shapes.items()):
         raise ValueError(
@@ -314,12 +370,17 @@ def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
     return layout
 
 
-def _joined(mesh: DeviceMesh, spec: P, shapes: dict[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype) -> Layout:
+def _joined(
+    mesh: DeviceMesh, spec: P, shapes: dict[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype
+) -> Layout:
     """Return the layout of parts of these shapes, by coordinate; layouts drop sizes equal to those of `torch.chunk`."""
     sizes, whole = {}, []
     for dim, axes in enumerate(spec.dims):
         places = [mesh.axis_index(axis) for axis in axes]
-        lengths = {tuple(c[i] for i in places): shape[dim] for c, shape in sorted(shapes.items(), reverse=True)}
+        lengths = {
+            tuple(c[i] for i in places): shape[dim]
+            for c, shape in sorted(shapes.items(), reverse=True)
+        }
         sizes.update({axes: tuple(n for _, n in sorted(lengths.items()))} if axes else {})
         whole.append(sum(lengths.values()))
     return Layout.of(mesh, P(*spec.dims, sizes=sizes), whole, dtype)

@@ -54,7 +54,9 @@ class _RandomState:
         thread_context.last_draw = self.seed, self.drawn
         world = self._world()
         if world is not None:  # published for diagnosis on other ranks
-            world.trace_buffer.words[Header.SEED], world.trace_buffer.words[Header.DRAWN] = thread_context.last_draw
+            world.trace_buffer.words[Header.SEED], world.trace_buffer.words[Header.DRAWN] = (
+                thread_context.last_draw
+            )
         return thread_context.last_draw
 
 
@@ -145,7 +147,10 @@ def check_rng_state(mesh: Any) -> None:
     state, group = _state(mesh.world), mesh.group(mesh.axis_names)
     states = group.all_gather_object((state.seed, state.drawn))
     if len(set(states)) > 1:
-        found = ", ".join(f"rank {r}: seed {seed}, {n} drawn" for r, (seed, n) in zip(group.ranks, states, strict=True))
+        found = ", ".join(
+            f"rank {r}: seed {seed}, {n} drawn"
+            for r, (seed, n) in zip(group.ranks, states, strict=True)
+        )
         raise RuntimeError(
             f"the ranks of {mesh} would draw different random numbers ({found}); call sm.random.manual_seed with the same seed "
             "on every rank, and draw the same tensors on every rank"
@@ -195,7 +200,16 @@ def integers(layout: Layout, low: int, high: int) -> Tensor:
     return draw(_integers, layout, low, high)
 
 
-def _integers(shape: Any, box: Any, seed: int, stream: int, dtype: torch.dtype, device: Any, low: int, high: int) -> Tensor:
+def _integers(
+    shape: Any,
+    box: Any,
+    seed: int,
+    stream: int,
+    dtype: torch.dtype,
+    device: Any,
+    low: int,
+    high: int,
+) -> Tensor:
     return philox.integers(shape, box, seed, stream, low, high, dtype, device)
 
 
@@ -204,7 +218,9 @@ def bernoulli(layout: Layout, p: float) -> Tensor:
     return draw(_bernoulli, layout, p)
 
 
-def _bernoulli(shape: Any, box: Any, seed: int, stream: int, dtype: torch.dtype, device: Any, p: float) -> Tensor:
+def _bernoulli(
+    shape: Any, box: Any, seed: int, stream: int, dtype: torch.dtype, device: Any, p: float
+) -> Tensor:
     return philox.bernoulli_mask(shape, box, seed, stream, p, device)
 
 
@@ -213,9 +229,13 @@ def permutation(layout: Layout) -> Tensor:
     return draw(_permutation, layout)
 
 
-def _permutation(shape: Any, box: Any, seed: int, stream: int, dtype: torch.dtype, device: Any) -> Tensor:
+def _permutation(
+    shape: Any, box: Any, seed: int, stream: int, dtype: torch.dtype, device: Any
+) -> Tensor:
     ((start, stop),) = box
-    keys = philox.integers(shape, ((0, *shape),), seed, stream, -(1 << 63), 1 << 63, torch.int64, device)
+    keys = philox.integers(
+        shape, ((0, *shape),), seed, stream, -(1 << 63), 1 << 63, torch.int64, device
+    )
     return keys.argsort(stable=True)[start:stop].to(dtype)
 
 
@@ -229,15 +249,21 @@ def draw(distribution: Callable[..., Tensor], layout: Layout, *parameters: Any) 
     if mesh.coordinate is None:
         return torch.empty(0, dtype=layout.dtype, device=mesh.device)
     if thread_context.recorder is not None:
-        return thread_context.recorder.draw(_part_of(distribution, layout), seed, stream, parameters)
-    return distribution(layout.shape, layout.box, seed, stream, layout.dtype, mesh.device, *parameters)
+        return thread_context.recorder.draw(
+            _part_of(distribution, layout), seed, stream, parameters
+        )
+    return distribution(
+        layout.shape, layout.box, seed, stream, layout.dtype, mesh.device, *parameters
+    )
 
 
 def _part_of(distribution: Callable[..., Tensor], layout: Layout) -> Callable[..., Tensor]:
     """Return the part of a random tensor as a function of seed, position and parameters."""
     mesh: Any = layout.mesh
     shape, box, dtype, device = layout.shape, layout.box, layout.dtype, mesh.device
-    return lambda seed, stream, *parameters: distribution(shape, box, seed, stream, dtype, device, *parameters)
+    return lambda seed, stream, *parameters: distribution(
+        shape, box, seed, stream, dtype, device, *parameters
+    )
 
 
 def units(layout: Layout) -> distributions.Units:

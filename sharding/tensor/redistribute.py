@@ -25,7 +25,9 @@ from .handles import TensorHandle
 from .mesh_arguments import mesh_and_spec
 from .sharded_tensor import DonatedTensor, ShardedTensor
 
-_PLACEMENTS = frozenset({P, list, tuple})  # as the only positional argument: placements on the tensor's own mesh
+_PLACEMENTS = frozenset(
+    {P, list, tuple}
+)  # as the only positional argument: placements on the tensor's own mesh
 
 
 class Resharding(TensorHandle):
@@ -129,10 +131,19 @@ def redistribute(
             src, target, async_op=async_op, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype,
             transport=transport, donate=donate, out=out,
         )  # fmt: skip
-        moved = redistribute_cross_mesh(local.to(src.dtype), src, target, backward_dtype=backward_dtype)
+        moved = redistribute_cross_mesh(
+            local.to(src.dtype), src, target, backward_dtype=backward_dtype
+        )
     elif target is layout and out is None:
         return Resharding(lambda: x) if async_op else x
-    elif async_op or donate or max_bytes is not None or accumulate_dtype or transport or out is not None:
+    elif (
+        async_op
+        or donate
+        or max_bytes is not None
+        or accumulate_dtype
+        or transport
+        or out is not None
+    ):
         start = partial(
             start_redistribute, pairs=[(src, target)], backward_dtype=backward_dtype, max_bytes=max_bytes,
             accumulate_dtype=accumulate_dtype, transport=transport,
@@ -262,7 +273,9 @@ def _as_sharded(x: Any) -> ShardedTensor:
         return from_dtensor.from_dtensor(x)
     if isinstance(x, DonatedTensor):
         x.clone()  # raises, as every use does
-    raise TypeError(f"redistribute takes a ShardedTensor, got {type(x).__name__}; place a plain tensor with distribute_tensor first")
+    raise TypeError(
+        f"redistribute takes a ShardedTensor, got {type(x).__name__}; place a plain tensor with distribute_tensor first"
+    )
 
 
 def _mesh_and_placements(
@@ -288,7 +301,9 @@ def _mesh_and_placements(
     to: DeviceMesh = x.mesh if mesh is None else as_device_mesh(mesh)
     if placements is None and to is not x.mesh:
         here, there = distinct_mesh_names(x.mesh, to)
-        raise ValueError(f"{x._layout} on {here} has no placements on {there}; write x.redistribute(mesh, placements)")
+        raise ValueError(
+            f"{x._layout} on {here} has no placements on {there}; write x.redistribute(mesh, placements)"
+        )
     return to, x._layout.spec if placements is None else placements
 
 
@@ -314,20 +329,32 @@ def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:
     if local is None:
         shared = storage.nbytes() > moved.nbytes and not moved.is_contiguous()
     else:
-        before = local.untyped_storage()  # a storage without memory (empty, or on "meta") is known by its object
+        before = (
+            local.untyped_storage()
+        )  # a storage without memory (empty, or on "meta") is known by its object
         shared = (storage.data_ptr() or storage._cdata) == (before.data_ptr() or before._cdata)
     return moved.clone(memory_format=torch.contiguous_format) if shared else moved
 
 
-def _check_writable(x: ShardedTensor, target: Layout, donate: bool, out: ShardedTensor | None) -> None:
+def _check_writable(
+    x: ShardedTensor, target: Layout, donate: bool, out: ShardedTensor | None
+) -> None:
     """Raise a ValueError for `donate` or `out` where gradients or layouts forbid them."""
     if donate and x._local.requires_grad:
-        raise ValueError(f"{x._layout} requires grad and cannot be donated, since backward may need it; donate x.detach()")
+        raise ValueError(
+            f"{x._layout} requires grad and cannot be donated, since backward may need it; donate x.detach()"
+        )
     if out is None:
         return
     if out._layout is not target:
-        raise ValueError(f"out is {out._layout}, and the result is {target}; pass sm.empty of that layout")
+        raise ValueError(
+            f"out is {out._layout}, and the result is {target}; pass sm.empty of that layout"
+        )
     if out._local.requires_grad or (x._local.requires_grad and torch.is_grad_enabled()):
-        raise ValueError(f"out= does not support autograd, and {x._layout} or out requires grad; use torch.no_grad()")
+        raise ValueError(
+            f"out= does not support autograd, and {x._layout} or out requires grad; use torch.no_grad()"
+        )
     if not out._local.is_contiguous():
-        raise ValueError(f"out= needs a contiguous local tensor, and this one has strides {out._local.stride()}")
+        raise ValueError(
+            f"out= needs a contiguous local tensor, and this one has strides {out._local.stride()}"
+        )

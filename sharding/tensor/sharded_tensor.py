@@ -59,7 +59,9 @@ class ShardedTensor(Tensor):
     _local: Tensor
     _layout: Layout
     _lineage: int = 0  # see `lineage.py`
-    _data_accesses: int = 0  # how often `.data` was read or assigned: values may have been written without dispatch
+    _data_accesses: int = (
+        0  # how often `.data` was read or assigned: values may have been written without dispatch
+    )
     _sliced_from: SlicedFrom | None = None  # of a copy of a slice: see `sliced_from.py`
     _reduced_grad: ShardedTensor | None = None
     _accumulated_grad: ShardedTensor | None = None
@@ -90,7 +92,11 @@ class ShardedTensor(Tensor):
             requires_grad=local.requires_grad,
         )
         torch._C._set_throw_on_mutable_data_ptr(out)  # type: ignore[attr-defined]  # it has no memory
-        out._local, out._layout, out._lineage = local, layout, root(layout) if lineage is None else lineage
+        out._local, out._layout, out._lineage = (
+            local,
+            layout,
+            root(layout) if lineage is None else lineage,
+        )
         return out
 
     def _expose_device(self) -> None:
@@ -249,14 +255,23 @@ class ShardedTensor(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, ShardedTensor):
-            resized = "" if value.shape == self.shape else (
-                f". This one is {list(self.shape)} and the new one {list(value.shape)}: what gives parameters other shapes, such as "
-                "resize_token_embeddings, comes before fully_shard, data_parallel and parallelize"
+            resized = (
+                ""
+                if value.shape == self.shape
+                else (
+                    f". This one is {list(self.shape)} and the new one {list(value.shape)}: what gives parameters other shapes, such as "
+                    "resize_token_embeddings, comes before fully_shard, data_parallel and parallelize"
+                )
             )
-            raise TypeError(f"assign a ShardedTensor to .data; place a plain tensor with distribute_tensor first{resized}")
+            raise TypeError(
+                f"assign a ShardedTensor to .data; place a plain tensor with distribute_tensor first{resized}"
+            )
         self._local.data = value._local.data  # raises if one of them is on "meta"
         with _no_torch_function():
-            shells = (value._layout.meta, ShardedTensor._make_guarded(value._local, value._layout, value._lineage))
+            shells = (
+                value._layout.meta,
+                ShardedTensor._make_guarded(value._local, value._layout, value._lineage),
+            )
             Tensor.data.__set__(self, next(shell for shell in shells if _same_kind(self, shell)))  # type: ignore[attr-defined]
         self._layout, self._lineage = value._layout, value._lineage
         self._data_accesses += 1
@@ -297,7 +312,9 @@ class ShardedTensor(Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be deep-copied; detach() first")
-        copy = ShardedTensor._make_guarded(self._local.detach().clone(), self._layout, self._lineage)
+        copy = ShardedTensor._make_guarded(
+            self._local.detach().clone(), self._layout, self._lineage
+        )
         memo[id(self)] = copy
         if self.requires_grad:
             copy.requires_grad_()
@@ -329,7 +346,9 @@ class ShardedTensor(Tensor):
         @property
         def is_leaf(self) -> bool: ...
         def addressable_data(self, index: int) -> Tensor: ...
-        def to_local(self, *, grad_placements: SpecLike = None, check: bool | str = True) -> Tensor: ...
+        def to_local(
+            self, *, grad_placements: SpecLike = None, check: bool | str = True
+        ) -> Tensor: ...
         def full_tensor(self, *, grad_placements: SpecLike = None) -> Tensor: ...
         def redistribute(self, *where: Any, **options: Any) -> Any: ...
         def item(self) -> Any: ...
@@ -338,10 +357,16 @@ class ShardedTensor(Tensor):
         def __iter__(self) -> Iterator[ShardedTensor]: ...  # pyright: ignore
         def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor: ...
         def backward(  # pyright: ignore
-            self, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+            self,
+            gradient: Tensor | None = None,
+            retain_graph: bool | None = None,
+            create_graph: bool = False,
+            inputs: Any = None,
         ) -> None: ...
         def register_hook(self, hook: Callable[[ShardedTensor], Tensor | None]) -> Any: ...
-        def register_post_accumulate_grad_hook(self, hook: Callable[[ShardedTensor], None]) -> Any: ...
+        def register_post_accumulate_grad_hook(
+            self, hook: Callable[[ShardedTensor], None]
+        ) -> Any: ...
 
 
 def typeof(x: ShardedTensor) -> Layout:
@@ -361,8 +386,14 @@ def typeof(x: ShardedTensor) -> Layout:
     """
     if isinstance(x, (ShardedTensor, DonatedTensor)):
         return x._layout
-    what = f"a plain tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}"
-    raise TypeError(f"typeof takes a ShardedTensor, got {what}; place it with distribute_tensor or device_put first")
+    what = (
+        f"a plain tensor of shape {list(x.shape)}"
+        if isinstance(x, Tensor)
+        else f"{type(x).__name__} {x!r}"
+    )
+    raise TypeError(
+        f"typeof takes a ShardedTensor, got {what}; place it with distribute_tensor or device_put first"
+    )
 
 
 class DonatedTensor(Tensor):
@@ -378,7 +409,9 @@ class DonatedTensor(Tensor):
         donated.__class__ = DonatedTensor
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         raise RuntimeError(
             "this tensor was donated: redistribute(..., donate=True) has given its memory to the result; use the result, or "
             "redistribute without donate=True"
@@ -405,6 +438,7 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool)
 
 # For `torch.load` with weights_only=True.
 torch.serialization.add_safe_globals([_rebuild, make_layout, make_spec, unpickle_mesh])
+
 
 def _offload_of_stager() -> Any:
     """Return torch's method that copies tensors for `dcp.async_save`; None if not imported."""

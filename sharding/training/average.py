@@ -47,10 +47,15 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA(decay={decay}): decay must be from 0 to 1, such as 0.999")
-        self.decay, self._updates = decay, torch.zeros((), dtype=torch.int64)  # a tensor, so that a graph of `sm.jit` can count
+        self.decay, self._updates = (
+            decay,
+            torch.zeros((), dtype=torch.int64),
+        )  # a tensor, so that a graph of `sm.jit` can count
         self._parameters = {path: p for path, p in model.named_parameters() if p.requires_grad}
         if not self._parameters:
-            raise ValueError(f"EMA of {type(model).__name__}: no parameter requires grad, so there is nothing to average")
+            raise ValueError(
+                f"EMA of {type(model).__name__}: no parameter requires grad, so there is nothing to average"
+            )
         self.average = {path: _copy(p) for path, p in self._parameters.items()}
         self._is_swapped = False
 
@@ -63,9 +68,14 @@ class EMA:
             ValueError: on every rank, a parameter whose layout has changed since the average was made.
         """
         if self._is_swapped:
-            raise RuntimeError("EMA.update() inside swapped(): the parameters are the average there; update after the block")
+            raise RuntimeError(
+                "EMA.update() inside swapped(): the parameters are the average there; update after the block"
+            )
         self._check_layouts()
-        averages, parameters = list(self.average.values()), [p.detach() for p in self._parameters.values()]
+        averages, parameters = (
+            list(self.average.values()),
+            [p.detach() for p in self._parameters.values()],
+        )
         for some in _by_dtype(parameters):
             now = [parameters[i].to(averages[i].dtype) for i in some]
             torch._foreach_lerp_([averages[i] for i in some], now, 1 - self.decay)
@@ -86,7 +96,9 @@ class EMA:
         Raises: RuntimeError on every rank, inside another `swapped()`.
         """
         if self._is_swapped:
-            raise RuntimeError("EMA.swapped() inside swapped(): the parameters are the average already")
+            raise RuntimeError(
+                "EMA.swapped() inside swapped(): the parameters are the average already"
+            )
         self._check_layouts()
         self._swap()
         self._is_swapped = True
@@ -131,13 +143,18 @@ class EMA:
 
     def _refuse_swapped(self, what: str) -> None:
         if self._is_swapped:
-            raise RuntimeError(f"EMA.{what}() inside swapped(): the averages are in the model there; call it outside the block")
+            raise RuntimeError(
+                f"EMA.{what}() inside swapped(): the averages are in the model there; call it outside the block"
+            )
 
     def _check_layouts(self) -> None:
         for path, p in self._parameters.items():
             average = self.average[path]
             if _layout_key(p) != _layout_key(average):
-                now, then = (f"{x._layout}" if isinstance(x, ShardedTensor) else f"a plain {list(x.shape)}" for x in (p, average))
+                now, then = (
+                    f"{x._layout}" if isinstance(x, ShardedTensor) else f"a plain {list(x.shape)}"
+                    for x in (p, average)
+                )
                 raise ValueError(
                     f"EMA: {path} is {now}, but its average {then}; make the EMA after the model is sharded, or load its state into a "
                     "new one"
@@ -171,4 +188,6 @@ def _check_same(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         )
     for path, x in own.items():
         if given[path].shape != x.shape:
-            raise ValueError(f"EMA.load_state_dict: the average of {path} is {list(given[path].shape)}, the parameter {list(x.shape)}")
+            raise ValueError(
+                f"EMA.load_state_dict: the average of {path} is {list(given[path].shape)}, the parameter {list(x.shape)}"
+            )

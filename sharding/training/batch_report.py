@@ -69,7 +69,10 @@ class BatchReport:
         if self.before is not None:
             rows.append(("for the same batch: accumulation", "", _text(self.same_accumulation)))
             if self.before.lr is not None:
-                rows += [("lr, scaled linearly", "", _text(self.linear_lr)), ("lr, by the square root", "", _text(self.sqrt_lr))]
+                rows += [
+                    ("lr, scaled linearly", "", _text(self.linear_lr)),
+                    ("lr, by the square root", "", _text(self.sqrt_lr)),
+                ]
         return "\n".join(table_lines(rows, right=(1, 2)))
 
     def _scaled(self, factor: float) -> float | None:
@@ -117,7 +120,9 @@ def batch_report(
         >>> print(report)
     """
     if per_rank < 1 or accumulation < 1:
-        raise ValueError(f"batch_report(per_rank={per_rank}, accumulation={accumulation}): both must be at least 1")
+        raise ValueError(
+            f"batch_report(per_rank={per_rank}, accumulation={accumulation}): both must be at least 1"
+        )
     mesh = given_or_current(mesh)
     ranks = mesh.size(data_axes("batch_report", mesh, axes))
     earlier = BatchReport(**before) if isinstance(before, Mapping) else before

@@ -18,7 +18,9 @@ from ..tensor.process_data import make_array_from_process_local_data
 from .sampler import DistributedSampler
 
 
-def batches(loader: Iterable[Any], mesh: DeviceMesh | P | None = None, spec: P | None = None) -> Batches:
+def batches(
+    loader: Iterable[Any], mesh: DeviceMesh | P | None = None, spec: P | None = None
+) -> Batches:
     """batches(loader, mesh, P("dp")) -> the loader's batches as sharded tensors; each rank's rows are its part.
 
         rank 0 loads rows [a b]                              x  [a b c d]  P("dp")
@@ -62,9 +64,13 @@ class Batches:
 
     def __init__(self, loader: Iterable[Any], mesh: DeviceMesh, spec: Any) -> None:
         if not isinstance(spec, P):
-            raise TypeError(f'batches(spec={spec!r}): spec must be a P whose first entry has the axes of the batch, such as P("dp")')
+            raise TypeError(
+                f'batches(spec={spec!r}): spec must be a P whose first entry has the axes of the batch, such as P("dp")'
+            )
         if spec.unreduced or spec.sizes:
-            raise ValueError(f"batches(spec={spec}): loaded data is not pending and has the loader's sizes; write a P of axes only")
+            raise ValueError(
+                f"batches(spec={spec}): loaded data is not pending and has the loader's sizes; write a P of axes only"
+            )
         self.loader, self.mesh, self.spec = loader, mesh, spec
         self._axes = spec.dims[0] if spec.dims else ()
         mesh.size(self._axes) if self._axes else None
@@ -77,7 +83,11 @@ class Batches:
         return len(self.loader) if self._sampler is None else len(self._rows())  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        return self._with_exchanged_sizes() if self._sampler is None else self._with_known_sizes(self._sampler)
+        return (
+            self._with_exchanged_sizes()
+            if self._sampler is None
+            else self._with_known_sizes(self._sampler)
+        )
 
     def _with_known_sizes(self, sampler: DistributedSampler) -> Iterator[Any]:
         """Yield batches if every rank knows the rows of all."""
@@ -88,7 +98,9 @@ class Batches:
             mine = sizes[sampler.rank]
             batch = next(coming) if mine else _without_rows(self.loader, batch)
             sharded = self._to_sharded(batch, sizes, mine)
-            sampler.finish() if step == len(rows) - 1 else sampler.advance(sum(sizes))  # before the loop's body, which may save it
+            sampler.finish() if step == len(rows) - 1 else sampler.advance(
+                sum(sizes)
+            )  # before the loop's body, which may save it
             yield sharded
 
     def _rows(self) -> list[tuple[int, ...]]:
@@ -107,7 +119,9 @@ class Batches:
                 yield self._to_sharded(batch, (), _row_count(batch))
             return
         group = self.mesh.group(self._axes)
-        order = sorted(range(group.size), key=lambda i: self.mesh.index_along(self._axes, group.ranks[i]))
+        order = sorted(
+            range(group.size), key=lambda i: self.mesh.index_along(self._axes, group.ranks[i])
+        )
         for batch in uneven_inputs(self.loader, self.mesh, self._axes, mode="empty"):
             mine = _row_count(batch)
             row_counts = group.all_gather_object(mine)
@@ -137,7 +151,11 @@ class Batches:
 
 def _sampler_of(loader: Any) -> DistributedSampler | None:
     """Return the loader's sampler of single samples, if it is a `DistributedSampler` of this library."""
-    found = isinstance(loader, DataLoader) and loader.batch_size is not None and isinstance(loader.sampler, DistributedSampler)
+    found = (
+        isinstance(loader, DataLoader)
+        and loader.batch_size is not None
+        and isinstance(loader.sampler, DistributedSampler)
+    )
     return loader.sampler if found else None  # type: ignore[return-value]
 
 
@@ -147,7 +165,9 @@ def _check_sampler(sampler: DistributedSampler, mesh: DeviceMesh, axes: tuple[st
     place = mesh.index_along(axes)
     alike = sampler.axes is None or sampler.num_replicas == 1 or sampler.axes == axes
     if sampler.num_replicas != ranks or sampler.rank != place or not alike:
-        dealt = f"{sampler.num_replicas} ranks" + (f" along {sampler.axes}" if sampler.axes else f", of which this is {sampler.rank}")
+        dealt = f"{sampler.num_replicas} ranks" + (
+            f" along {sampler.axes}" if sampler.axes else f", of which this is {sampler.rank}"
+        )
         raise ValueError(
             f"batches: the sampler is for {dealt}, but the batch dim is split over {ranks} along {axes} of {mesh!r}; make "
             f"it with DistributedSampler(dataset, mesh=mesh, axes={axes})"
@@ -163,7 +183,9 @@ def _row_count(batch: Any) -> int:
     for x in pytree.tree_leaves(batch):
         if _is_array(x):
             return len(x)
-    raise TypeError(f"batches: a batch of type {type(batch).__name__} has no tensor with rows; return tuples, lists or dicts")
+    raise TypeError(
+        f"batches: a batch of type {type(batch).__name__} has no tensor with rows; return tuples, lists or dicts"
+    )
 
 
 def _without_rows(loader: Any, like: Any) -> Any:

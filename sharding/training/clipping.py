@@ -15,7 +15,10 @@ Tensors = Tensor | Iterable[Tensor]
 
 @torch.no_grad()
 def get_total_norm(
-    tensors: Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    tensors: Tensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """get_total_norm(tensors) -> the norm of all elements: a plain 0-d tensor, the same on every rank.
 
@@ -92,7 +95,9 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-def clip_grad_value_(parameters: Tensors | nn.Module, clip_value: float, foreach: bool | None = None) -> None:
+def clip_grad_value_(
+    parameters: Tensors | nn.Module, clip_value: float, foreach: bool | None = None
+) -> None:
     """clip_grad_value_(parameters, clip_value): clamp every element of the gradients to [-clip_value, clip_value], in place.
 
     Args:
@@ -121,12 +126,16 @@ def _as_list(tensors: Tensors) -> list[Tensor]:
 
 
 def _parameters(parameters: Tensors | nn.Module) -> list[Tensor]:
-    return list(parameters.parameters()) if isinstance(parameters, nn.Module) else _as_list(parameters)
+    return (
+        list(parameters.parameters()) if isinstance(parameters, nn.Module) else _as_list(parameters)
+    )
 
 
 def _grads(name: str, parameters: list[Tensor]) -> Mapping[str, Tensor]:
     """Return the existing gradients by name. Raises: ValueError if one is pending."""
-    grads = {f"parameters[{i}].grad": p.grad for i, p in enumerate(parameters) if p.grad is not None}
+    grads = {
+        f"parameters[{i}].grad": p.grad for i, p in enumerate(parameters) if p.grad is not None
+    }
     check_reduced(name, grads)
     return grads
 

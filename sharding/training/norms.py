@@ -48,7 +48,9 @@ def tensor_norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dic
     ord, named = checked_ord("norms", ord), dict(_named(tensors))
     found = {path: x.grad if of == "grad" else x for path, x in named.items()}
     there = {path: x.detach() for path, x in found.items() if x is not None}
-    check_reduced("norms", {f"{path}.grad" if of == "grad" else path: x for path, x in there.items()})
+    check_reduced(
+        "norms", {f"{path}.grad" if of == "grad" else path: x for path, x in there.items()}
+    )
     return dict(zip(there, norms_of(list(there.values()), ord).tolist(), strict=True))
 
 
@@ -85,7 +87,11 @@ def total_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
     """total_norm([x, y]) -> norm of all their elements, a plain 0-d float64. Communication: as `tensor_norms`, of one number."""
     tally = tally_of(tensors)
     powers = _powers([tensors[i] for i in tally.counted], ord, tally.device)
-    one = powers.sum(0, keepdim=True) if ord < math.inf else torch.cat([powers, powers.new_zeros(1)]).amax(0, keepdim=True)
+    one = (
+        powers.sum(0, keepdim=True)
+        if ord < math.inf
+        else torch.cat([powers, powers.new_zeros(1)]).amax(0, keepdim=True)
+    )
     return _agreed(one, ord, tensors)[0]
 
 
@@ -95,14 +101,18 @@ def _agreed(powers: Tensor, ord: float, tensors: Sequence[Tensor]) -> Tensor:
     if ord < math.inf:
         return tally.reduce(powers, "sum", tensors) ** (1 / ord)
     nan = powers.isnan()  # the maximum of a backend may drop NaN
-    largest, has_nan = tally.reduce(torch.stack([powers.masked_fill(nan, 0.0), nan.to(powers.dtype)]), "max", tensors)
+    largest, has_nan = tally.reduce(
+        torch.stack([powers.masked_fill(nan, 0.0), nan.to(powers.dtype)]), "max", tensors
+    )
     return largest.masked_fill(has_nan > 0, torch.nan)
 
 
 def checked_ord(name: str, ord: Any) -> float:
     """Return the order of a norm as a float. Raises: ValueError unless it is positive."""
     if not float(ord) > 0:
-        raise ValueError(f"{name}: the order of a norm must be a positive number or math.inf, got {ord!r}")
+        raise ValueError(
+            f"{name}: the order of a norm must be a positive number or math.inf, got {ord!r}"
+        )
     return float(ord)
 
 
@@ -117,7 +127,9 @@ def _powers(tensors: Sequence[Tensor], ord: float, device: torch.device) -> Tens
     for (_, dtype), places in groups.items():
         some = torch._foreach_norm([parts[i] for i in places], ord, dtype=_accumulator(dtype))
         found = send(torch.stack(list(some)), device).to(torch.float64).real
-        for i, row in zip(places, found.unbind(), strict=True):  # an index would be copied to the device, for which the host waits
+        for i, row in zip(
+            places, found.unbind(), strict=True
+        ):  # an index would be copied to the device, for which the host waits
             rows[i] = row
     powers = torch.stack(rows) if rows else torch.zeros(0, dtype=torch.float64, device=device)
     return powers if ord == math.inf else powers**ord

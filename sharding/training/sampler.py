@@ -66,7 +66,9 @@ class DistributedSampler(Sampler[int]):
         mesh: DeviceMesh | None = None,
         axes: str | Sequence[str] | None = None,
     ) -> None:
-        if (num_replicas is None) != (rank is None) or (num_replicas is not None and (mesh is not None or axes is not None)):
+        if (num_replicas is None) != (rank is None) or (
+            num_replicas is not None and (mesh is not None or axes is not None)
+        ):
             raise ValueError(
                 f"DistributedSampler(num_replicas={num_replicas}, rank={rank}, mesh={mesh}, axes={axes!r}): give num_replicas and rank, "
                 "or a mesh and axes"
@@ -78,7 +80,9 @@ class DistributedSampler(Sampler[int]):
             self.axes = data_axes("DistributedSampler", mesh, axes)
             num_replicas, rank = mesh.size(self.axes), mesh.index_along(self.axes)
         if not 0 <= rank < num_replicas:
-            raise ValueError(f"DistributedSampler(num_replicas={num_replicas}, rank={rank}): ranks are 0 to {num_replicas - 1}")
+            raise ValueError(
+                f"DistributedSampler(num_replicas={num_replicas}, rank={rank}): ranks are 0 to {num_replicas - 1}"
+            )
         self.num_replicas, self.rank = num_replicas, rank
         self.epoch = self.consumed = self._start = 0
 
@@ -115,7 +119,12 @@ class DistributedSampler(Sampler[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return {"epoch", "consumed", "seed", "shuffle", "length"}: the same on every rank, valid for any number of ranks."""
-        kept = {"epoch": self.epoch, "consumed": self.consumed, "seed": self.seed, "shuffle": self.shuffle}
+        kept = {
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
         return {**kept, "length": len(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -142,7 +151,9 @@ class DistributedSampler(Sampler[int]):
         """Return the samples of the epoch, in torch's order."""
         if not self.shuffle:
             return torch.arange(len(self.dataset))
-        return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        return torch.randperm(
+            len(self.dataset), generator=torch.Generator().manual_seed(self.seed + self.epoch)
+        )
 
 
 def data_axes(name: str, mesh: DeviceMesh, axes: str | Sequence[str] | None) -> tuple[str, ...]:

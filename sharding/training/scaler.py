@@ -64,14 +64,24 @@ class GradScaler(torch.amp.GradScaler):
             optimizer._step_supports_amp_scaling = fuses  # type: ignore[attr-defined]
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """Override the method that torch's `unscale_` and `step` call, in torch 2.11 to 2.13; a test notices if that changes."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        grads = {f"the gradient of parameter {i}": p.grad for i, p in enumerate(parameters) if p.grad is not None}
+        grads = {
+            f"the gradient of parameter {i}": p.grad
+            for i, p in enumerate(parameters)
+            if p.grad is not None
+        }
         check_reduced("GradScaler", grads)
         if not allow_fp16 and any(g.dtype == torch.float16 for g in grads.values()):
-            raise ValueError("GradScaler: the gradients are in float16; keep parameters in float32, and compute in float16 by autocast")
+            raise ValueError(
+                "GradScaler: the gradients are in float16; keep parameters in float32, and compute in float16 by autocast"
+            )
         found = _unscaled(list(grads.values()), inv_scale, found_inf)
         return {found_inf.device: _reduced(found, parameters)}
 

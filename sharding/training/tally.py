@@ -50,7 +50,10 @@ class Tally:
         """Reduce values over the ranks, in place; NaN on a rank outside all meshes. Communication: at most one all_reduce."""
         if self.group is None:
             return values if self.known else values.fill_(torch.nan)
-        world, sharded = self.group.world, [x for x in tensors if isinstance(x, ShardedTensor) and not _is_slice(x.mesh)]
+        world, sharded = (
+            self.group.world,
+            [x for x in tensors if isinstance(x, ShardedTensor) and not _is_slice(x.mesh)],
+        )
         with comm_context(world, mixed(_TALLY, sharded)):
             self.group.all_reduce(values, op, tag=CommTag.of(f"{op} over {len(tensors)} tensors"))
         return values
@@ -61,7 +64,9 @@ def tally_of(tensors: Sequence[Tensor]) -> Tally:
     layouts = tuple([x._layout if isinstance(x, ShardedTensor) else None for x in tensors])
     first = next((layout for layout in layouts if layout is not None), None)
     if first is None:
-        return Tally(None, tuple(range(len(tensors))), tensors[0].device if tensors else torch.device("cpu"))
+        return Tally(
+            None, tuple(range(len(tensors))), tensors[0].device if tensors else torch.device("cpu")
+        )
     key = "tally", layouts
     return first.runners.get(key) or keep(first.runners, key, _tally(layouts, first))
 
@@ -75,9 +80,15 @@ def _tally(layouts: Sequence[Layout | None], first: Layout) -> Tally:
     world, device = roots[0].world, roots[0].device
     if world.rank not in ranks:
         return Tally(None, (), device, known=False)
-    home = next(root for root in roots if ranks[0] in root.ranks)  # its first rank counts plain tensors
+    home = next(
+        root for root in roots if ranks[0] in root.ranks
+    )  # its first rank counts plain tensors
     found = [(home, ()) if split is None else split for split in splits]
-    counted = [i for i, (root, split) in enumerate(found) if _counts(root, split, root.axis_names, i * (splits[i] is not None))]
+    counted = [
+        i
+        for i, (root, split) in enumerate(found)
+        if _counts(root, split, root.axis_names, i * (splits[i] is not None))
+    ]
     return Tally(world.group(ranks), tuple(counted), device)
 
 

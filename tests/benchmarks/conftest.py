@@ -20,7 +20,9 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Import a file of `benchmarks/` by its name."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     # transformers looks for a package named `kernels`, and on pytest's path finds the folder of ours
-    if "kernels" in sys.modules and not (sys.modules["kernels"].__file__ or "").startswith(str(BENCHMARKS)):
+    if "kernels" in sys.modules and not (sys.modules["kernels"].__file__ or "").startswith(
+        str(BENCHMARKS)
+    ):
         monkeypatch.delitem(sys.modules, "kernels")
     return importlib.import_module
 
@@ -31,7 +33,15 @@ def run_benchmark(tmp_path: Path) -> Callable[..., tuple[Any, str]]:
 
     def run(name: str, *arguments: str) -> tuple[Any, str]:
         figures, document = tmp_path / "figures.json", tmp_path / "tables.md"
-        command = [sys.executable, str(BENCHMARKS / name), *arguments, "--json", str(figures), "--markdown", str(document)]
+        command = [
+            sys.executable,
+            str(BENCHMARKS / name),
+            *arguments,
+            "--json",
+            str(figures),
+            "--markdown",
+            str(document),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
         return json.loads(figures.read_text()), document.read_text()

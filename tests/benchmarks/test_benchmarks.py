@@ -38,13 +38,21 @@ def test_ranks_call_equally_often(measure):
     counted = []
     for mine in (0, 5):
         seen = []
-        measure.interleaved({"a": lambda seen=seen: seen.append(0)}, rounds=2, batch_s=1e-9 * mine, agree=lambda _: 7)
+        measure.interleaved(
+            {"a": lambda seen=seen: seen.append(0)},
+            rounds=2,
+            batch_s=1e-9 * mine,
+            agree=lambda _: 7,
+        )
         counted.append(len(seen))
     assert counted[0] == counted[1]
 
 
 def test_slowest_rank_of_each_round(measure):
-    assert measure.slowest([measure.Times((1.0, 5.0)), measure.Times((3.0, 2.0))]).rounds == (3.0, 5.0)
+    assert measure.slowest([measure.Times((1.0, 5.0)), measure.Times((3.0, 2.0))]).rounds == (
+        3.0,
+        5.0,
+    )
 
 
 # -- redistribute ------------------------------------------------------------------------------------------------------
@@ -71,7 +79,9 @@ def test_pairs_exist_for_every_guarantee(redistribute):
         pairs = redistribute.pairs_on(mesh, 64)
         assert len(set(pairs)) == len(pairs)
         assert sum("P" not in p.src + p.dst and p.shape == (64, 64) for p in pairs) == moves
-        assert sum(p.timed for p in pairs) == len(pairs) - max(0, moves - redistribute.TIMED_OF_MANY) * (moves > 72)
+        assert sum(p.timed for p in pairs) == len(pairs) - max(
+            0, moves - redistribute.TIMED_OF_MANY
+        ) * (moves > 72)
         assert any("P" in p.src for p in pairs)
         assert any("uneven" in str(p) for p in pairs)
 
@@ -95,10 +105,18 @@ def test_redistribute_runs_and_finds_the_bound_reached(run_benchmark):
 
 @pytest.mark.parametrize(
     ("pair", "peers"),
-    [("S0 -> R, all axes", 31), ("S0 -> S1, all axes", 31), ("FSDP all_gather", 3), ("FSDP all_gather, minor", 3)],
+    [
+        ("S0 -> R, all axes", 31),
+        ("S0 -> S1, all axes", 31),
+        ("FSDP all_gather", 3),
+        ("FSDP all_gather, minor", 3),
+    ],
 )
 def test_peers(plan_scale, pair, peers):
-    assert plan_scale.time_rank(plan_scale.PlanCase((4, 8), None, pair, plan_scale.EVEN)).result == peers
+    assert (
+        plan_scale.time_rank(plan_scale.PlanCase((4, 8), None, pair, plan_scale.EVEN)).result
+        == peers
+    )
 
 
 @pytest.mark.slow
@@ -106,7 +124,11 @@ def test_plan_scale_runs_and_writes_its_figures(run_benchmark):
     figures, document = run_benchmark("plan_scale.py", "--quick")
     assert {case["ranks"] for case in figures["cases"]} == {8}
     assert len({case["case"] for case in figures["cases"]}) == len(figures["cases"])
-    assert all(case[part] > 0 for case in figures["cases"] for part in ("plan", "explain", "rank", "allocated"))
+    assert all(
+        case[part] > 0
+        for case in figures["cases"]
+        for part in ("plan", "explain", "rank", "allocated")
+    )
     assert "| (2, 2, 2) flat, FSDP all_gather |" in document
 
 

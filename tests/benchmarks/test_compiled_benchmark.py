@@ -24,7 +24,15 @@ def steps(monkeypatch):
 def test_run_on_processes(steps, tmp_path):
     figures, document = tmp_path / "figures.json", tmp_path / "tables.md"
     sizes = ["--processes", "2", "--layers", "2", "--width", "16", "--rounds", "2", "--no-inductor"]
-    command = [sys.executable, str(BENCHMARKS / "compiled.py"), *sizes, "--json", str(figures), "--markdown", str(document)]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "compiled.py"),
+        *sizes,
+        "--json",
+        str(figures),
+        "--markdown",
+        str(document),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     found = json.loads(figures.read_text())
@@ -55,5 +63,8 @@ def test_peak_of_a_call(steps):
 
 def test_all_ranks_count(steps):
     times = importlib.import_module("measure").Times
-    one, other = steps.Found(times((1.0, 4.0)), 3, 10, 5), steps.Found(times((2.0, 3.0)), 2, 20, 4, 0.5)
+    one, other = (
+        steps.Found(times((1.0, 4.0)), 3, 10, 5),
+        steps.Found(times((2.0, 3.0)), 2, 20, 4, 0.5),
+    )
     assert steps.Found.of_ranks([one, other]) == steps.Found(times((2.0, 4.0)), 3, 20, 5, 0.5)

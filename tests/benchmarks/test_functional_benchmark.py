@@ -27,7 +27,9 @@ def raw(benchmark_module):
 def run_script(tmp_path, *arguments, before=""):
     """Run the script; return its figures and its document."""
     figures, document = tmp_path / "figures.json", tmp_path / "tables.md"
-    code = before + AS_SCRIPT.format(folder=str(BENCHMARKS), script=str(BENCHMARKS / "functional.py"))
+    code = before + AS_SCRIPT.format(
+        folder=str(BENCHMARKS), script=str(BENCHMARKS / "functional.py")
+    )
     files = ["--json", str(figures), "--markdown", str(document)]
     command = [sys.executable, "-c", code, "--quick", *arguments, *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -47,10 +49,18 @@ def test_every_section_has_its_rows(raw, tmp_path):
     theirs = {"spmd_types", "spmd_types checked"} if find_spec("spmd_types") else set()
     ours = {"check=False", 'check="always"'}
     entry = {"plain", "check=True", "sm.compat.local_map", "DTensor"} | ours | theirs
-    assert found["boundary"]["2 arguments, 1 result"] == found["boundary"]["20 parameters in and out, grad"] == entry
+    assert (
+        found["boundary"]["2 arguments, 1 result"]
+        == found["boundary"]["20 parameters in and out, grad"]
+        == entry
+    )
     assert found["collectives"]["psum, grad"] == {"plain", "functional"} | ours | theirs
-    assert {name.partition(", ")[0] for name in found["collectives"]} >= {case.name.partition(", ")[0] for case in raw.CASES}
-    assert found["operators"]["linear(y, w), grad"] == {"plain", "check=True"} | ours | (theirs - {"spmd_types"})
+    assert {name.partition(", ")[0] for name in found["collectives"]} >= {
+        case.name.partition(", ")[0] for case in raw.CASES
+    }
+    assert found["operators"]["linear(y, w), grad"] == {"plain", "check=True"} | ours | (
+        theirs - {"spmd_types"}
+    )
     for case in raw.CASES:
         assert (f"{case.name}, forward + backward" in found["collectives"]) == case.differentiable
         assert f"| {case.name} |" in document
@@ -61,7 +71,10 @@ def test_without_spmd_types(tmp_path):
     figures, document = run_script(tmp_path, "--only", "boundary", before=WITHOUT_SPMD_TYPES)
     assert figures["environment"]["spmd_types"] == "not installed"
     assert "spmd_types not installed" in document
-    assert not any(who.startswith("spmd_types") for who in implementations(figures["sections"]["boundary"])["2 arguments, 1 result"])
+    assert not any(
+        who.startswith("spmd_types")
+        for who in implementations(figures["sections"]["boundary"])["2 arguments, 1 result"]
+    )
 
 
 # -- all implementations give the same result -------------------------------------------------------------------------------
@@ -74,11 +87,19 @@ def ours(case):
     def body(x):
         x = x.detach().requires_grad_()
         out = case.ours(x)
-        return out, torch.autograd.grad(out, x, torch.arange(out.numel()).view_as(out).to(out.dtype))[0]
+        return out, torch.autograd.grad(
+            out, x, torch.arange(out.numel()).view_as(out).to(out.dtype)
+        )[0]
 
     local = part(case, mesh.get_rank())
     got = []
-    mapped = sm.shard_map(lambda x: (got.append(body(x)), x.view_as(x))[1], mesh=mesh, in_specs=sm.P("x"), out_specs=sm.P("x"), check=False)
+    mapped = sm.shard_map(
+        lambda x: (got.append(body(x)), x.view_as(x))[1],
+        mesh=mesh,
+        in_specs=sm.P("x"),
+        out_specs=sm.P("x"),
+        check=False,
+    )
     mapped(sm.from_local(local, mesh, sm.P("x"), shape=(8 * local.shape[0], *local.shape[1:])))
     return got[0]
 

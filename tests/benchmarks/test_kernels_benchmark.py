@@ -13,7 +13,9 @@ from shardmesh.kernels.backend import using_kernels
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = 1 << 12  # bytes
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")
+NO_GPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU"
+)
 
 
 @pytest.fixture
@@ -42,7 +44,9 @@ def test_torch_equals_our_kernels(benchmark_module, cases, kind):
     disagreeing = benchmark_module("kernel_cases").disagreeing
     with using_kernels():
         for case in cases.values():
-            if case.name.startswith(kind) and "middle" not in case.name:  # which takes seconds in the interpreter
+            if (
+                case.name.startswith(kind) and "middle" not in case.name
+            ):  # which takes seconds in the interpreter
                 assert disagreeing(case, case.make(SMALL, "cpu")) == [], case.name
 
 
@@ -65,22 +69,41 @@ def test_bytes_of_torch(benchmark_module):
     assert amounts(moved_by_torch(lambda x: x.t().view(8, 2, 2)[1:], (x,))) == (0, 0, 0)
     assert amounts(moved_by_torch(lambda x: x.t().contiguous(), (x,))) == (1, 128, 128)
     assert amounts(moved_by_torch(lambda x: torch.cat(x.chunk(2, 1)), (x,))) == (1, 128, 128)
-    assert amounts(moved_by_torch(lambda x: x.to(torch.float64).mul_(2), (x,))) == (2, 128 + 256, 256 + 256)
-    assert amounts(moved_by_torch(lambda x: torch.empty(4, 8).copy_(x[:, :1].expand(4, 8)), (x,))) == (1, 16, 128)
+    assert amounts(moved_by_torch(lambda x: x.to(torch.float64).mul_(2), (x,))) == (
+        2,
+        128 + 256,
+        256 + 256,
+    )
+    assert amounts(
+        moved_by_torch(lambda x: torch.empty(4, 8).copy_(x[:, :1].expand(4, 8)), (x,))
+    ) == (1, 16, 128)
     out = torch.empty(8, 4)
-    assert amounts(moved_by_torch(lambda x: torch.cat(x.chunk(2, 1), out=out), (x,))) == (1, 128, 128)
+    assert amounts(moved_by_torch(lambda x: torch.cat(x.chunk(2, 1), out=out), (x,))) == (
+        1,
+        128,
+        128,
+    )
 
 
 def test_sectors(benchmark_module):
     """Rows of 16 bytes use half of each sector; contiguous elements use all of it."""
-    kernel_bytes, traffic = benchmark_module("kernel_bytes"), benchmark_module("kernel_bytes").KernelTraffic()
+    kernel_bytes, traffic = (
+        benchmark_module("kernel_bytes"),
+        benchmark_module("kernel_bytes").KernelTraffic(),
+    )
     everywhere = torch.ones(64, 4, dtype=torch.bool).numpy()
     rows = (torch.arange(64)[:, None] * 64 + torch.arange(4) * 4).numpy()  # 16 of every 64 bytes
     traffic.add(kernel_bytes.Access("load", (0, 0), rows, everywhere, 4))
     assert (traffic.read, traffic.used("load"), traffic.from_memory) == (1024, 0.5, 64 * 32)
-    together = torch.arange(256).mul(4).view(64, 4).t().numpy()  # contiguous along dim 0 of the block
+    together = (
+        torch.arange(256).mul(4).view(64, 4).t().numpy()
+    )  # contiguous along dim 0 of the block
     traffic.add(kernel_bytes.Access("store", (0, 0), together, everywhere.T, 4))
-    assert (traffic.written, traffic.used("store"), traffic.from_memory) == (1024, 1.0, 64 * 32 + 1024)
+    assert (traffic.written, traffic.used("store"), traffic.from_memory) == (
+        1024,
+        1.0,
+        64 * 32 + 1024,
+    )
 
 
 @NO_GPU
@@ -95,14 +118,28 @@ def test_bytes_of_kernels(benchmark_module, cases):
     ]:
         work = cases[name].make(size, "cpu")
         moved = traffic_of(work)
-        result = sum(x.nbytes for x in benchmark_module("kernel_cases").tensors_in(work.ours(*work.inputs)))
-        assert (moved.launches, moved.read, moved.written) == (1, read or result, written or result), name
+        result = sum(
+            x.nbytes for x in benchmark_module("kernel_cases").tensors_in(work.ours(*work.inputs))
+        )
+        assert (moved.launches, moved.read, moved.written) == (
+            1,
+            read or result,
+            written or result,
+        ), name
         assert moved.from_memory >= moved.bytes
 
 
 @NO_GPU
 def test_bytes_script(tmp_path):
-    done = run_script("kernel_bytes.py", "--size", "0.02", "--only", "pack, last dim, bf16", "--markdown", str(tmp_path / "tables.md"))
+    done = run_script(
+        "kernel_bytes.py",
+        "--size",
+        "0.02",
+        "--only",
+        "pack, last dim, bf16",
+        "--markdown",
+        str(tmp_path / "tables.md"),
+    )
     assert done.returncode == 0, done.stderr
     document = (tmp_path / "tables.md").read_text()
     assert "| pack, last dim, bf16 | ours | 1 | 2.00 | 2.00 |  | 100 % | 100 % | 4.00 |" in document
@@ -140,7 +177,11 @@ def kernels(benchmark_module, monkeypatch):
 def test_tables_of_times(kernels, cases):
     chosen = [cases["pack, first dim, bf16"], cases["pack, last dim, uneven, bf16"]]
     found = list(kernels.all_measured(chosen, [0.01], 3, compiling=False))
-    assert [one.who for one in found] == ["ours", "DTensor: pad, cat, cat", "cat of flattened chunks"]  # of views nothing
+    assert [one.who for one in found] == [
+        "ours",
+        "DTensor: pad, cat, cat",
+        "cat of flattened chunks",
+    ]  # of views nothing
     ours, dtensor, _ = found
     assert (ours.of_copy, ours.missed) == (1.0, False)  # both names have four letters
     assert (dtensor.slower, dtensor.wanted, dtensor.missed) == (len(dtensor.who) / 4, 2.0, False)
@@ -155,7 +196,9 @@ def test_wrong_results_are_not_timed(kernels, cases, benchmark_module):
 
     def make(size, device):
         work = cases["sum of 8, fp32"].make(size, device)
-        return type(work)(work.elements, work.inputs, work.ours, {"twice": peer(lambda flat: 2 * work.ours(flat))})
+        return type(work)(
+            work.elements, work.inputs, work.ours, {"twice": peer(lambda flat: 2 * work.ours(flat))}
+        )
 
     wrong = type(cases["sum of 8, fp32"])("sum", make, 0.9)
     with pytest.raises(RuntimeError, match=r"sum, 0\.01 MB: twice and ours give different results"):

@@ -29,7 +29,10 @@ def test_every_section_has_its_rows(run_benchmark):
     cases = figures["cases"]
     who = {case["case"]: set(case["costs"]) for case in cases}
     assert who["all_reduce of 1 KB"] == who["f32[64, 64] rows -> columns -> rows"] == COMMUNICATING
-    assert [set(c["costs"]) for c in cases if "training step" in c["case"]] == [COMMUNICATING - {"torch"}, {"off", "on"}]
+    assert [set(c["costs"]) for c in cases if "training step" in c["case"]] == [
+        COMMUNICATING - {"torch"},
+        {"off", "on"},
+    ]
     steps = {case["collectives"] for case in cases if "training step" in case["case"]}
     assert len(steps) == 1, "a step calls as many collectives in a null world"
     assert min(steps) > 10
@@ -40,7 +43,11 @@ def test_every_section_has_its_rows(run_benchmark):
 
 def test_round_excludes_warm_up_calls(rank_times):
     one = cost(rank_times, 3.0, 1.0, cpu=7.0)
-    assert (one.wall.rounds, one.cpu.rounds, one.watchdog.rounds) == ((3.0, 1.0), (7.0, 7.0), (0.0, 0.0))
+    assert (one.wall.rounds, one.cpu.rounds, one.watchdog.rounds) == (
+        (3.0, 1.0),
+        (7.0, 7.0),
+        (0.0, 0.0),
+    )
 
 
 def test_merge_ranks_takes_slowest_wall_time_and_mean_cpu_time(rank_times):
@@ -51,7 +58,12 @@ def test_merge_ranks_takes_slowest_wall_time_and_mean_cpu_time(rank_times):
 
 
 def test_differences_are_of_minima_per_collective(monitor, rank_times):
-    case = rank_times.TimedCase("host", "a step", 4, {"off": cost(rank_times, 1e-3, 3e-3), "on": cost(rank_times, 1.008e-3, 9e-3)})
+    case = rank_times.TimedCase(
+        "host",
+        "a step",
+        4,
+        {"off": cost(rank_times, 1e-3, 3e-3), "on": cost(rank_times, 1.008e-3, 9e-3)},
+    )
     assert monitor.host_row(case) == ["a step", "1000.00", "1008.00", "8.00", "4", "1.0080"]
     assert monitor._per_collective_us(case, case.times(), "on", "off") == pytest.approx(2.0)
 

@@ -24,10 +24,16 @@ def test_quick_run(train, run_benchmark):
     figures, document = run_benchmark("train.py", "--quick")
     found = {one["implementation"]: one for one in figures["implementations"]}
     assert list(found) == list(train.MAKERS)
-    assert all(one["wall"]["min_us"] > 0 and one["peak"] >= one["rest"] > 0 for one in found.values())
-    units = 3  # two blocks and the root: each gathered in forward, gathered again in backward, reduced
+    assert all(
+        one["wall"]["min_us"] > 0 and one["peak"] >= one["rest"] > 0 for one in found.values()
+    )
+    units = (
+        3  # two blocks and the root: each gathered in forward, gathered again in backward, reduced
+    )
     assert [found[name]["calls"] for name in ("ours FSDP", "torch FSDP2")] == [3 * units] * 2
-    assert [found[name]["calls"] for name in ("ours FSDP, kept", "torch FSDP2, kept")] == [2 * units] * 2
+    assert [found[name]["calls"] for name in ("ours FSDP, kept", "torch FSDP2, kept")] == [
+        2 * units
+    ] * 2
     assert found["ours TP + SP"]["calls"] < found["DTensor TP + SP"]["calls"]
     assert all(f"| {pair.name} |" in document for pair in train.PAIRS)
 
@@ -41,7 +47,9 @@ def use(train, *losses):
 
 def test_different_losses_raise(train):
     train.check_losses({"ours": use(train, 1.0, 2.0)}, [1.00005, 2.0])
-    with pytest.raises(RuntimeError, match=r"ours has the losses \(1\.0, 2\.0\), one process has \(1\.0, 2\.001\)"):
+    with pytest.raises(
+        RuntimeError, match=r"ours has the losses \(1\.0, 2\.0\), one process has \(1\.0, 2\.001\)"
+    ):
         train.check_losses({"ours": use(train, 1.0, 2.0)}, [1.0, 2.001])
 
 
@@ -79,7 +87,12 @@ def differences():
     part = sm.from_local(torch.ones(3, 8), mesh, sm.P("x"), shape=(12, 8))
     pending = sm.from_local(torch.ones(12, 8), mesh, sm.P(unreduced={"x"}), shape=(12, 8))
     with counts.CountC10d() as counted, sm.debug.comm_budget() as used:
-        for x, spec in ((part, sm.P()), (part, sm.P(None, "x")), (pending, sm.P()), (pending, sm.P("x"))):
+        for x, spec in (
+            (part, sm.P()),
+            (part, sm.P(None, "x")),
+            (pending, sm.P()),
+            (pending, sm.P("x")),
+        ):
             x.redistribute(spec)
     return counted.calls, counted.received, used.launches, used.bytes_received
 

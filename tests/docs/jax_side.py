@@ -43,14 +43,28 @@ def public_names() -> dict[str, list[str]]:
         return [name for name in dir(module) if not name.startswith("_")]
 
     def own(module: Any, home: str) -> list[str]:
-        return [name for name in public(module) if getattr(getattr(module, name), "__module__", "") == home]
+        return [
+            name
+            for name in public(module)
+            if getattr(getattr(module, name), "__module__", "") == home
+        ]
 
-    hosts = [name for name in own(multihost_utils, multihost_utils.__name__) if not name.endswith(MULTIHOST_HELPERS)]
+    hosts = [
+        name
+        for name in own(multihost_utils, multihost_utils.__name__)
+        if not name.endswith(MULTIHOST_HELPERS)
+    ]
     return {
         "jax.sharding": public(jax.sharding),
         "Collectives: jax.lax": own(jax.lax, "jax._src.lax.parallel"),
-        "jax.experimental.multihost_utils": [name for name in hosts if name not in ("gtl_abstract_eval", "ltg_abstract_eval")],
-        "jax.Array": [n for n in public(jax.Array) if any(word in n for word in ("shard", "addressable", "replicated", "committed"))],
+        "jax.experimental.multihost_utils": [
+            name for name in hosts if name not in ("gtl_abstract_eval", "ltg_abstract_eval")
+        ],
+        "jax.Array": [
+            n
+            for n in public(jax.Array)
+            if any(word in n for word in ("shard", "addressable", "replicated", "committed"))
+        ],
     }
 
 
@@ -70,7 +84,9 @@ def names() -> dict[str, Any]:
         return jax.device_put(x, jax.NamedSharding(mesh, spec))
 
     def run(f: Any, in_specs: Any, out_specs: Any, **more: Any) -> Any:
-        mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **more))
+        mapped = jax.jit(
+            jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **more)
+        )
         return tolist(mapped(X))
 
     return {
@@ -83,7 +99,11 @@ def names() -> dict[str, Any]:
 
 def main() -> None:
     """Read expressions by row; write JAX's results and names."""
-    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_X64": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
     expressions = json.load(sys.stdin)
     json.dump({"answers": answers(expressions, names()), "names": public_names()}, sys.stdout)
 

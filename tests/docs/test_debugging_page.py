@@ -50,7 +50,11 @@ from tests.faults.runner import Outcome, Runner
 pytestmark = pytest.mark.xdist_group("faults")  # one worker of `pytest -n` has the processes
 
 PAGE = (DOCS / "debugging.md").read_text()
-SOURCES = "".join(path.read_text() for part in ("mesh", "sharding") for path in sorted((DOCS.parent / part).rglob("*.py")))
+SOURCES = "".join(
+    path.read_text()
+    for part in ("mesh", "sharding")
+    for path in sorted((DOCS.parent / part).rglob("*.py"))
+)
 AT_ONCE = 3  # programs; some mostly wait
 LIMIT_S = 60.0  # of a program that hangs
 HANGS = "time.sleep(600)"  # in the program that is looked at while it waits
@@ -68,7 +72,9 @@ class PageProgram(NamedTuple):
 
 
 def programs() -> Iterator[PageProgram]:
-    first, *others = re.findall(r"```python\n((?:(?!>>>|```).)*?)```\n(?:\n```(text|console)\n(.*?)```)?", PAGE, re.DOTALL)
+    first, *others = re.findall(
+        r"```python\n((?:(?!>>>|```).)*?)```\n(?:\n```(text|console)\n(.*?)```)?", PAGE, re.DOTALL
+    )
     for source, kind, shown in others:
         yield PageProgram(f"{first[0]}\n{source}", kind, shown)
 
@@ -89,8 +95,12 @@ def run_as_train_py(source: str) -> None:
 
 
 PROGRAMS = {f"program_{number}": program for number, program in enumerate(programs(), 1)}
-DEBUGGED = [name for name, program in PROGRAMS.items() if "sm.monitor.breakpoint(" in program.source]
-FAULTS = {name: as_fault(name, program) for name, program in PROGRAMS.items() if name not in DEBUGGED}
+DEBUGGED = [
+    name for name, program in PROGRAMS.items() if "sm.monitor.breakpoint(" in program.source
+]
+FAULTS = {
+    name: as_fault(name, program) for name, program in PROGRAMS.items() if name not in DEBUGGED
+}
 (HANGING,) = [name for name, program in PROGRAMS.items() if HANGS in program.source]
 FAILING = [name for name in FAULTS if PROGRAMS[name].kind == "text"]
 HEALTHY = [name for name in FAULTS if not PROGRAMS[name].kind and name != HANGING]
@@ -133,7 +143,11 @@ def runs() -> Iterator[Runs]:
 def not_in(shown: str, printed: list[str]) -> list[str]:
     """Return the lines of the page that are missing in the output, in order."""
     ahead = iter(printed)
-    return [line for line in shown.splitlines() if line.strip() and not any(like(line).fullmatch(normal(other)) for other in ahead)]
+    return [
+        line
+        for line in shown.splitlines()
+        if line.strip() and not any(like(line).fullmatch(normal(other)) for other in ahead)
+    ]
 
 
 def like(line: str) -> re.Pattern[str]:
@@ -157,7 +171,9 @@ def normal(line: str) -> str:
 @pytest.mark.parametrize("name", FAILING)
 def test_shown_text_is_the_output_of_a_rank(name: str, runs: Runs) -> None:
     missing = [not_in(PROGRAMS[name].shown, printed) for printed in runs.of(name)]
-    assert [] in missing, "\n".join(line for printed in runs.of(name) for line in ["--- a rank:", *printed[-12:]])
+    assert [] in missing, "\n".join(
+        line for printed in runs.of(name) for line in ["--- a rank:", *printed[-12:]]
+    )
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -192,7 +208,9 @@ def test_debugger(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(source)
     sm.simulate(4)(run_as_train_py)(source)
-    echoed = re.sub(r"^(\(Pdb, .*?\)) .*\n", r"\1 ", shown, flags=re.MULTILINE)  # by the terminal, which is not there
+    echoed = re.sub(
+        r"^(\(Pdb, .*?\)) .*\n", r"\1 ", shown, flags=re.MULTILINE
+    )  # by the terminal, which is not there
     assert capsys.readouterr().out.replace(str(tmp_path), "/home/me").split() == echoed.split()
 
 
@@ -222,14 +240,29 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 def buffers_in(folder: Path) -> dict[int, Any]:
-    found = [buffer for path in folder.glob("shardmesh-*/rank*.trace") if (buffer := open_buffer(path)) is not None]
+    found = [
+        buffer
+        for path in folder.glob("shardmesh-*/rank*.trace")
+        if (buffer := open_buffer(path)) is not None
+    ]
     return {buffer.words[Header.RANK]: buffer for buffer in found}
 
 
-def test_the_ledger_of_a_job_that_hangs(runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ledger_of_a_job_that_hangs(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     command, shown = shown_by("ledger --last 1")
     hanging = runs.start(HANGING)
-    assert eventually(lambda: [buffers_in(folder)[3] for folder in runs.folder.glob(f"*-{HANGING}") if is_waiting(folder)] != [])
+    assert eventually(
+        lambda: (
+            [
+                buffers_in(folder)[3]
+                for folder in runs.folder.glob(f"*-{HANGING}")
+                if is_waiting(folder)
+            ]
+            != []
+        )
+    )
     (folder,) = runs.folder.glob(f"*-{HANGING}")
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(folder))
     try:
@@ -243,10 +276,14 @@ def test_the_ledger_of_a_job_that_hangs(runs: Runs, monkeypatch: pytest.MonkeyPa
 def is_waiting(folder: Path) -> bool:
     """Return whether all ranks wait in their second collective, except the last one, which has called one."""
     words = [buffer.words for _, buffer in sorted(buffers_in(folder).items())]
-    return [(w[Header.RECORDS], bool(w[Header.BLOCKED])) for w in words] == [(2, True)] * 3 + [(1, False)]
+    return [(w[Header.RECORDS], bool(w[Header.BLOCKED])) for w in words] == [(2, True)] * 3 + [
+        (1, False)
+    ]
 
 
-def test_the_ledger_of_a_job_that_has_died(runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ledger_of_a_job_that_has_died(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     command, shown = shown_by("ledger --last 2")
     (name,) = [name for name in FAILING if "SIGKILL" in PROGRAMS[name].source]
     runs.outcomes[name].result()
@@ -270,7 +307,12 @@ def test_options_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main([command, "--help"])
         offered = capsys.readouterr().out
-        options = {option for of, options in used if of == command for option in re.findall(r"--[\w-]+", options)}
+        options = {
+            option
+            for of, options in used
+            if of == command
+            for option in re.findall(r"--[\w-]+", options)
+        }
         assert [option for option in options if option not in offered] == []
     assert {command for command, _ in used} == {"doctor", "ledger"}
 
@@ -304,7 +346,9 @@ def raised(act: Callable[[], Any]) -> str:
     return str(error.value)
 
 
-def roll_call(store: Any, its: RankInfo, progress: Progress | None = None, fault: str = "") -> StoreRendezvous:
+def roll_call(
+    store: Any, its: RankInfo, progress: Progress | None = None, fault: str = ""
+) -> StoreRendezvous:
     return StoreRendezvous(store, its, progress or Progress(its.rank, 600.0), ADDRESS, False, fault)
 
 
@@ -320,13 +364,19 @@ def of_missing_ranks() -> Iterator[str]:
 def of_a_missing_rank_0() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    yield raised(lambda: job_store._reached(job_store.Address("127.0.0.1", port, False), 1, 4, waited(32, 32.1)))
+    yield raised(
+        lambda: job_store._reached(
+            job_store.Address("127.0.0.1", port, False), 1, 4, waited(32, 32.1)
+        )
+    )
 
 
 def of_an_unknown_name() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job_store, "addresses", lambda name: ())
-        yield raised(lambda: job_store._reached(job_store.Address("host0", 1, False), 1, 4, waited(3, 3.1)))
+        yield raised(
+            lambda: job_store._reached(job_store.Address("host0", 1, False), 1, 4, waited(3, 3.1))
+        )
 
 
 def of_a_silent_resolver() -> Iterator[str]:
@@ -380,8 +430,12 @@ def of_a_job_that_has_started() -> Iterator[str]:
 
 def of_a_port_in_use() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield str(job_store._port_in_use(job_store.Address("127.0.0.1", server.getsockname()[1], False)))
-        yield str(job_store._no_store(job_store.Address("127.0.0.1", server.getsockname()[1], False)))
+        yield str(
+            job_store._port_in_use(job_store.Address("127.0.0.1", server.getsockname()[1], False))
+        )
+        yield str(
+            job_store._no_store(job_store.Address("127.0.0.1", server.getsockname()[1], False))
+        )
 
 
 def of_an_address_elsewhere() -> Iterator[str]:
@@ -395,22 +449,45 @@ def of_a_file_store(folder: Path) -> Iterator[str]:
 
 
 def test_messages_at_start(tmp_path: Path, capsys: pytest.CaptureFixture[str], runs: Runs) -> None:
-    makers = [of_missing_ranks(), of_a_missing_rank_0(), of_two_processes(runs.pid), of_a_rank_that_cannot_start(), of_another_size()]
-    makers += [of_another_job(), of_a_job_that_has_started(), of_a_port_in_use(), of_an_address_elsewhere(), of_a_file_store(tmp_path)]
+    makers = [
+        of_missing_ranks(),
+        of_a_missing_rank_0(),
+        of_two_processes(runs.pid),
+        of_a_rank_that_cannot_start(),
+        of_another_size(),
+    ]
+    makers += [
+        of_another_job(),
+        of_a_job_that_has_started(),
+        of_a_port_in_use(),
+        of_an_address_elsewhere(),
+        of_a_file_store(tmp_path),
+    ]
     makers += [of_a_shared_device(), of_an_unknown_name(), of_a_silent_resolver(), of_a_stranger()]
     said = [" ".join(text.split()) for maker in makers for text in maker]
     said += capsys.readouterr().err.splitlines()
     (meshes,) = [name for name in FAILING if "MeshMismatchError" in PROGRAMS[name].shown]
     said += [line.partition(": ")[2] for line in runs.of(meshes)[0]]
     rows = table("| message | what it means |")
-    messages = [message for row in rows for cell in row[:2] for message in re.findall(r"`([^`]+)`", cell) if message.count(" ") > 1]
+    messages = [
+        message
+        for row in rows
+        for cell in row[:2]
+        for message in re.findall(r"`([^`]+)`", cell)
+        if message.count(" ") > 1
+    ]
     assert len(rows) == 16
-    unknown = [message for message in messages if not any(begins(message).match(text) for text in said)]
+    unknown = [
+        message for message in messages if not any(begins(message).match(text) for text in said)
+    ]
     assert unknown == [], "\n".join(said)
 
 
 def begins(message: str) -> re.Pattern[str]:
-    pieces = [re.sub(r"python\\ \\\(process\\ 4711\\\)", ".*", re.escape(piece)) for piece in message.split("...")]
+    pieces = [
+        re.sub(r"python\\ \\\(process\\ 4711\\\)", ".*", re.escape(piece))
+        for piece in message.split("...")
+    ]
     return re.compile(".*".join(pieces))
 
 
@@ -430,7 +507,9 @@ def test_variables() -> None:
 
 
 def test_fields_of_a_mismatch() -> None:
-    rows = [name for row in table("| the ... differs | usual cause |") for name in row[0].split(", ")]
+    rows = [
+        name for row in table("| the ... differs | usual cause |") for name in row[0].split(", ")
+    ]
     assert set(rows) == set(verdict_text._NAMED.values())
 
 
@@ -444,10 +523,20 @@ def test_numbers() -> None:
 
 
 def test_quoted_messages_are_in_the_code() -> None:
-    phrases = [phrase for row in table("| what the doctor says | what to do |") for phrase in re.findall(r"`([^`]+)`", row[0])]
+    phrases = [
+        phrase
+        for row in table("| what the doctor says | what to do |")
+        for phrase in re.findall(r"`([^`]+)`", row[0])
+    ]
     names = [phrase for phrase in phrases if phrase in CHECKS or f'"{phrase}"' in SOURCES]
     assert len(names) > 6
-    phrases += ["alive and busy elsewhere", "stopped by a signal", "frozen", "this job is not monitored", "cannot be reached"]
+    phrases += [
+        "alive and busy elsewhere",
+        "stopped by a signal",
+        "frozen",
+        "this job is not monitored",
+        "cannot be reached",
+    ]
     phrases += ["is down, frozen or cut off: silent since", "has no answer from"]
     assert [phrase for phrase in phrases if phrase not in names and phrase not in SOURCES] == []
     assert all(f"`{phrase}`" in PAGE or phrase in PAGE for phrase in phrases)
@@ -455,10 +544,17 @@ def test_quoted_messages_are_in_the_code() -> None:
 
 def test_end_times_of_a_failed_job() -> None:
     times = [_POLITE_S, _DEAF_S, _SHARE * Settings().exit_s, Settings().exit_s]
-    assert [row[0] for row in table("| after the error | |")] == [f"{seconds:g} s" for seconds in times]
+    assert [row[0] for row in table("| after the error | |")] == [
+        f"{seconds:g} s" for seconds in times
+    ]
 
 
 def test_links() -> None:
-    headings = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", PAGE, re.MULTILINE)}
+    headings = {
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", PAGE, re.MULTILINE)
+    }
     assert [link for link in re.findall(r"\]\(#([\w-]+)\)", PAGE) if link not in headings] == []
-    assert [file for file in re.findall(r"\]\((\w+\.md)\)", PAGE) if not (DOCS / file).exists()] == []
+    assert [
+        file for file in re.findall(r"\]\((\w+\.md)\)", PAGE) if not (DOCS / file).exists()
+    ] == []

@@ -23,7 +23,10 @@ from tests.sharding.ranks import on_mesh
 pytestmark = pytest.mark.xdist_group("from jax")  # one worker of `pytest -n` asks JAX
 PAGE = (DOCS / "from_jax.md").read_text()
 ROWS = {
-    section: {cells[0].replace("`", ""): cells[1] for cells in re.findall(r"^\| (.+?) \| (same|other|no) \| .*\|$", text, re.MULTILINE)}
+    section: {
+        cells[0].replace("`", ""): cells[1]
+        for cells in re.findall(r"^\| (.+?) \| (same|other|no) \| .*\|$", text, re.MULTILINE)
+    }
     for section, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
 }
 EVERY = {row: word for rows in ROWS.values() for row, word in rows.items()}
@@ -136,7 +139,13 @@ def our_names(mesh):
         return tolist(sm.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **more)(X))
 
     def run_partly():
-        mapped = sm.shard_map(lambda x: sm.psum(x * 2, "a"), mesh=mesh, in_specs=P("a"), out_specs=P(), axis_names={"a"})
+        mapped = sm.shard_map(
+            lambda x: sm.psum(x * 2, "a"),
+            mesh=mesh,
+            in_specs=P("a"),
+            out_specs=P(),
+            axis_names={"a"},
+        )
         return tolist(mapped(put(X, P("a"))))
 
     return {
@@ -153,7 +162,11 @@ X = torch.arange(8.0)
 
 def whole(f, in_specs, out_specs, *args, **more):
     """Return the result of a mapped function as nested lists."""
-    return sm.shard_map(f, in_specs=in_specs, out_specs=out_specs, **more)(*(args or (X,))).full_tensor().tolist()
+    return (
+        sm.shard_map(f, in_specs=in_specs, out_specs=out_specs, **more)(*(args or (X,)))
+        .full_tensor()
+        .tolist()
+    )
 
 
 def holds(found):
@@ -176,7 +189,9 @@ def put(spec):
 
 def ragged(x):
     here = int(sm.axis_index("a"))
-    return sm.ragged_all_to_all(x, torch.zeros_like(x), [0, 1], [1, 2 if here else 1], [here, here], [1, 1], axis_name="a")
+    return sm.ragged_all_to_all(
+        x, torch.zeros_like(x), [0, 1], [1, 2 if here else 1], [here, here], [1, 1], axis_name="a"
+    )
 
 
 def closes_over_a_sharded_one(mesh):
@@ -195,7 +210,9 @@ def shape_is_a_tuple_too(mesh):
 
 def keeps_the_axes_of_a_dim(mesh):
     x = sm.zeros(4, 4, mesh, P("a"))
-    assert sm.with_sharding_constraint(x, NamedSharding(mesh, P(P.UNCONSTRAINED, "b"))).spec == P("a", "b")
+    assert sm.with_sharding_constraint(x, NamedSharding(mesh, P(P.UNCONSTRAINED, "b"))).spec == P(
+        "a", "b"
+    )
     assert sm.with_sharding_constraint(x, P(P.UNCONSTRAINED, "a")).spec == P(None, "a")
     raises(ValueError, lambda: sm.zeros(4, 4, mesh, P(P.UNCONSTRAINED)))
 
@@ -215,7 +232,12 @@ def sharding_is_taken_everywhere(mesh):
 
 
 def sent_to_all(mesh):
-    assert multihost.broadcast_one_to_all({"x": mesh.get_rank()}, is_source=mesh.get_rank() == 2)["x"].item() == 2
+    assert (
+        multihost.broadcast_one_to_all({"x": mesh.get_rank()}, is_source=mesh.get_rank() == 2)[
+            "x"
+        ].item()
+        == 2
+    )
     raises(ValueError, lambda: multihost.broadcast_one_to_all(0, is_source=True))
 
 
@@ -233,7 +255,10 @@ def told_to_all(mesh):
 def compared(mesh):
     multihost.assert_equal({"x": torch.tensor([0.0, float("nan")]), "y": 3, "z": put(P("a"))})
     multihost.assert_equal(torch.tensor(-0.0) if mesh.get_rank() else torch.tensor(0.0))
-    with pytest.raises(AssertionError, match=r"step: \['y'\] is not the same on every rank: rank 0: i64\[\] 0; rank 2: i64\[\] 1"):
+    with pytest.raises(
+        AssertionError,
+        match=r"step: \['y'\] is not the same on every rank: rank 0: i64\[\] 0; rank 2: i64\[\] 1",
+    ):
         multihost.assert_equal({"x": 1, "y": mesh.get_rank() // 2}, "step")
     raises(AssertionError, lambda: multihost.assert_equal([1] * mesh.get_rank()))
 
@@ -245,61 +270,117 @@ def met(mesh):
 
 def local_to_global(mesh):
     local = np.arange(2 + mesh.coordinate[0])
-    assert multihost.host_local_array_to_global_array({"x": local}, mesh, P("a"))["x"].tolist() == [0, 1, 0, 1, 2]
+    assert multihost.host_local_array_to_global_array({"x": local}, mesh, P("a"))["x"].tolist() == [
+        0,
+        1,
+        0,
+        1,
+        2,
+    ]
     w = torch.ones(2, requires_grad=True)
     (multihost.host_local_array_to_global_array(w, mesh, P("a")) ** 2).sum().backward()
     assert w.grad.tolist() == [2, 2]
 
 
 def global_to_local(mesh):
-    assert multihost.global_array_to_host_local_array([put(P()), X], mesh, P("a"))[1].tolist() == part(mesh)
+    assert multihost.global_array_to_host_local_array([put(P()), X], mesh, P("a"))[
+        1
+    ].tolist() == part(mesh)
 
 
 OWN = {
     "shard_map": lambda mesh: holds(callable(sm.shard_map(out_specs=P()))),
     "mesh=": lambda mesh: holds(whole(lambda x: x, P("a"), P("a"), put(P("a"))) == X.tolist()),
-    "in_specs=": lambda mesh: holds(whole(lambda x, n: x * n, (P("a"), None), P("a"), X, 2) == (2 * X).tolist()),
-    "check_vma=": lambda mesh: raises(ValueError, lambda: sm.shard_map(abs, out_specs=P(), check="always", check_vma=False)),
+    "in_specs=": lambda mesh: holds(
+        whole(lambda x, n: x * n, (P("a"), None), P("a"), X, 2) == (2 * X).tolist()
+    ),
+    "check_vma=": lambda mesh: raises(
+        ValueError, lambda: sm.shard_map(abs, out_specs=P(), check="always", check_vma=False)
+    ),
     "closing over a sharded array": closes_over_a_sharded_one,
-    "keyword arguments": lambda mesh: sm.shard_map(lambda x, by: x * by, in_specs=P("a"), out_specs=P("a"))(X, by=2),
-    "results that need not divide": lambda mesh: holds(whole(lambda x: x, P("a"), P("a"), X[:5]) == X[:5].tolist()),
-    "psum": lambda mesh: holds(whole(lambda x: sm.psum(x, "a", axis_index_groups=[[1], [0]]), P("a"), P("a")) == X.tolist()),
-    "pmean": lambda mesh: whole(lambda x: sm.pmean(x, "a", axis_index_groups=[[0, 1]]), P("a"), P("a")),
-    "pmax": lambda mesh: sm.grad(lambda x: sm.shard_map(lambda x: sm.pmax(x, "a"), in_specs=P("a"), out_specs=P())(x).sum())(X),
-    "pmin": lambda mesh: sm.grad(lambda x: sm.shard_map(lambda x: sm.pmin(x, "a"), in_specs=P("a"), out_specs=P())(x).sum())(X),
-    "all_gather": lambda mesh: holds(whole(lambda x: sm.all_gather(x, "a", tiled=True), P("a"), P()) == X.tolist()),
-    "pbroadcast": lambda mesh: holds(whole(lambda x: sm.pbroadcast(x, "a", 1), P("a"), P()) == X[4:].tolist()),
+    "keyword arguments": lambda mesh: sm.shard_map(
+        lambda x, by: x * by, in_specs=P("a"), out_specs=P("a")
+    )(X, by=2),
+    "results that need not divide": lambda mesh: holds(
+        whole(lambda x: x, P("a"), P("a"), X[:5]) == X[:5].tolist()
+    ),
+    "psum": lambda mesh: holds(
+        whole(lambda x: sm.psum(x, "a", axis_index_groups=[[1], [0]]), P("a"), P("a")) == X.tolist()
+    ),
+    "pmean": lambda mesh: whole(
+        lambda x: sm.pmean(x, "a", axis_index_groups=[[0, 1]]), P("a"), P("a")
+    ),
+    "pmax": lambda mesh: sm.grad(
+        lambda x: sm.shard_map(lambda x: sm.pmax(x, "a"), in_specs=P("a"), out_specs=P())(x).sum()
+    )(X),
+    "pmin": lambda mesh: sm.grad(
+        lambda x: sm.shard_map(lambda x: sm.pmin(x, "a"), in_specs=P("a"), out_specs=P())(x).sum()
+    )(X),
+    "all_gather": lambda mesh: holds(
+        whole(lambda x: sm.all_gather(x, "a", tiled=True), P("a"), P()) == X.tolist()
+    ),
+    "pbroadcast": lambda mesh: holds(
+        whole(lambda x: sm.pbroadcast(x, "a", 1), P("a"), P()) == X[4:].tolist()
+    ),
     "ragged_all_to_all": lambda mesh: raises(ValueError, lambda: whole(ragged, P("a"), P("a"))),
-    "pcast": lambda mesh: whole(lambda x: sm.pcast(sm.psum(x, "a"), "a", to="unreduced"), P("a"), P(unreduced="a")),
-    "pvary": lambda mesh: holds(whole(lambda x: sm.pvary(x, "a"), P(), P("a")) == [*X.tolist(), *X.tolist()]),
-    "PartitionSpec": lambda mesh: holds(P() and P("a", unreduced="b")[:1] == ("a",) and sm.PartitionSpec is P),
+    "pcast": lambda mesh: whole(
+        lambda x: sm.pcast(sm.psum(x, "a"), "a", to="unreduced"), P("a"), P(unreduced="a")
+    ),
+    "pvary": lambda mesh: holds(
+        whole(lambda x: sm.pvary(x, "a"), P(), P("a")) == [*X.tolist(), *X.tolist()]
+    ),
+    "PartitionSpec": lambda mesh: holds(
+        P() and P("a", unreduced="b")[:1] == ("a",) and sm.PartitionSpec is P
+    ),
     "PartitionSpec.UNCONSTRAINED": keeps_the_axes_of_a_dim,
-    "PartitionSpec.unreduced": lambda mesh: holds(P(unreduced={"a": "max"}).unreduced == (("a", "max"),)),
+    "PartitionSpec.unreduced": lambda mesh: holds(
+        P(unreduced={"a": "max"}).unreduced == (("a", "max"),)
+    ),
     "NamedSharding": sharding_is_taken_everywhere,
     "Sharding": lambda mesh: holds(not hasattr(sm, "Sharding")),
-    "Mesh": lambda mesh: holds(sm.DeviceMesh(mesh.device_type, mesh.devices, axis_names=("a", "b")) is mesh),
+    "Mesh": lambda mesh: holds(
+        sm.DeviceMesh(mesh.device_type, mesh.devices, axis_names=("a", "b")) is mesh
+    ),
     "Mesh.shape": shape_is_a_tuple_too,
     "Mesh.devices": lambda mesh: holds(mesh.devices.tolist() == [[0, 1], [2, 3]]),
     "Mesh.size": lambda mesh: holds((mesh.size(), mesh.size("b")) == (4, 2)),
-    "ManualAxisType": lambda mesh: whole(lambda x: holds(sm.typeof(x).varying == {"a"} and not sm.typeof(x).pending) or x, P("a"), P("a")),
+    "ManualAxisType": lambda mesh: whole(
+        lambda x: holds(sm.typeof(x).varying == {"a"} and not sm.typeof(x).pending) or x,
+        P("a"),
+        P("a"),
+    ),
     "set_mesh": lambda mesh: holds(sm.set_mesh(mesh).mesh is sm.get_mesh() is mesh),
     "get_mesh": lambda mesh: holds(sm.set_mesh(None).mesh is sm.get_mesh() is None),
     "reshard": lambda mesh: holds(sm.reshard(put(P()), NamedSharding(mesh, P("a"))).spec == P("a")),
     "is_fully_addressable": lambda mesh: holds(not put(P()).is_fully_addressable),
-    "addressable_shards": lambda mesh: holds([s.data.tolist() for s in put(P("a")).addressable_shards] == [part(mesh)]),
+    "addressable_shards": lambda mesh: holds(
+        [s.data.tolist() for s in put(P("a")).addressable_shards] == [part(mesh)]
+    ),
     "addressable_data": lambda mesh: holds(put(P("a")).addressable_data(0).tolist() == part(mesh)),
-    "global_shards": lambda mesh: holds([s.rank for s in put(P("a")).global_shards if s.data is not None] == [mesh.get_rank()]),
+    "global_shards": lambda mesh: holds(
+        [s.rank for s in put(P("a")).global_shards if s.data is not None] == [mesh.get_rank()]
+    ),
     "device": lambda mesh: holds(put(P()).device == mesh.device),
-    "make_mesh": lambda mesh: holds(sm.make_mesh((2,), ("x",), devices=[3, 1], device_type="cpu").devices.tolist() == [3, 1]),
+    "make_mesh": lambda mesh: holds(
+        sm.make_mesh((2,), ("x",), devices=[3, 1], device_type="cpu").devices.tolist() == [3, 1]
+    ),
     "make_array_from_process_local_data": lambda mesh: holds(
         sm.make_array_from_process_local_data(NamedSharding(mesh, P("a")), X).shape == (16,)
     ),
-    "make_array_from_single_device_arrays": lambda mesh: sm.make_array_from_single_device_arrays((16,), NamedSharding(mesh, P("a")), [X]),
+    "make_array_from_single_device_arrays": lambda mesh: sm.make_array_from_single_device_arrays(
+        (16,), NamedSharding(mesh, P("a")), [X]
+    ),
     "while_loop": lambda mesh: holds(
-        sm.grad(lambda x: sm.while_loop(lambda y: y.sum() < 100, lambda y: y * 2, x).sum())(X).tolist() == [4.0] * 8
+        sm.grad(lambda x: sm.while_loop(lambda y: y.sum() < 100, lambda y: y * 2, x).sum())(
+            X
+        ).tolist()
+        == [4.0] * 8
     ),
     "fori_loop": lambda mesh: holds(
-        sm.grad(lambda x: sm.fori_loop(torch.tensor(0), torch.tensor(2), lambda i, y: y * 2, x).sum())(X).tolist() == [4.0] * 8
+        sm.grad(
+            lambda x: sm.fori_loop(torch.tensor(0), torch.tensor(2), lambda i, y: y * 2, x).sum()
+        )(X).tolist()
+        == [4.0] * 8
     ),
     "process_count": lambda mesh: holds(sm.process_count() == 4),
     "process_allgather": told_to_all,
@@ -308,7 +389,9 @@ OWN = {
     "assert_equal": compared,
     "host_local_array_to_global_array": local_to_global,
     "global_array_to_host_local_array": global_to_local,
-    "reached_preemption_sync_point": lambda mesh: holds(multihost.reached_preemption_sync_point is sm.training.reached_preemption),
+    "reached_preemption_sync_point": lambda mesh: holds(
+        multihost.reached_preemption_sync_point is sm.training.reached_preemption
+    ),
 }
 
 
@@ -346,7 +429,12 @@ def test_every_row_is_tested():
 @pytest.mark.parametrize("row", COMPARED)
 def test_as_in_jax(row, jax_side, our_side):
     assert our_side[row] == jax_side["answers"][row]
-    assert "Error" not in str(our_side[row]) or row in ("a NamedSharding as a spec", "PartitionSpec", "Mesh.shape", "device_put")
+    assert "Error" not in str(our_side[row]) or row in (
+        "a NamedSharding as a spec",
+        "PartitionSpec",
+        "Mesh.shape",
+        "device_put",
+    )
 
 
 @pytest.mark.parametrize("row", OWN)
@@ -361,5 +449,8 @@ def test_missing_names(row):
 
 
 def test_no_public_name_is_missing(jax_side):
-    missing = {section: [n for n in names if n not in ROWS[section]] for section, names in jax_side["names"].items()}
+    missing = {
+        section: [n for n in names if n not in ROWS[section]]
+        for section, names in jax_side["names"].items()
+    }
     assert not any(missing.values()), missing

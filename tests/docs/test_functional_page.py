@@ -44,7 +44,9 @@ PAIRS = [(0, 1), (1, 0)]
 
 def ragged(x):
     here = int(sm.axis_index("a"))
-    return sm.ragged_all_to_all(x, torch.zeros_like(x), [0, 1], [1, 1], [here, here], [1, 1], axis_name="a")
+    return sm.ragged_all_to_all(
+        x, torch.zeros_like(x), [0, 1], [1, 1], [here, here], [1, 1], axis_name="a"
+    )
 
 
 CALLS = {  # by how the row begins, on a part of 2 elements
@@ -62,7 +64,11 @@ CALLS = {  # by how the row begins, on a part of 2 elements
     'pcast(x, axis, to="unreduced"': lambda x: sm.pcast(x, "a", to="unreduced"),
 }
 SPEC = {"S": P("a"), "R": P(), "U": P(unreduced="a")}
-WORDS = {"permute": "point to point", "all_gather all_to_all": "counts, then all_to_all", "": "nothing"}
+WORDS = {
+    "permute": "point to point",
+    "all_gather all_to_all": "counts, then all_to_all",
+    "": "nothing",
+}
 
 
 def row(begins):
@@ -76,7 +82,11 @@ def on_two_ranks(program):
 
 def argument(mesh, letter):
     """Return a tensor of this type; each rank's part has 2 elements."""
-    return {"S": sm.ones(4, mesh, P("a")), "R": sm.ones(2, mesh, P()), "U": sm.ones((2, 2), mesh, P("a")).sum(0)}[letter]
+    return {
+        "S": sm.ones(4, mesh, P("a")),
+        "R": sm.ones(2, mesh, P()),
+        "U": sm.ones((2, 2), mesh, P("a")).sum(0),
+    }[letter]
 
 
 def test_every_row_is_tested():
@@ -94,17 +104,23 @@ def test_types_of_the_table(begins):
         for letter in SPEC:
             for left in SPEC:
                 try:
-                    sm.shard_map(CALLS[begins], in_specs=SPEC[letter], out_specs=SPEC[left])(argument(mesh, letter))
+                    sm.shard_map(CALLS[begins], in_specs=SPEC[letter], out_specs=SPEC[left])(
+                        argument(mesh, letter)
+                    )
                 except sm.errors.ShardingTypeError:
                     continue
                 found.setdefault(letter, set()).add(left)
         return found
 
-    allowed = {"S": {"S", "U"}, "R": {"R", "S"}, "U": {"U"}}[gives]  # a part may be called one of several to be added, or put together
+    allowed = {"S": {"S", "U"}, "R": {"R", "S"}, "U": {"U"}}[
+        gives
+    ]  # a part may be called one of several to be added, or put together
     found = on_two_ranks(program)
     assert {letter: found.get(letter) for letter in taken} == dict.fromkeys(taken, allowed)
     assert "U" in taken or "U" not in found
-    assert "S" in taken or "S" not in found or gives == "S"  # pcast to "sharded" of what varies already changes nothing
+    assert (
+        "S" in taken or "S" not in found or gives == "S"
+    )  # pcast to "sharded" of what varies already changes nothing
 
 
 @pytest.mark.parametrize("begins", CALLS)
@@ -119,7 +135,10 @@ def test_communication_in_the_table(begins):
         mapped(x)
         with sm.debug.comm_budget() as one:
             y = mapped(x)
-        with sm.accumulate_grads(), sm.debug.comm_budget() as other:  # the reduction of what is replicated is not the collective's
+        with (
+            sm.accumulate_grads(),
+            sm.debug.comm_budget() as other,
+        ):  # the reduction of what is replicated is not the collective's
             y.backward(torch.ones_like(y))
             moved = dict(other.by_op)
         return dict(one.by_op), moved
@@ -128,4 +147,7 @@ def test_communication_in_the_table(begins):
         text = " ".join(moved)
         return "two all_reduces" if moved.get("all_reduce", (0,))[0] == 2 else WORDS.get(text, text)
 
-    assert [words(moved) for moved in on_two_ranks(program)] == [forward, backward.removesuffix(", back")]
+    assert [words(moved) for moved in on_two_ranks(program)] == [
+        forward,
+        backward.removesuffix(", back"),
+    ]

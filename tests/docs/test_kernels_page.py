@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from shardmesh.kernels.quantize import BLOCK, FORMATS, LARGEST, record_bytes
-from shardmesh.kernels.symmetric import MAX_PROGRAMS, MAX_RANKS, PAD_BYTES, AddNorm, Peers, reference_add_norm
+from shardmesh.kernels.symmetric import (
+    MAX_PROGRAMS,
+    MAX_RANKS,
+    PAD_BYTES,
+    AddNorm,
+    Peers,
+    reference_add_norm,
+)
 from shardmesh.mesh.comm.symmetric_memory import BUFFER_BYTES, STAGING_BYTES
 from tests.docs.pages import DOCS, blocks, check_python_examples
 from tests.kernels.device import DEVICE
@@ -52,7 +59,10 @@ def test_torch_moves_more_bytes():
     for case, _, _, _, _, factor, *_ in rows(measured_table()):
         if factor.endswith("x") and float(factor[:-1]) > 1.05:
             more[case] = min(float(factor[:-1]), more.get(case, 99.0))
-    assert f"{min(more.values())} to {max(more.values())} times as much\nin {len(more)} of them" in PAGE
+    assert (
+        f"{min(more.values())} to {max(more.values())} times as much\nin {len(more)} of them"
+        in PAGE
+    )
 
 
 def test_limits():
@@ -90,8 +100,14 @@ def test_the_epilogue():
     made = torch.Generator().manual_seed(0)
     x, residual = (torch.randn(3, 64, generator=made).to(DEVICE) for _ in range(2))
     weight = torch.linspace(0.5, 2, 64, device=DEVICE)
-    added, normed = reference_add_norm(x, AddNorm(residual, weight, 1e-6, residual.clone()), torch.float32)
+    added, normed = reference_add_norm(
+        x, AddNorm(residual, weight, 1e-6, residual.clone()), torch.float32
+    )
     names = {"torch": torch, "x": x, "residual": residual, "weight": weight}
-    exec(program, names | {"mesh": SimpleNamespace(group=lambda _: group, device=torch.device(DEVICE))}, names)
+    exec(
+        program,
+        names | {"mesh": SimpleNamespace(group=lambda _: group, device=torch.device(DEVICE))},
+        names,
+    )
     torch.testing.assert_close(names["normed"], normed)
     assert torch.equal(residual, added)

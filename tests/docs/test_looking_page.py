@@ -33,6 +33,9 @@ def test_pictures_are_drawn_by_the_script(tmp_path, capsys):
     assert capsys.readouterr().out.split() == [f"{name}.svg" for name in names]
     for name in names:
         drawn = (DOCS / "images" / f"{name}.svg").read_text()
-        texts = [re.findall(r">([^<>\n]+)</text>", svg) for svg in (drawn, (tmp_path / f"{name}.svg").read_text())]
+        texts = [
+            re.findall(r">([^<>\n]+)</text>", svg)
+            for svg in (drawn, (tmp_path / f"{name}.svg").read_text())
+        ]
         assert texts[0] == texts[1]
         assert len(texts[0]) > 8

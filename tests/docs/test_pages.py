@@ -5,7 +5,10 @@ import pytest
 from tests.docs.pages import DOCS, check_python_examples, unknown_names
 
 
-@pytest.mark.parametrize("page", ["arrays", "checkpoint", "communication", "from_jax", "functional", "operators", "random"])
+@pytest.mark.parametrize(
+    "page",
+    ["arrays", "checkpoint", "communication", "from_jax", "functional", "operators", "random"],
+)
 def test_python_examples(page):
     check_python_examples((DOCS / f"{page}.md").read_text())
 

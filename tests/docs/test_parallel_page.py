@@ -97,13 +97,18 @@ def test_first_program():
             return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
         before = names["model"][1].up.weight.full_tensor().detach().clone()
-        _run("accumulate_grads", NAMES | names | {"micro_batches": [batch, batch + 0], "loss": loss})
+        _run(
+            "accumulate_grads", NAMES | names | {"micro_batches": [batch, batch + 0], "loss": loss}
+        )
         return (names["model"][1].up.weight.full_tensor() - before).abs().max().item()
 
     assert min(_ranks(8, program)) > 0
 
 
-PORTS = {"DDP(model)": "data_parallel(model, mesh)  ", "fully_shard(block, mesh=mesh)": "units=Block)\noptimizer"}
+PORTS = {
+    "DDP(model)": "data_parallel(model, mesh)  ",
+    "fully_shard(block, mesh=mesh)": "units=Block)\noptimizer",
+}
 
 
 def _trained_by(words: str) -> list[torch.Tensor]:
@@ -113,7 +118,10 @@ def _trained_by(words: str) -> list[torch.Tensor]:
     rows = torch.arange(64.0, dtype=torch.float64).reshape(2, 4, 8).cos()
     loader = [batch[dist.get_rank()][None] for batch in rows]
     _run(words, NAMES | {"model": model, "Block": TanhResidual, "loader": loader})
-    return [x.full_tensor().detach() if hasattr(x, "full_tensor") else x.detach() for x in model.parameters()]
+    return [
+        x.full_tensor().detach() if hasattr(x, "full_tensor") else x.detach()
+        for x in model.parameters()
+    ]
 
 
 @pytest.mark.parametrize("theirs", PORTS)
@@ -127,7 +135,10 @@ def test_program_with_units():
     def program():
         mesh = sm.init_device_mesh(DEVICE, (3,), axis_names=("fsdp",))
         model = nn.Sequential(TanhResidual(), TanhResidual())
-        _run("units=Block)            #", NAMES | {"model": model, "mesh": mesh, "Block": TanhResidual})
+        _run(
+            "units=Block)            #",
+            NAMES | {"model": model, "mesh": mesh, "Block": TanhResidual},
+        )
         return len(units_in(model))
 
     assert _ranks(3, program) == [3, 3, 3]
@@ -138,7 +149,10 @@ def test_program_with_compiled_blocks():
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("fsdp",))
         model = nn.Module()
         model.blocks = nn.ModuleList([TanhResidual(), TanhResidual()])
-        _run("block.compile(fullgraph=True)", NAMES | {"model": model, "mesh": mesh, "Block": TanhResidual})
+        _run(
+            "block.compile(fullgraph=True)",
+            NAMES | {"model": model, "mesh": mesh, "Block": TanhResidual},
+        )
         model.blocks[0](torch.ones(2, 8)).sum().backward()
         return len(units_in(model)), model.blocks[0].wq.weight.grad is not None
 
@@ -171,7 +185,9 @@ def test_plan():
         placed = [sm.device_put(x, mesh, P("fsdp"), src_data_rank=None) for x in (inputs, targets)]
         logits = model(placed[0])
         assert logits.spec.dims[2] == ("tp",)
-        torch.testing.assert_close(models.loss_of(logits, placed[1]).full_tensor(), expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            models.loss_of(logits, placed[1]).full_tensor(), expected, rtol=1e-12, atol=0
+        )
 
     on_axes((2, 2), ("fsdp", "tp"), program)
 
@@ -199,8 +215,13 @@ def test_program_in_the_form_of_fsdp2():
         batches = torch.randn(3, 4, 8, dtype=torch.float64)
         names = {"model": model, "mesh": mesh, "loss": lambda m, x: m(x).square().mean()}
         with collectives() as records:
-            _run("set_requires_gradient_sync", names | {"micro_batches": list(batches.chunk(2, 1)[mesh.get_rank()])})
-        assert [record.op for record in records].count("reduce_scatter") == 3  # two blocks, and the norm with the head
+            _run(
+                "set_requires_gradient_sync",
+                names | {"micro_batches": list(batches.chunk(2, 1)[mesh.get_rank()])},
+            )
+        assert [record.op for record in records].count(
+            "reduce_scatter"
+        ) == 3  # two blocks, and the norm with the head
         sum(expected(x).square().mean() for x in batches).backward()
         for x, y in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(x.grad.full_tensor(), y.grad, rtol=1e-12, atol=1e-14)
@@ -216,7 +237,10 @@ def test_program_with_context_parallelism():
         model = parallelize(models.gpt().to(DEVICE), mesh, {}, src_data_rank=None)
         ids = sm.device_put(inputs, mesh, P(None, "cp"), src_data_rank=None)
         with collectives() as records:
-            found = _run("context_parallel(", NAMES | {"model": lambda ids: model(ids).square().mean(), "ids": ids})["loss"]
+            found = _run(
+                "context_parallel(",
+                NAMES | {"model": lambda ids: model(ids).square().mean(), "ids": ids},
+            )["loss"]
         assert {record.op for record in records} == {"permute"}
         torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-12, atol=0)
 
@@ -224,20 +248,36 @@ def test_program_with_context_parallelism():
 
 
 def test_programs_with_hugging_face_models(tmp_path):
-    tiny = pytest.importorskip("tests.models.tiny", reason="transformers is not installed", exc_type=ImportError)
+    tiny = pytest.importorskip(
+        "tests.models.tiny", reason="transformers is not installed", exc_type=ImportError
+    )
     reference = tiny.model("llama")
     reference.save_pretrained(tmp_path)
     expected = reference(input_ids=tiny.IDS, labels=tiny.IDS).loss.detach()
-    auto = SimpleNamespace(from_pretrained=lambda _: tiny.model("llama"), from_config=lambda _: tiny.llama().double())
+    auto = SimpleNamespace(
+        from_pretrained=lambda _: tiny.model("llama"), from_config=lambda _: tiny.llama().double()
+    )
 
     def program(mesh):
-        names = NAMES | {"P": P, "mesh": mesh, "AutoModelForCausalLM": auto, "name": "", "config": None, "ids": tiny.IDS}
+        names = NAMES | {
+            "P": P,
+            "mesh": mesh,
+            "AutoModelForCausalLM": auto,
+            "name": "",
+            "config": None,
+            "ids": tiny.IDS,
+        }
         loss = _run("gradient_checkpointing_enable()", dict(names))["loss"]
         torch.testing.assert_close(loss.full_tensor(), expected, rtol=1e-6, atol=0)
         code = _program("materialize(model)").replace("llama/", str(tmp_path))
         exec(compile(code, "docs/parallel.md", "exec"), names)
         ids = sm.device_put(tiny.IDS, mesh, P("fsdp"))
-        torch.testing.assert_close(names["model"](input_ids=ids, labels=ids).loss.full_tensor(), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            names["model"](input_ids=ids, labels=ids).loss.full_tensor(),
+            expected,
+            rtol=1e-6,
+            atol=0,
+        )
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gradient_checkpointing_enable", FutureWarning)
@@ -312,7 +352,9 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def _model():
-    return nn.Sequential(nn.Linear(D, D, bias=False), *[TanhResidual(D) for _ in range(BLOCKS)]).double()
+    return nn.Sequential(
+        nn.Linear(D, D, bias=False), *[TanhResidual(D) for _ in range(BLOCKS)]
+    ).double()
 
 
 BY_ROW = {
@@ -323,7 +365,10 @@ BY_ROW = {
     "FSDP, `reshard_after_forward=False`": ((4,), {"axes": "dp", "reshard_after_forward": False}),
     "FSDP, gradients whole": ((4,), {"parameter": "dp", "optimizer": "dp"}),
     "HSDP, n = fsdp": ((2, 2), {"axes": "fsdp"}),
-    "hpZ, n = dp fsdp": ((2, 2), {"parameter": "fsdp", "optimizer": ("dp", "fsdp"), "gradient": ("dp", "fsdp")}),
+    "hpZ, n = dp fsdp": (
+        (2, 2),
+        {"parameter": "fsdp", "optimizer": ("dp", "fsdp"), "gradient": ("dp", "fsdp")},
+    ),
 }
 COSTS = {row[0]: row[1:] for row in rows("### What a row costs")}
 
@@ -336,19 +381,33 @@ def _split(model: nn.Module, mesh: sm.DeviceMesh, said: dict[str, Any]) -> nn.Mo
 def _gathered(model: nn.Module) -> int:
     """Return the bytes of gathered parameters on this rank, present or in flight."""
     levels = [bucket.storage for unit in units_in(model) for bucket in unit._buckets]
-    coming = [one.flat.layout.parts * one.flat.layout.piece * BYTES["p"] for one in levels if one._pending is not None]
+    coming = [
+        one.flat.layout.parts * one.flat.layout.piece * BYTES["p"]
+        for one in levels
+        if one._pending is not None
+    ]
     return sum(held.nbytes for one in levels for _, held in one._copies.values()) + sum(coming)
 
 
 def _gradients(model: nn.Module) -> int:
-    waiting = [bucket.deferred for unit in units_in(model) for bucket in unit._buckets if bucket.deferred is not None]
-    return sum(x._local.grad.nbytes for x in model.parameters() if x._local.grad is not None) + sum(x.nbytes for x in waiting)
+    waiting = [
+        bucket.deferred
+        for unit in units_in(model)
+        for bucket in unit._buckets
+        if bucket.deferred is not None
+    ]
+    return sum(x._local.grad.nbytes for x in model.parameters() if x._local.grad is not None) + sum(
+        x.nbytes for x in waiting
+    )
 
 
 def _measured(mesh: sm.DeviceMesh, said: dict[str, Any]) -> dict[str, Any]:
     """Measure the second of two steps, of M micro-batches each."""
     model, seen, while_accumulating = _split(_model(), mesh, said), [], 0
-    optimizer, at_rest = torch.optim.AdamW(model.parameters(), foreach=True), sum(x._local.nbytes for x in model.parameters())
+    optimizer, at_rest = (
+        torch.optim.AdamW(model.parameters(), foreach=True),
+        sum(x._local.nbytes for x in model.parameters()),
+    )
 
     def look(*_):
         seen.append(_gathered(model))
@@ -358,17 +417,23 @@ def _measured(mesh: sm.DeviceMesh, said: dict[str, Any]) -> dict[str, Any]:
     for _ in range(2):
         with collectives() as records, sm.accumulate_grads():
             for _ in range(M):
-                model(torch.ones(2, D, dtype=torch.float64) * (1 + mesh.get_rank())).square().mean().backward()
+                model(
+                    torch.ones(2, D, dtype=torch.float64) * (1 + mesh.get_rank())
+                ).square().mean().backward()
                 while_accumulating = _gradients(model)
         gradients = sum(x.grad._local.nbytes for x in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
     return {
         "gathered": sum(r.bytes_received for r in records if r.op == "all_gather"),
-        "summed": sum(r.bytes_received for r in records if r.op in ("reduce_scatter", "all_reduce")),
+        "summed": sum(
+            r.bytes_received for r in records if r.op in ("reduce_scatter", "all_reduce")
+        ),
         "parameters": (at_rest + _gathered(model), at_rest + max(seen)),
         "gradients": (while_accumulating, gradients),
-        "optimizer state": sum(x._local.nbytes for state in optimizer.state.values() for x in state.values() if x.ndim),
+        "optimizer state": sum(
+            x._local.nbytes for state in optimizer.state.values() for x in state.values() if x.ndim
+        ),
     }
 
 
@@ -378,25 +443,42 @@ def _number(formula: str, names: dict[str, float]) -> float:
 
 
 def _cell(row: str, column: int) -> str:
-    return COSTS[row][column].replace("as FSDP, and", f"{COSTS['FSDP'][column]} +").replace("as FSDP", COSTS["FSDP"][column])
+    return (
+        COSTS[row][column]
+        .replace("as FSDP, and", f"{COSTS['FSDP'][column]} +")
+        .replace("as FSDP", COSTS["FSDP"][column])
+    )
 
 
 @pytest.mark.parametrize("row", BY_ROW)
 def test_formulas_give_the_cost_of_a_row(row):
     shape, said = BY_ROW[row]
     n = 2 if row.startswith("HSDP") else 4
-    names = {letter: size * ALL for letter, size in BYTES.items()} | {"n": n, "m": M, "dp": 2, "fsdp": 2, "o": ROOT_SIZE / ALL}
+    names = {letter: size * ALL for letter, size in BYTES.items()} | {
+        "n": n,
+        "m": M,
+        "dp": 2,
+        "fsdp": 2,
+        "o": ROOT_SIZE / ALL,
+    }
     names["u"] = BYTES["p"] * (ROOT_SIZE + 2 * BLOCK_SIZE)
     gathered, summed, parameters, gradients, state = (_cell(row, column) for column in range(5))
     for found in on_axes(shape, ("dp", "fsdp")[: len(shape)], lambda mesh: _measured(mesh, said)):
         assert found["gathered"] == _number(gathered, names)
         assert found["summed"] == _number(summed, names)
         assert found["optimizer state"] == _number(state, names)
-        while_accumulating, _, at_last = gradients.partition(" while micro-batches accumulate, then ")
-        assert found["gradients"] == (_number(while_accumulating, names), _number(at_last or while_accumulating, names))
+        while_accumulating, _, at_last = gradients.partition(
+            " while micro-batches accumulate, then "
+        )
+        assert found["gradients"] == (
+            _number(while_accumulating, names),
+            _number(at_last or while_accumulating, names),
+        )
         between, _, in_use = parameters.partition("; in use + ")
         assert found["parameters"][0] == _number(between, names)
-        assert found["parameters"][1] <= _number(between, names) + (_number(in_use, names) if in_use else 0)
+        assert found["parameters"][1] <= _number(between, names) + (
+            _number(in_use, names) if in_use else 0
+        )
 
 
 def test_every_row_is_measured():

@@ -18,7 +18,9 @@ PAGE = (DOCS / "planner.md").read_text()
 
 def commands():
     """(command, what it prints) of every console block."""
-    return [part.split("\n", 1) for block in blocks(PAGE, "console") for part in block.split("$ ")[1:]]
+    return [
+        part.split("\n", 1) for block in blocks(PAGE, "console") for part in block.split("$ ")[1:]
+    ]
 
 
 def test_python_examples():
@@ -54,13 +56,17 @@ def pictures():
 
 def test_pictures_are_drawn_by_the_script(pictures):
     names = set(pictures.PICTURES)
-    assert {path.stem for path in (DOCS / "images").iterdir()} == names | set(pictures.LAYOUTS) | {"timeline"}
+    assert {path.stem for path in (DOCS / "images").iterdir()} == names | set(pictures.LAYOUTS) | {
+        "timeline"
+    }
     assert set(re.findall(r"\(images/(\w+)\.svg\)", PAGE)) == names
 
 
 def test_pictures_show_the_steps_in_their_names(pictures):
     for name, (shape, src, dst, topology) in pictures.PICTURES.items():
-        explained = sm.debug.explain(sm.Layout.of(pictures.MESH, src, shape, torch.bfloat16), dst, topology=topology)
+        explained = sm.debug.explain(
+            sm.Layout.of(pictures.MESH, src, shape, torch.bfloat16), dst, topology=topology
+        )
         assert [step.op for step in explained.steps] == ([] if src == dst else [name])
         drawn = (DOCS / "images" / f"{name}.svg").read_text()
         assert all(f"{cost.bytes_received:,} bytes" in drawn for cost in explained.costs)

@@ -19,6 +19,8 @@ def test_shown_error(tmp_path: Path) -> None:
     (script,) = [block for block in blocks(PAGE, "python") if ">>>" not in block]
     (shown,) = blocks(PAGE, "text")
     (tmp_path / "train.py").write_text(script)
-    done = subprocess.run([sys.executable, str(tmp_path / "train.py")], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "train.py")], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 1
     assert done.stderr.replace(f"{tmp_path}/", "").endswith(shown)

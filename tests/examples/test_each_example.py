@@ -35,7 +35,10 @@ def simulated(ranks: int, fn: Any, *args: Any) -> list[Any]:
 
 
 @pytest.mark.one_in(5, each=["name"])
-@pytest.mark.parametrize(("name", "ranks"), [(name, n) for name, most in EXAMPLES.items() for n in (1, 2, 3, 4, 6) if n <= most])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [(name, n) for name, most in EXAMPLES.items() for n in (1, 2, 3, 4, 6) if n <= most],
+)
 def test_equals_one_process(name, ranks, capsys):
     differences = simulated(ranks, importlib.import_module(name).main, ranks)
     assert all(difference <= TOLERANCE for difference in differences), differences
@@ -51,15 +54,26 @@ def test_equals_one_process_on_processes(name, world4):
 
 WRONG = {  # a function of the example, and what it is made to do
     "data_parallel": ("train_single", lambda right, params, x, y: right(params, x, 1.01 * y)),
-    "llama_by_plan": ("place", lambda right, x, mesh: right(x.flip(0), mesh) if x.is_contiguous() else right(x, mesh)),
+    "llama_by_plan": (
+        "place",
+        lambda right, x, mesh: right(x.flip(0), mesh) if x.is_contiguous() else right(x, mesh),
+    ),
     "lora": ("local_rows", lambda right, x, mesh: right(1.01 * x, mesh)),
     "halo_conv": ("network_single", lambda right, image, *kernels: right(image.flip(2), *kernels)),
-    "megatron_block": ("sharded_block", lambda right, mesh: lambda params, x: right(mesh)(params, 1.01 * x)),
+    "megatron_block": (
+        "sharded_block",
+        lambda right, mesh: lambda params, x: right(mesh)(params, 1.01 * x),
+    ),
     "pipeline": ("sequential", lambda right, params, x: right(params, x)[[1, 0, 2, 3, 4, 5]]),
     "ring_attention": ("ring_attention", lambda right, *qkv, causal: right(*qkv, not causal)),
     "adamw": ("train_single", lambda right, params, x, y: right(params, x, 1.01 * y)),
     "mixture_of_experts": ("exchange", lambda right, x, rows: right(x, rows).flip(0)),
-    "muon": ("by_owners", lambda right, matrices: right([1.01 * m for m in matrices[:1]] + [-m for m in matrices[1:]])),
+    "muon": (
+        "by_owners",
+        lambda right, matrices: right(
+            [1.01 * m for m in matrices[:1]] + [-m for m in matrices[1:]]
+        ),
+    ),
 }
 
 
@@ -77,8 +91,24 @@ def test_difference_is_detected(name, monkeypatch):
         slow([sys.executable, FOLDER / "muon.py"]),
         slow([sys.executable, FOLDER / "ring_attention.py", "--launch", "2"]),
         slow([sys.executable, FOLDER / "adamw.py", "--launch", "2"]),
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", FOLDER / "megatron_block.py"],
-        slow([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", FOLDER / "mixture_of_experts.py"]),
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            FOLDER / "megatron_block.py",
+        ],
+        slow(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                "2",
+                FOLDER / "mixture_of_experts.py",
+            ]
+        ),
     ],
     ids=["simulated", "simulated again", "launch", "launch again", "torchrun", "torchrun again"],
 )
@@ -94,5 +124,9 @@ def test_script(command):
 def test_an_example_is_one_short_file(name):
     text = (FOLDER / f"{name}.py").read_text()
     assert len(text.splitlines()) < 150
-    ways = [f"python examples/{name}.py", "--launch", f"torchrun --nproc-per-node 4 examples/{name}.py"]
+    ways = [
+        f"python examples/{name}.py",
+        "--launch",
+        f"torchrun --nproc-per-node 4 examples/{name}.py",
+    ]
     assert all(way in (importlib.import_module(name).__doc__ or "") for way in ways)

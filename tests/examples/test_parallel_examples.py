@@ -24,7 +24,9 @@ def simulated(ranks: int, fn: Any, *args: Any) -> list[Any]:
 
 
 def draw(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
+    )
 
 
 # -- data parallel -----------------------------------------------------------------------------------------------------
@@ -79,7 +81,12 @@ def test_halo_conv_of_uneven_parts(height, size):
         torch.testing.assert_close(out, expected.detach())
         torch.testing.assert_close(grad, expected_grad)
     halo = (size // 2) * 2 * 5 * 8  # rows, channels, columns, bytes
-    assert [received for _, _, received in results] == [halo, 2 * halo, 2 * halo, halo]  # whatever the height
+    assert [received for _, _, received in results] == [
+        halo,
+        2 * halo,
+        2 * halo,
+        halo,
+    ]  # whatever the height
 
 
 @pytest.mark.parametrize(
@@ -100,11 +107,18 @@ def test_halo_conv_of_too_short_parts_raises(height, size, message):
 # -- ring attention ----------------------------------------------------------------------------------------------------
 
 
-def attended(causal: bool, *shape: int) -> tuple[list[torch.Tensor], dict[str, Any], dict[str, Any]]:
+def attended(
+    causal: bool, *shape: int
+) -> tuple[list[torch.Tensor], dict[str, Any], dict[str, Any]]:
     mesh = sm.init_device_mesh("cpu", (3,), axis_names=("sp",))
-    qkv = [sm.device_put(draw(*shape, i), mesh, ring_attention.SEQUENCE).requires_grad_() for i in (4, 4, 4)]
+    qkv = [
+        sm.device_put(draw(*shape, i), mesh, ring_attention.SEQUENCE).requires_grad_()
+        for i in (4, 4, 4)
+    ]
     attention = partial(ring_attention.ring_attention, causal=causal)
-    mapped = sm.shard_map(attention, in_specs=(ring_attention.SEQUENCE,) * 3, out_specs=ring_attention.SEQUENCE)
+    mapped = sm.shard_map(
+        attention, in_specs=(ring_attention.SEQUENCE,) * 3, out_specs=ring_attention.SEQUENCE
+    )
     mapped(*qkv)
     with sm.debug.comm_report() as forward:
         out = mapped(*qkv)
@@ -134,7 +148,9 @@ def test_ring_attention_in_double_precision(shape, causal):
 def traffic_of_the_block() -> tuple[Any, Any, Any]:
     mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
     params, x, pull = megatron_block.problem()
-    sharded = {name: sm.device_put(p, mesh, megatron_block.SPECS[name]) for name, p in params.items()}
+    sharded = {
+        name: sm.device_put(p, mesh, megatron_block.SPECS[name]) for name, p in params.items()
+    }
     x, pull = (sm.device_put(each, mesh, megatron_block.STREAM) for each in (x, pull))
     block = megatron_block.sharded_block(mesh)
     block(sharded, x)
@@ -150,7 +166,10 @@ def test_megatron_block_sums_once_at_the_end_of_each_half():
     assert {axis: launches for axis, (launches, _) in forward.items()} == {"tp": 2}
     assert backward["tp"][0] == 2 + 1  # and the gradient of x
     assert set(backward) - {"tp"}, "gradients are summed over dp"
-    assert specs == {name: spec.padded(len(name.rpartition("_")[2])) for name, spec in megatron_block.SPECS.items()}
+    assert specs == {
+        name: spec.padded(len(name.rpartition("_")[2]))
+        for name, spec in megatron_block.SPECS.items()
+    }
 
 
 # -- pipeline ----------------------------------------------------------------------------------------------------------

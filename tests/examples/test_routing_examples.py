@@ -49,7 +49,9 @@ def test_mixture_with_empty_experts_and_ranks(experts, tokens, favoured):
     assert max(simulated(4, compared, params, x)) < 1e-12
 
 
-def traffic_of_the_mixture(params: dict[str, torch.Tensor], batches: list[torch.Tensor]) -> list[Any]:
+def traffic_of_the_mixture(
+    params: dict[str, torch.Tensor], batches: list[torch.Tensor]
+) -> list[Any]:
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("ep",))
     params = {name: sm.device_put(p, mesh, moe.LAYOUT[name]) for name, p in params.items()}
     found = []
@@ -66,11 +68,15 @@ def test_mixture_moves_exactly_the_routed_rows():
     found = simulated(4, traffic_of_the_mixture, params, batches)
     for i, x in enumerate(batches):
         owner = moe.choose(x, params["router"])[0] // 2  # of two experts each
-        rows = torch.stack([part.flatten().bincount(minlength=4) for part in owner.chunk(4)]).fill_diagonal_(0)
+        rows = torch.stack(
+            [part.flatten().bincount(minlength=4) for part in owner.chunk(4)]
+        ).fill_diagonal_(0)
         for rank in range(4):
             here_and_back = int(rows[:, rank].sum() + rows[rank].sum())
             assert found[rank][i]["all_to_all"] == (2, here_and_back * moe.WIDTH * 8)
-    assert found[0][0]["all_to_all"] != found[0][1]["all_to_all"]  # what the batches choose is not the same
+    assert (
+        found[0][0]["all_to_all"] != found[0][1]["all_to_all"]
+    )  # what the batches choose is not the same
 
 
 def test_mixture_with_unequal_numbers_of_experts_raises():
@@ -87,7 +93,9 @@ SHAPES = [(5, 7), (1, 3), (4, 4)]  # with 1 row, parts are empty
 def steps(count: int = 3) -> tuple[Any, list[Any]]:
     """Return a tree of parameters with a 0-d one, and gradients for some steps."""
     params = {"list": [draw(*shape) for shape in SHAPES], "scale": draw()}
-    return params, [pytree.tree_map(lambda p, i=i: draw(*p.shape, seed=7 + i), params) for i in range(count)]
+    return params, [
+        pytree.tree_map(lambda p, i=i: draw(*p.shape, seed=7 + i), params) for i in range(count)
+    ]
 
 
 def stepped(params: Any, grads: list[Any]) -> Any:
@@ -103,7 +111,10 @@ def stepped_on_mesh(spec: P) -> Any:
     params, grads = place(steps())
     with sm.debug.comm_budget(launches=0):
         found, state = stepped(params, grads)
-    lie = [[sm.typeof(x) for x in pytree.tree_leaves(tree)] for tree in (params, found, state.m, state.v)]
+    lie = [
+        [sm.typeof(x) for x in pytree.tree_leaves(tree)]
+        for tree in (params, found, state.m, state.v)
+    ]
     return pytree.tree_map(lambda p: p.full_tensor(), found), all(each == lie[0] for each in lie)
 
 
@@ -133,7 +144,9 @@ def stepped_inside() -> torch.Tensor:
         return adamw.update(p, g, adamw.init(p), rate=0.1)[0]
 
     p, g = (sm.device_put(draw(5, 3, seed=seed), mesh, P("dp")) for seed in range(2))
-    return sm.shard_map(inside, mesh=mesh, in_specs=(P("dp"), P("dp")), out_specs=P("dp"))(p, g).full_tensor()
+    return sm.shard_map(inside, mesh=mesh, in_specs=(P("dp"), P("dp")), out_specs=P("dp"))(
+        p, g
+    ).full_tensor()
 
 
 def test_adamw_inside_a_mapped_function():
@@ -148,7 +161,9 @@ def test_adamw_does_not_modify_its_arguments():
     given = params, grads[0], adamw.update(params, grads[1], adamw.init(params), rate=0.1)[1]
     before = pytree.tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, given)
     _, state = adamw.update(*given, rate=0.1)
-    torch.testing.assert_close(pytree.tree_leaves(given), pytree.tree_leaves(before), rtol=0, atol=0)
+    torch.testing.assert_close(
+        pytree.tree_leaves(given), pytree.tree_leaves(before), rtol=0, atol=0
+    )
     assert (given[2].step, state.step) == (1, 2)
 
 
@@ -187,11 +202,18 @@ def test_newton_schulz_of_zeros():
 
 def test_muon_equals_torch():
     """To the precision of bfloat16, in which torch multiplies."""
-    params, *grads = [[draw(*shape, seed=seed).float() for shape in ((6, 9), (20, 4))] for seed in range(3)]
-    leaves, momentum = [p.clone().requires_grad_() for p in params], [torch.zeros_like(p) for p in params]
+    params, *grads = [
+        [draw(*shape, seed=seed).float() for shape in ((6, 9), (20, 4))] for seed in range(3)
+    ]
+    leaves, momentum = (
+        [p.clone().requires_grad_() for p in params],
+        [torch.zeros_like(p) for p in params],
+    )
     optimizer = torch.optim.Muon(leaves, muon.RATE, weight_decay=0, momentum=muon.MOMENTUM)
     for each in grads:
-        params, momentum = muon.update(params, each, momentum, lambda ahead: [muon.newton_schulz(m) for m in ahead])
+        params, momentum = muon.update(
+            params, each, momentum, lambda ahead: [muon.newton_schulz(m) for m in ahead]
+        )
         for leaf, g in zip(leaves, each, strict=True):
             leaf.grad = g
         optimizer.step()

@@ -26,7 +26,10 @@ def is_quiet(cell):
 
 def text_of(cell):
     """Return the output of a cell and the value of its last line."""
-    parts = [out.text if out.output_type == "stream" else out.get("data", {}).get("text/plain", "") for out in cell.outputs]
+    parts = [
+        out.text if out.output_type == "stream" else out.get("data", {}).get("text/plain", "")
+        for out in cell.outputs
+    ]
     return "\n".join(parts)
 
 
@@ -61,22 +64,31 @@ def test_every_cell_shows_something(ran):
 
 
 def test_no_warnings(ran):
-    assert [out.text for cell in code_cells(ran) for out in cell.outputs if out.get("name") == "stderr"] == []
+    assert [
+        out.text for cell in code_cells(ran) for out in cell.outputs if out.get("name") == "stderr"
+    ] == []
 
 
 def test_pictures_are_drawn(ran):
     for cell in code_cells(ran):
         asked = len(re.findall(r"^display\(|^plt\.show\(", cell.source, re.MULTILINE))
-        shown = [out.data["image/png"] for out in cell.outputs if "image/png" in out.get("data", {})]
+        shown = [
+            out.data["image/png"] for out in cell.outputs if "image/png" in out.get("data", {})
+        ]
         assert len(shown) == asked
         assert all(len(image) > 1000 for image in shown)
     assert sum("display(" in cell.source for cell in code_cells(ran)) > 2
 
 
-@pytest.mark.parametrize(("function", "ranks"), [("where_am_i", 8), ("parts", 4), ("gradients", 4), ("meet_all", 4), ("train", 4)])
+@pytest.mark.parametrize(
+    ("function", "ranks"),
+    [("where_am_i", 8), ("parts", 4), ("gradients", 4), ("meet_all", 4), ("train", 4)],
+)
 def test_output_is_prefixed_with_the_rank(ran, function, ranks):
     text = text_of(cell_with(ran, f"def {function}("))
-    assert set(re.findall(r"^\[rank (\d+)\]", text, re.MULTILINE)) == {str(rank) for rank in range(ranks)}
+    assert set(re.findall(r"^\[rank (\d+)\]", text, re.MULTILINE)) == {
+        str(rank) for rank in range(ranks)
+    }
 
 
 @pytest.mark.parametrize(
@@ -86,7 +98,10 @@ def test_output_is_prefixed_with_the_rank(ran, function, ranks):
         ("def forbidden(", "implicit communication, which implicit_comm('forbid') refuses"),
         ("def matmul(", "local [2, 3], True)"),
         ("def meet_all(", "tensor([10., 20., 30., 40.])"),
-        ("def mean_loss(", "varies over 'dp', and out_specs P() say that it is the same on every rank"),
+        (
+            "def mean_loss(",
+            "varies over 'dp', and out_specs P() say that it is the same on every rank",
+        ),
     ],
 )
 def test_outputs_of_cells(ran, cell, text):
@@ -101,8 +116,13 @@ def test_gradients_equal_one_process(ran):
 
 
 def test_training_equals_one_process(ran):
-    cells = [cell_with(ran, text) for text in ("def train(", "def plain_loss(", "def train_by_operators(")]
-    losses = [float(found) for cell in cells for found in re.findall(r"last loss ([\d.]+)", text_of(cell))]
+    cells = [
+        cell_with(ran, text)
+        for text in ("def train(", "def plain_loss(", "def train_by_operators(")
+    ]
+    losses = [
+        float(found) for cell in cells for found in re.findall(r"last loss ([\d.]+)", text_of(cell))
+    ]
     assert len(losses) == 4 + 1 + 1
     assert max(losses) - min(losses) < 1e-5
     assert max(losses) < 0.05

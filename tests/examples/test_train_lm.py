@@ -21,7 +21,10 @@ CALLS = {
     "fsdp=2,tp=2": {
         "all_gather": 2 * 4 + 1,  # every weight once, the embedding over both axes
         "reduce_scatter": 2 * 4 + 1,  # their gradients, the embedding's over both axes at once
-        "all_reduce": 2 * (2 + 2) + 1 + 1 + 1,  # two sums into the stream, forward and backward; norms; number of targets; clipping
+        "all_reduce": 2 * (2 + 2)
+        + 1
+        + 1
+        + 1,  # two sums into the stream, forward and backward; norms; number of targets; clipping
     },
     "fsdp=4,tp=1": {"all_gather": 2 * 4 + 1, "reduce_scatter": 2 * 4 + 1, "all_reduce": 1 + 1 + 1},
     "fsdp=1,tp=4": {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2 * (2 + 2) + 1 + 1 + 1},
@@ -50,29 +53,43 @@ def eager_and_graph(arguments: list[str]) -> list[report.Run]:
 def test_training_on_any_mesh_equals_one_process(mesh, single):
     eager, graph = eager_and_graph([*ARGUMENTS, "--mesh", mesh])
     check_same_losses(eager, single)
-    assert graph.rows == [replace(a, tokens_per_s=b.tokens_per_s) for a, b in zip(eager.rows, graph.rows, strict=True)]
+    assert graph.rows == [
+        replace(a, tokens_per_s=b.tokens_per_s) for a, b in zip(eager.rows, graph.rows, strict=True)
+    ]
     assert {op: calls for op, (calls, _) in eager.collectives.items()} == CALLS[mesh]
     # The graph packs small ones, and sends the same bytes.
-    assert {op: sent for op, (_, sent) in graph.collectives.items()} == {op: sent for op, (_, sent) in eager.collectives.items()}
+    assert {op: sent for op, (_, sent) in graph.collectives.items()} == {
+        op: sent for op, (_, sent) in eager.collectives.items()
+    }
     assert sum(calls for calls, _ in graph.collectives.values()) < sum(CALLS[mesh].values())
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("axes", ["dp=2,fsdp=2", "zero1=2,tp=2", "zero2=4", "dp=4", "fsdp=2,tp=2", "fsdp=2,sp=2"])
+@pytest.mark.parametrize(
+    "axes", ["dp=2,fsdp=2", "zero1=2,tp=2", "zero2=4", "dp=4", "fsdp=2,tp=2", "fsdp=2,sp=2"]
+)
 def test_training_with_layers_equals_one_process(axes, single):
-    run = sm.simulate(4)(train_lm.train_on_mesh)(train_lm.parse([*ARGUMENTS, "--parallel", axes]))[0]
+    run = sm.simulate(4)(train_lm.train_on_mesh)(train_lm.parse([*ARGUMENTS, "--parallel", axes]))[
+        0
+    ]
     check_same_losses(run, single)
     assert run.sample == single.sample
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("how", [["--mesh", "fsdp=2,tp=2"], ["--parallel", "fsdp=4"], ["--parallel", "zero2=2,sp=2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "how",
+    [["--mesh", "fsdp=2,tp=2"], ["--parallel", "fsdp=4"], ["--parallel", "zero2=2,sp=2"]],
+    ids=" ".join,
+)
 def test_accumulating_equals_one_process(how):
     options = [*ARGUMENTS, "--accumulate", "2"]
     reference = train_lm.train(train_lm.parse(options), None)
     eager, graph = eager_and_graph([*options, *how])
     check_same_losses(eager, reference)
-    assert [(row.loss, row.valid_loss) for row in graph.rows] == [(row.loss, row.valid_loss) for row in eager.rows]
+    assert [(row.loss, row.valid_loss) for row in graph.rows] == [
+        (row.loss, row.valid_loss) for row in eager.rows
+    ]
 
 
 @pytest.mark.one_in(4)
@@ -82,7 +99,9 @@ def test_resumes_on_another_mesh(before, after, single, tmp_path):
     first = train_lm.parse([*ARGUMENTS, "--parallel", before, *saving])
     sm.simulate(math.prod(first.mesh.values()))(train_lm.train_on_mesh)(first)
     shutil.rmtree(tmp_path / "step-00000012")
-    run = sm.simulate(4)(train_lm.train_on_mesh)(train_lm.parse([*ARGUMENTS, "--parallel", after, *saving, "--resume"]))[0]
+    run = sm.simulate(4)(train_lm.train_on_mesh)(
+        train_lm.parse([*ARGUMENTS, "--parallel", after, *saving, "--resume"])
+    )[0]
     assert [row.step for row in run.rows] == [8, 12]
     for ours, theirs in zip(run.rows, single.rows[2:], strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=train_lm.TOLERANCE)
@@ -102,11 +121,22 @@ def test_loss_decreases(single):
 
 @pytest.mark.slow
 def test_script_compares_and_writes_metrics(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--compare", *ARGUMENTS, "--mesh", "fsdp=2", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--compare",
+        *ARGUMENTS,
+        "--mesh",
+        "fsdp=2",
+        "--out",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning" not in (done.stdout + done.stderr).lower()
-    assert all(text in done.stdout for text in ("all_gather", "rows", "largest relative difference"))
+    assert all(
+        text in done.stdout for text in ("all_gather", "rows", "largest relative difference")
+    )
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert [run["name"] for run in metrics["runs"]] == ["fsdp=2 tp=1", "one process"]
     assert [row["step"] for row in metrics["runs"][0]["rows"]] == [1, 4, 8, 12]
@@ -115,7 +145,12 @@ def test_script_compares_and_writes_metrics(tmp_path):
 
 
 def test_single_writes_metrics_and_plot(tmp_path):
-    assert train_lm.main(["--single", "--size", "tiny", "--steps", "2", "--out", str(tmp_path / "new")]) == 0
+    assert (
+        train_lm.main(
+            ["--single", "--size", "tiny", "--steps", "2", "--out", str(tmp_path / "new")]
+        )
+        == 0
+    )
     metrics = json.loads((tmp_path / "new" / "metrics.json").read_text())
     assert metrics["largest_relative_difference"] is None
     assert (tmp_path / "new" / "loss.png").stat().st_size > 0

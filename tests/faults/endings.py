@@ -186,7 +186,9 @@ def destroys_its_groups(ctx: RankContext) -> Any:
 # -- signals -----------------------------------------------------------------------------------------------------------
 
 
-@fault("raised", field="KeyboardInterrupt", says="was interrupted (Ctrl-C)", ends="KeyboardInterrupt")
+@fault(
+    "raised", field="KeyboardInterrupt", says="was interrupted (Ctrl-C)", ends="KeyboardInterrupt"
+)
 def is_interrupted(ctx: RankContext) -> Any:
     """One rank gets Ctrl-C"""
     x = torch.ones(4)

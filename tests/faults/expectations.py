@@ -61,7 +61,9 @@ def _result_text(found: RankOutcome) -> str:
 
 def _wrong_errors(fault: Fault, outcome: Outcome) -> Iterator[str]:
     raising = ranks_that_raise(fault)
-    texts = {outcome.ranks[rank].text for rank in raising if outcome.ranks[rank].error in fault.errors}
+    texts = {
+        outcome.ranks[rank].text for rank in raising if outcome.ranks[rank].error in fault.errors
+    }
     for rank in raising:
         found = outcome.ranks[rank]
         if _prints_at_exit(found, texts):
@@ -76,7 +78,11 @@ def _wrong_errors(fault: Fault, outcome: Outcome) -> Iterator[str]:
 
 def _prints_at_exit(found: RankOutcome, texts: set[str]) -> bool:
     """Return whether the rank printed the verdict at exit: it finished before the diagnosis, or the monitor ended it inside a C call."""
-    return not found.error and bool(found.status) and any(text.splitlines()[0] in found.output for text in texts)
+    return (
+        not found.error
+        and bool(found.status)
+        and any(text.splitlines()[0] in found.output for text in texts)
+    )
 
 
 def _wrong_verdict(fault: Fault, found: RankOutcome) -> Iterator[str]:

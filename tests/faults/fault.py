@@ -114,14 +114,24 @@ def fault(
     def add(program: FaultProgram) -> FaultProgram:
         assert program.__name__ not in FAULTS, f"two programs are called {program.__name__}"
         FAULTS[program.__name__] = Fault(
-            program, _as_tuple(kind), outliers, named, _as_tuple(field), _as_tuple(says), _as_tuple(ends), mesh, in_torch
+            program,
+            _as_tuple(kind),
+            outliers,
+            named,
+            _as_tuple(field),
+            _as_tuple(says),
+            _as_tuple(ends),
+            mesh,
+            in_torch,
         )
         return program
 
     return add
 
 
-def healthy(*, mesh: Mapping[str, int] | None = None, in_torch: bool = True) -> Callable[[FaultProgram], FaultProgram]:
+def healthy(
+    *, mesh: Mapping[str, int] | None = None, in_torch: bool = True
+) -> Callable[[FaultProgram], FaultProgram]:
     """Add a correct program to the table: an error on any rank is a false alarm."""
     return fault((), (), mesh=mesh, in_torch=in_torch)
 

@@ -62,12 +62,16 @@ class Job:
 
 
 def main() -> None:
-    importlib.import_module("torch._dynamo")  # otherwise the first optimizer imports it, which takes seconds
+    importlib.import_module(
+        "torch._dynamo"
+    )  # otherwise the first optimizer imports it, which takes seconds
     table = importlib.import_module(sys.argv[1]).FAULTS
     torch.set_num_threads(1)  # four ranks share a few cores
     gc.freeze()  # or the exit of each rank takes 0.5 s to collect what was imported
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of supervisors
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make background processes ignore it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # shells make background processes ignore it
     print("ready", flush=True)
     for line in sys.stdin:
         job = Job(**json.loads(line))
@@ -133,7 +137,9 @@ def run(job: Job, rank: int, fault: Fault) -> None:
     events = EventLog(str(Path(job.folder, f"{rank}.events")))
     os.environ.update(_environment(job, rank))
     faulthandler.dump_traceback_later(job.limit_s - 1)  # of one that hangs
-    ctx = (RankContext if job.backend == "ours" else TorchRankContext)(rank, RANKS, rank in job.outliers, events)
+    ctx = (RankContext if job.backend == "ours" else TorchRankContext)(
+        rank, RANKS, rank in job.outliers, events
+    )
     ctx.short_timeout = fault.has_short_timeout
     try:
         ctx.start(fault.mesh)

@@ -213,7 +213,10 @@ def has_uneven_parts(ctx: RankContext) -> Any:
     found = []
     for rows in (1, 3, 5, 7):
         x = ctx.put(torch.arange(rows * 3.0).reshape(rows, 3), ctx.d.Shard(0))
-        found.append(x.full_tensor().sum().item() + x.redistribute(ctx.mesh, [ctx.d.Shard(1)]).full_tensor().sum().item())
+        found.append(
+            x.full_tensor().sum().item()
+            + x.redistribute(ctx.mesh, [ctx.d.Shard(1)]).full_tensor().sum().item()
+        )
     return found
 
 

@@ -17,7 +17,10 @@ def run_faulty(runner: Runner, name: str, limit_s: float = 40.0) -> tuple[str, s
 
 
 def _report(found: Outcome) -> str:
-    return "\n".join(f"rank {n}: exit status {r.status} {r.error} {r.text or r.output[-1500:]}" for n, r in enumerate(found.ranks))
+    return "\n".join(
+        f"rank {n}: exit status {r.status} {r.error} {r.text or r.output[-1500:]}"
+        for n, r in enumerate(found.ranks)
+    )
 
 
 def run_healthy(runner: Runner, seed: int, raw: bool = False) -> int:
@@ -54,13 +57,23 @@ def _classify_errors(program: RandomProgram, raising: Sequence[RankOutcome]) -> 
 
 def _classify_error(program: RandomProgram, rank: RankOutcome) -> str:
     verdict = rank.verdict
-    return "wrong rank" if verdict is None else classify_verdict(program, verdict["kind"], verdict["ranks"], len(verdict["seen"]))
+    return (
+        "wrong rank"
+        if verdict is None
+        else classify_verdict(program, verdict["kind"], verdict["ranks"], len(verdict["seen"]))
+    )
 
 
 def _classify_values(runner: Runner, name: str, found: Outcome) -> str:
     """Return the outcome where no rank raised. A rank that left the program has no values; those of the others must be correct."""
     right = runner.run(FAULTS[name], healthy=True)
-    if all(one.value == other.value for one, other in zip(found.ranks, right.ranks, strict=True) if one.done and one.value is not None):
+    if all(
+        one.value == other.value
+        for one, other in zip(found.ranks, right.ranks, strict=True)
+        if one.done and one.value is not None
+    ):
         return "nothing"
-    in_simulation, _ = outcome(program_of(name))  # the simulated world records the inputs of collectives
+    in_simulation, _ = outcome(
+        program_of(name)
+    )  # the simulated world records the inputs of collectives
     return in_simulation if in_simulation in ("local", "unseen") else "silent"

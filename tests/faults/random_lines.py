@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-HEADER = '''\
+HEADER = """\
 import copy, os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
@@ -107,7 +107,7 @@ def program(mesh, rank, is_outlier):
     u = torch.cos(torch.arange(24, dtype=torch.float64) * (rank + 1))
     coming = work = None
     smooth = {x: mapped(sm.psum, x, mesh, P("x")) for x in mesh.axis_names}
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,9 @@ class LineGenerator:
         raw: whether the program also calls torch.distributed directly.
     """
 
-    def __init__(self, draw: random.Random, axes: tuple[str, ...], least: int, raw: bool = False) -> None:
+    def __init__(
+        self, draw: random.Random, axes: tuple[str, ...], least: int, raw: bool = False
+    ) -> None:
         self._draw, self._axes, self._least = draw, axes, least
         self._creates_local = draw.random() < 0.7
         self._kinds: tuple[tuple[int, Callable[[], list[Line]]], ...] = (
@@ -196,20 +198,35 @@ class LineGenerator:
 
     def _gather(self) -> list[Line]:
         _, two, other = self._two()
-        how = self._draw.choice(["t[0] += {}.full_tensor().sum()", "t[1] += {}.sum().item()", "u[0] += {}.full_tensor()[1, 1]"])
+        how = self._draw.choice(
+            [
+                "t[0] += {}.full_tensor().sum()",
+                "t[1] += {}.sum().item()",
+                "u[0] += {}.full_tensor()[1, 1]",
+            ]
+        )
         return [Line(how.format(two), (how.format(other),))]
 
     def _operator(self) -> list[Line]:
         one, two, other = self._two()
         third = self._draw.choice("abc")
-        how = self._draw.choice(["{} = {} + {}", "{} = torch.tanh({} @ {} * 0.1)", "{} = {} * 0.5 - {}", "{} = torch.sin({} * {})"])
+        how = self._draw.choice(
+            [
+                "{} = {} + {}",
+                "{} = torch.tanh({} @ {} * 0.1)",
+                "{} = {} * 0.5 - {}",
+                "{} = torch.sin({} * {})",
+            ]
+        )
         wrong = how.format(one, other, third), f"{one} = {two} / 3 + {third}"
         return [Line(how.format(one, two, third), wrong)]
 
     def _in_place(self) -> list[Line]:
         one = self._draw.choice("abc")
         how = self._draw.choice(["{}.mul_(0.5)", "{}.neg_()", "{}.add_(1)"])
-        return [Line(how.format(one), (how.format(self._draw.choice([x for x in "abc" if x != one])),))]
+        return [
+            Line(how.format(one), (how.format(self._draw.choice([x for x in "abc" if x != one])),))
+        ]
 
     def _many(self) -> list[Line]:
         one, two = self._draw.sample("abc", 2)
@@ -224,15 +241,25 @@ class LineGenerator:
         axis = self._axis()
         if self._draw.random() < 0.5:
             others = (f'{one} = smooth["{x}"]({two})' for x in self._axes if x != axis)
-            return [Line(f'{one} = smooth["{axis}"]({two})', (f'{one} = smooth["{axis}"]({other})', *others))]
+            return [
+                Line(
+                    f'{one} = smooth["{axis}"]({two})',
+                    (f'{one} = smooth["{axis}"]({other})', *others),
+                )
+            ]
         spec = self._spec()
         text = f'{one} = mapped(sm.{{}}, "{axis}", mesh, {spec})({{}})'
-        return [Line(text.format("psum", two), (text.format("pmax", two), text.format("psum", other)))]
+        return [
+            Line(text.format("psum", two), (text.format("pmax", two), text.format("psum", other)))
+        ]
 
     def _layer(self) -> list[Line]:
         one, two, other = self._two()
         third, spec = self._draw.choice("abc"), self._spec()
-        wrong = f"{one} = layer({other}, {third}, {spec})", f"{one} = layer({two}, {third}, {self._other_spec(spec)})"
+        wrong = (
+            f"{one} = layer({other}, {third}, {spec})",
+            f"{one} = layer({two}, {third}, {self._other_spec(spec)})",
+        )
         return [Line(f"{one} = layer({two}, {third}, {spec})", wrong)]
 
     def _trained(self) -> list[Line]:
@@ -242,17 +269,35 @@ class LineGenerator:
     def _vector(self) -> list[Line]:
         one, two, other = self._two()
         dim = self._draw.randrange(2)
-        sum_ = Line(f"v = {two}.sum({dim})", (f"v = {two}.sum({1 - dim})", f"v = {other}.sum({dim})", f"v = {two}.mean({dim})"))
+        sum_ = Line(
+            f"v = {two}.sum({dim})",
+            (f"v = {two}.sum({1 - dim})", f"v = {other}.sum({dim})", f"v = {two}.mean({dim})"),
+        )
         spec = self._spec(dims=1)
-        move = Line(f"v = v.redistribute({spec})", (f"v = v.redistribute({self._other_spec(spec, dims=1)})",))
-        return [self._draw.choice([sum_, move, Line(f"{one} = {one} + v * 0.1", (f"{one} = {two} + v * 0.2 * {other}",))])]
+        move = Line(
+            f"v = v.redistribute({spec})",
+            (f"v = v.redistribute({self._other_spec(spec, dims=1)})",),
+        )
+        return [
+            self._draw.choice(
+                [
+                    sum_,
+                    move,
+                    Line(f"{one} = {one} + v * 0.1", (f"{one} = {two} + v * 0.2 * {other}",)),
+                ]
+            )
+        ]
 
     def _part_of_mesh(self) -> list[Line]:
         """Return lines in which each row of the mesh works separately."""
         axis = self._axis()
         spec = self._spec((axis,))
         make = self._made("p", self._draw.randrange(9), f'mesh["{axis}"]', (axis,))
-        wrong = tuple(f'p = sm.device_put(value(5), mesh["{x}"], P("{x}"), src_data_rank=None)' for x in self._axes if x != axis)
+        wrong = tuple(
+            f'p = sm.device_put(value(5), mesh["{x}"], P("{x}"), src_data_rank=None)'
+            for x in self._axes
+            if x != axis
+        )
         then = self._draw.choice([
             Line(f"p = p.redistribute({spec})", (f"p = p.redistribute({self._other_spec(spec, (axis,))})",)),
             Line("u[1] += p.full_tensor().sum()"),
@@ -272,7 +317,10 @@ class LineGenerator:
         one, two, other = self._two()
         spec = self._spec()
         begin = f"coming = {two}.redistribute({spec}, async_op=True)"
-        wrong = (begin.replace(f"{two}.", f"{other}."), f"coming = {two}.redistribute({self._other_spec(spec)}, async_op=True)")
+        wrong = (
+            begin.replace(f"{two}.", f"{other}."),
+            f"coming = {two}.redistribute({self._other_spec(spec)}, async_op=True)",
+        )
         between = self._draw.choice([self._operator, self._plain, self._collective])()
         return [Line(begin, wrong), *between, Line(f"{one} = coming.wait()")]
 
@@ -293,12 +341,18 @@ class LineGenerator:
         ])  # fmt: skip
         if self._least < 2:
             wrong = [text for text in wrong if "src=1" not in text]
-        found = [text.format(group, one) for text in wrong] + [name.format(g, one) for g in others] + [name.format(group, other)]
+        found = (
+            [text.format(group, one) for text in wrong]
+            + [name.format(g, one) for g in others]
+            + [name.format(group, other)]
+        )
         return [Line(name.format(group, one), tuple(found))]
 
     def _groups(self) -> list[str]:
         """Return the groups of the mesh's axes and of the whole mesh, in random order."""
-        found = [f'mesh.group("{axis}")' for axis in self._axes] + ["mesh.group(mesh.axis_names)"] * (len(self._axes) > 1)
+        found = [f'mesh.group("{axis}")' for axis in self._axes] + [
+            "mesh.group(mesh.axis_names)"
+        ] * (len(self._axes) > 1)
         return self._draw.sample(found, len(found))
 
     def _barrier(self) -> list[Line]:
@@ -316,11 +370,19 @@ class LineGenerator:
             ("raw_barrier(mesh)", []),
             ("raw_objects(mesh, rank)", ["raw_barrier(mesh)"]),
         ])  # fmt: skip
-        call = Line(name.format(one), tuple(text.format(one) for text in wrong) + ((name.format(other),) if "{}" in name else ()))
+        call = Line(
+            name.format(one),
+            tuple(text.format(one) for text in wrong)
+            + ((name.format(other),) if "{}" in name else ()),
+        )
         if "all_reduce" not in name or self._draw.random() < 0.6:
             return [call]
         between = self._draw.choice([self._operator, self._in_place, self._redistribute])()
-        return [Line(f"work = raw_start(mesh, {one})", (f"work = raw_start(mesh, {one}.float())",)), *between, Line("work.wait()")]
+        return [
+            Line(f"work = raw_start(mesh, {one})", (f"work = raw_start(mesh, {one}.float())",)),
+            *between,
+            Line("work.wait()"),
+        ]
 
     def _plain(self) -> list[Line]:
         return [Line(self._draw.choice(["t = t * 0.5", "u = u + 1", "t, u = u, t"]))]
@@ -336,7 +398,9 @@ class LineGenerator:
         if self._draw.random() < 0.5:
             branch = f"{one} = {self._tensor()}"
         line = Line(f"if rank == {rank}:\n    {branch}\nelse:\n    {branch}", is_local=True)
-        return [Line("mesh.group(mesh.axis_names).barrier()"), line] if self._creates_local else [line]
+        return (
+            [Line("mesh.group(mesh.axis_names).barrier()"), line] if self._creates_local else [line]
+        )
 
     def _on_one_rank(self) -> str:
         """Return code that one rank may run alone.

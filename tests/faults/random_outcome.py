@@ -1,14 +1,14 @@
 """The outcome of a random program with one outlier.
 
-    named       an error that names the outlier and no other rank
-    tie         an error that names no rank, since two ranks differ and there is no majority
-    unnamed     an error that names no rank, although there is a majority
-    wrong rank  an error that names another rank
-    nothing     no error and correct results: the divergence had no effect
-    local       no error and different results, but all collectives moved the same data: the divergence was not observable
-    unseen      no error and different results, but only collectives that the program calls on plain tensors moved different data:
-                such tensors have no lineage, and differ between ranks in correct programs too
-    silent      no error and different results otherwise
+named       an error that names the outlier and no other rank
+tie         an error that names no rank, since two ranks differ and there is no majority
+unnamed     an error that names no rank, although there is a majority
+wrong rank  an error that names another rank
+nothing     no error and correct results: the divergence had no effect
+local       no error and different results, but all collectives moved the same data: the divergence was not observable
+unseen      no error and different results, but only collectives that the program calls on plain tensors moved different data:
+            such tensors have no lineage, and differ between ranks in correct programs too
+silent      no error and different results otherwise
 """
 
 from __future__ import annotations
@@ -63,16 +63,22 @@ def run_simulated(
         world: Any = current_world()
         if inputs is not None and world.rank == 0:
             world.scheduler.run_collective = _recording(world.scheduler.run_collective, inputs)
-        result = run(program, mesh_of(program), world.rank, diverging and program.outlier == world.rank)
+        result = run(
+            program, mesh_of(program), world.rank, diverging and program.outlier == world.rank
+        )
         called.append(world.trace_buffer.words[Header.RECORDS])
         return result
 
     return simulate(program.size, prints="plain")(one_rank)(), sum(called)
 
 
-def _recording(run_collective: Callable[..., Any], inputs: list[CollectiveInput]) -> Callable[..., Any]:
+def _recording(
+    run_collective: Callable[..., Any], inputs: list[CollectiveInput]
+) -> Callable[..., Any]:
     def recorded(ranks: tuple[int, ...], rank: int, call: Any, move: Any) -> Any:
-        inputs.append(CollectiveInput(ranks, rank, _called_by_program(), _input(call, ranks.index(rank))))
+        inputs.append(
+            CollectiveInput(ranks, rank, _called_by_program(), _input(call, ranks.index(rank)))
+        )
         return run_collective(ranks, rank, call, move)
 
     return recorded
@@ -82,13 +88,17 @@ def _input(call: Any, group_rank: int) -> Any:
     if call.op == "barrier" or (call.op == "broadcast" and call.buffers[1] != group_rank):
         return None
     if call.op == "all_gather_object":
-        return pickle.loads(call.buffers[0])  # the pickled bytes depend on which parts are the same object
+        return pickle.loads(
+            call.buffers[0]
+        )  # the pickled bytes depend on which parts are the same object
     found = call.buffers[0 if call.op in ("all_reduce", "broadcast") else 1]
     return found.clone() if isinstance(found, torch.Tensor) else found
 
 
 def _called_by_program() -> bool:
-    return not any("/sharding/" in frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+    return not any(
+        "/sharding/" in frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)
+    )
 
 
 def outcome(program: RandomProgram) -> tuple[str, BaseException | None]:
@@ -104,7 +114,11 @@ def classify_error(program: RandomProgram, error: BaseException) -> str:
     if isinstance(error, WatchError):
         return classify_verdict(program, error.verdict.kind, error.ranks, len(error.verdict.seen))
     notes = getattr(error, "__notes__", [])  # simulate adds the rank to the error
-    return "named" if any(f"raised on rank {program.outlier} of" in note for note in notes) else "wrong rank"
+    return (
+        "named"
+        if any(f"raised on rank {program.outlier} of" in note for note in notes)
+        else "wrong rank"
+    )
 
 
 def classify_verdict(program: RandomProgram, kind: str, named: Sequence[int], voters: int) -> str:
@@ -126,7 +140,11 @@ def classify_results(program: RandomProgram, found: Sequence[Any], right: Sequen
     correct: list[CollectiveInput] = []
     run_simulated(program, inputs=diverging)
     run_simulated(program, diverging=False, inputs=correct)
-    different = [one for one, right in zip_longest(_in_order(diverging), _in_order(correct)) if not same(one, right)]
+    different = [
+        one
+        for one, right in zip_longest(_in_order(diverging), _in_order(correct))
+        if not same(one, right)
+    ]
     if not different:
         return "local"
     return "unseen" if all(one is not None and one.is_plain for one in different) else "silent"

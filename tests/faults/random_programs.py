@@ -76,7 +76,9 @@ class Divergence:
 
     def __str__(self) -> str:
         step = "" if self.step is None else f" in iteration {self.step}"
-        return f"{self.kind} on rank {self.rank} at line {self.first}{step}: {'; '.join(self.instead)}"
+        return (
+            f"{self.kind} on rank {self.rank} at line {self.first}{step}: {'; '.join(self.instead)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,11 @@ class RandomProgram:
 
     @property
     def text(self) -> str:
-        return HEADER + "".join(f"    {line}\n" for line in self._body()) + "    return whole(a, b, c, v, p), t, u\n"
+        return (
+            HEADER
+            + "".join(f"    {line}\n" for line in self._body())
+            + "    return whole(a, b, c, v, p), t, u\n"
+        )
 
     def code(self) -> CodeType:
         return compile(self.text, f"random_{self.seed}.py", "exec")
@@ -128,14 +134,26 @@ class RandomProgram:
             if found is None or not found.first <= number < found.last:
                 yield from line.text.splitlines()
             elif number == found.first:
-                yield "if is_outlier:" if found.step is None else f"if is_outlier and step == {found.step}:"
+                yield (
+                    "if is_outlier:"
+                    if found.step is None
+                    else f"if is_outlier and step == {found.step}:"
+                )
                 yield from (f"    {text}" for text in found.instead)
                 yield "else:"
-                yield from (f"    {text}" for other in lines[number - first : found.last - first] for text in other.text.splitlines())
+                yield from (
+                    f"    {text}"
+                    for other in lines[number - first : found.last - first]
+                    for text in other.text.splitlines()
+                )
 
 
 def healthy_program(
-    seed: int, meshes: tuple[dict[str, int], ...] = MESHES, length: int = 16, iterations: tuple[int, int] = (2, 4), raw: bool = False
+    seed: int,
+    meshes: tuple[dict[str, int], ...] = MESHES,
+    length: int = 16,
+    iterations: tuple[int, int] = (2, 4),
+    raw: bool = False,
 ) -> RandomProgram:
     """Return a random correct program.
 
@@ -152,22 +170,33 @@ def healthy_program(
     blocks, straight = [], lines.first()
     for _ in range(length):
         if draw.random() < 0.15:
-            blocks += [CodeBlock(1, tuple(straight)), CodeBlock(draw.randint(*iterations), tuple(lines.several(draw.randint(1, 3))))]
+            blocks += [
+                CodeBlock(1, tuple(straight)),
+                CodeBlock(draw.randint(*iterations), tuple(lines.several(draw.randint(1, 3)))),
+            ]
             straight = []
         straight += lines.several(1)
     return RandomProgram(seed, mesh, draw.choice(SIZES), (*blocks, CodeBlock(1, tuple(straight))))
 
 
 def faulty_program(
-    seed: int, meshes: tuple[dict[str, int], ...] = MESHES, kinds: tuple[str, ...] = KINDS, length: int = 16, raw: bool = False
+    seed: int,
+    meshes: tuple[dict[str, int], ...] = MESHES,
+    kinds: tuple[str, ...] = KINDS,
+    length: int = 16,
+    raw: bool = False,
 ) -> RandomProgram:
     """Return a random program with a random divergence."""
     healthy, draw = healthy_program(seed, meshes, length, raw=raw), random.Random(-1 - seed)
     kind, rank = draw.choice(kinds), draw.randrange(healthy.size)
-    first, lines, iterations = draw.choice([place for place in _places(healthy) if _fits(kind, place[1])])
+    first, lines, iterations = draw.choice(
+        [place for place in _places(healthy) if _fits(kind, place[1])]
+    )
     affected = lines[: 2 if kind == "swap" else 1]
     step = draw.randrange(iterations) if iterations > 1 else None
-    divergence = Divergence(kind, rank, first, first + len(affected), step, _instead(kind, affected, draw))
+    divergence = Divergence(
+        kind, rank, first, first + len(affected), step, _instead(kind, affected, draw)
+    )
     return replace(healthy, divergence=divergence)
 
 
@@ -183,7 +212,9 @@ def _places(program: RandomProgram) -> list[tuple[int, tuple[Line, ...], int]]:
 def _fits(kind: str, lines: tuple[Line, ...]) -> bool:
     if lines[0].is_local or (kind == "wrong argument" and not lines[0].wrong):
         return False
-    return kind != "swap" or (len(lines) > 1 and not lines[1].is_local and lines[0].text != lines[1].text)
+    return kind != "swap" or (
+        len(lines) > 1 and not lines[1].is_local and lines[0].text != lines[1].text
+    )
 
 
 def _instead(kind: str, affected: tuple[Line, ...], draw: random.Random) -> tuple[str, ...]:

@@ -13,7 +13,14 @@ import torch
 
 from shardmesh.mesh.comm.recording.trace_buffer import Header
 from tests.faults.fault import Fault, FaultsByName
-from tests.faults.random_programs import MESHES, RandomProgram, faulty_program, healthy_program, mesh_of, run
+from tests.faults.random_programs import (
+    MESHES,
+    RandomProgram,
+    faulty_program,
+    healthy_program,
+    mesh_of,
+    run,
+)
 from tests.faults.rank_context import RankContext
 
 FREEZE_S = 3.5  # longer than `fault.STALL_S`
@@ -42,10 +49,14 @@ def fault_of(name: str) -> Fault:
     assert found.outlier is not None
 
     def program(ctx: RankContext) -> Any:
-        return as_lists(run(found, ctx.mesh, ctx.rank, ctx.is_outlier(), FREEZE_S=FREEZE_S, LATE_S=LATE_S))
+        return as_lists(
+            run(found, ctx.mesh, ctx.rank, ctx.is_outlier(), FREEZE_S=FREEZE_S, LATE_S=LATE_S)
+        )
 
     program.__name__ = name
-    kinds = ("stall",) if kind in ("stop", "freeze", "late") else ("mismatch",)  # "stall" sets the short timeout
+    kinds = (
+        ("stall",) if kind in ("stop", "freeze", "late") else ("mismatch",)
+    )  # "stall" sets the short timeout
     return Fault(program, kinds, (found.outlier,), (found.outlier,), mesh=found.mesh)
 
 

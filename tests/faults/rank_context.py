@@ -24,7 +24,9 @@ from shardmesh.mesh.settings import watchdog
 from tests.faults.fault import STALL_S
 
 TORCH_TIMEOUT_S = 5.0  # of torch's groups; the default is 30 minutes
-TORCH = SimpleNamespace(**{**vars(dtensor), "DeviceMesh": DeviceMesh, "init_device_mesh": init_device_mesh})
+TORCH = SimpleNamespace(
+    **{**vars(dtensor), "DeviceMesh": DeviceMesh, "init_device_mesh": init_device_mesh}
+)
 
 
 class EventLog:
@@ -62,7 +64,9 @@ class RankContext:
     def start(self, mesh: Mapping[str, int]) -> None:
         """Create the mesh, if there is one, and with it the default group."""
         if mesh:
-            self.mesh = self.d.init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+            self.mesh = self.d.init_device_mesh(
+                "cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh)
+            )
 
     def set_short_timeout(self) -> None:
         """Set the timeout of collectives to `STALL_S`."""
@@ -117,14 +121,18 @@ class TorchGroup:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(out, x, group=self.handle, async_op=async_op)
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, op: str = "sum", async_op: bool = False) -> Any:
+    def reduce_scatter(
+        self, out: Tensor, x: Tensor, op: str = "sum", async_op: bool = False
+    ) -> Any:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return scatter(out, x, _reduction(op), group=self.handle, async_op=async_op)
 
     def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Any:
         return dist.all_reduce(x, _reduction(op), group=self.handle, async_op=async_op)
 
-    def all_to_all(self, out: Tensor, x: Tensor, out_splits: Any = None, in_splits: Any = None) -> Any:
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_splits: Any = None, in_splits: Any = None
+    ) -> Any:
         return dist.all_to_all_single(out, x, out_splits, in_splits, group=self.handle)
 
     def broadcast(self, x: Tensor, src: int) -> Any:

@@ -1,8 +1,8 @@
 """Run programs of the table on four processes each, and return the outcome of every rank.
 
-    with Runner() as runner:
-        outcome = runner.run(FAULTS["skips_a_redistribute"])
-        outcome.ranks[0].error, outcome.ranks[0].latency_s
+with Runner() as runner:
+    outcome = runner.run(FAULTS["skips_a_redistribute"])
+    outcome.ranks[0].error, outcome.ranks[0].latency_s
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ class Runner:
     """
 
     def __init__(self, table: str = "tests.faults.programs") -> None:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+        }
         self._folder = tempfile.TemporaryDirectory(prefix="shardmesh-faults-")
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.fork_server", table],
@@ -83,12 +86,19 @@ class Runner:
         self._sending, self._jobs = threading.Lock(), 0
         assert self._server.stdout
         if self._server.stdout.readline() != "ready\n":
-            raise RuntimeError(f"the fork server did not start: exit status {self._server.wait(_START_S)}")
+            raise RuntimeError(
+                f"the fork server did not start: exit status {self._server.wait(_START_S)}"
+            )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         assert self._server.stdin
         assert self._server.stdout
         self._server.stdin.close()
@@ -100,7 +110,9 @@ class Runner:
         self._server.stdout.close()
         self._folder.cleanup()
 
-    def run(self, fault: Fault, backend: str = "ours", *, healthy: bool = False, limit_s: float = 30.0) -> Outcome:
+    def run(
+        self, fault: Fault, backend: str = "ours", *, healthy: bool = False, limit_s: float = 30.0
+    ) -> Outcome:
         """Run a program and wait for it.
 
         Args:
@@ -113,7 +125,14 @@ class Runner:
             self._jobs += 1
             folder = Path(self._folder.name, f"{self._jobs}-{fault.name}"[:60])
             folder.mkdir()
-            job = Job(fault.name, backend, () if healthy else fault.outliers, str(folder), store.port, limit_s)
+            job = Job(
+                fault.name,
+                backend,
+                () if healthy else fault.outliers,
+                str(folder),
+                store.port,
+                limit_s,
+            )
             self._send(job)
         return _outcome(folder, self._ended(folder, limit_s + 40))
 
@@ -126,14 +145,18 @@ class Runner:
         deadline = time.monotonic() + limit_s
         while not (folder / "ended.json").exists():
             if self._server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the supervisor of {folder} has ended; exit status of the fork server: {self._server.poll()}")
+                raise RuntimeError(
+                    f"the supervisor of {folder} has ended; exit status of the fork server: {self._server.poll()}"
+                )
             time.sleep(_POLL_S)
         return json.loads((folder / "ended.json").read_text())
 
 
 def _outcome(folder: Path, ended: dict[str, Any]) -> Outcome:
     logs = [_events(folder / f"{rank}.events") for rank in range(RANKS)]
-    fault = min((event["when"] for log in logs for event in log if event["event"] == "fault"), default=None)
+    fault = min(
+        (event["when"] for log in logs for event in log if event["event"] == "fault"), default=None
+    )
     ranks = []
     for rank, events in enumerate(logs):
         output = (folder / f"{rank}.output").read_text(errors="replace")
@@ -145,7 +168,9 @@ def _events(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _rank_outcome(events: list[dict[str, Any]], status: int | None, fault: float | None, output: str) -> RankOutcome:
+def _rank_outcome(
+    events: list[dict[str, Any]], status: int | None, fault: float | None, output: str
+) -> RankOutcome:
     last = {event["event"]: event for event in events}
     error, done = last.get("error", {}), last.get("done", {})
     latency = None if fault is None or not error else error["when"] - fault

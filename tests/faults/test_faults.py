@@ -30,7 +30,10 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Outcom
     """Start every selected program of this module; return the futures of the outcomes by name."""
     names = dict.fromkeys(_program(item) for item in request.session.items)
     with Runner() as runner, ThreadPoolExecutor(AT_ONCE) as pool:
-        chosen = sorted((FAULTS[name] for name in names if name in FAULTS), key=lambda fault: not fault.has_short_timeout)
+        chosen = sorted(
+            (FAULTS[name] for name in names if name in FAULTS),
+            key=lambda fault: not fault.has_short_timeout,
+        )
         yield {fault.name: pool.submit(runner.run, fault, limit_s=LIMIT_S) for fault in chosen}
         pool.shutdown(cancel_futures=True)
 

@@ -38,18 +38,43 @@ BARRIER = "[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 5000 ms"
     [
         ("skips_a_redistribute", [HEALTHY] * 4, [], "nothing"),
         ("skips_a_redistribute", [rank(2), *[HEALTHY] * 3], [], "wrong result"),
-        ("skips_a_redistribute", [rank(text="Timed out waiting 5000ms"), *[HEALTHY] * 3], [], "hang"),
+        (
+            "skips_a_redistribute",
+            [rank(text="Timed out waiting 5000ms"), *[HEALTHY] * 3],
+            [],
+            "hang",
+        ),
         ("skips_a_redistribute", [*[HEALTHY] * 3, rank(status=None)], [3], "hang"),
-        ("skips_a_redistribute", [rank(2), rank(text="Connection closed by peer"), *[HEALTHY] * 2], [], "wrong result; connection closed"),
+        (
+            "skips_a_redistribute",
+            [rank(2), rank(text="Connection closed by peer"), *[HEALTHY] * 2],
+            [],
+            "wrong result; connection closed",
+        ),
         ("skips_a_redistribute", [rank(status=-6), *[HEALTHY] * 3], [], "abort"),
-        ("skips_a_redistribute", [rank(text=REPORT), *[HEALTHY] * 3], [], "mismatch reported (names the rank)"),
+        (
+            "skips_a_redistribute",
+            [rank(text=REPORT), *[HEALTHY] * 3],
+            [],
+            "mismatch reported (names the rank)",
+        ),
         ("repeats_a_redistribute", [rank(text=REPORT), *[HEALTHY] * 3], [], "mismatch reported"),
-        ("two_die", [rank(text=BARRIER), rank(status=-9), HEALTHY, rank(status=-9)], [], "missing rank reported (names the rank)"),
+        (
+            "two_die",
+            [rank(text=BARRIER), rank(status=-9), HEALTHY, rank(status=-9)],
+            [],
+            "missing rank reported (names the rank)",
+        ),
         ("is_killed", [HEALTHY, HEALTHY, rank(status=-9), HEALTHY], [], "nothing"),
     ],
 )
-def test_outcomes_of_torch(fault_outcomes: Any, program: str, ranks: list[RankOutcome], killed: list[int], expected: str) -> None:
-    assert fault_outcomes.torch_outcome(FAULTS[program], Outcome(ranks, killed), [1] * 4).text == expected
+def test_outcomes_of_torch(
+    fault_outcomes: Any, program: str, ranks: list[RankOutcome], killed: list[int], expected: str
+) -> None:
+    assert (
+        fault_outcomes.torch_outcome(FAULTS[program], Outcome(ranks, killed), [1] * 4).text
+        == expected
+    )
 
 
 def test_percentiles(fault_outcomes: Any) -> None:
@@ -60,9 +85,20 @@ def test_percentiles(fault_outcomes: Any) -> None:
 @pytest.mark.slow
 def test_script_runs(tmp_path: Path) -> None:
     figures, document = tmp_path / "figures.json", tmp_path / "faults.md"
-    command = [sys.executable, str(BENCHMARKS / "faults.py"), "--ours", "--passes", "1", "--only", "is_killed"]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "faults.py"),
+        "--ours",
+        "--passes",
+        "1",
+        "--only",
+        "is_killed",
+    ]
     done = subprocess.run(
-        [*command, "--json", str(figures), "--markdown", str(document)], capture_output=True, text=True, timeout=200
+        [*command, "--json", str(figures), "--markdown", str(document)],
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(figures.read_text())["rows"]

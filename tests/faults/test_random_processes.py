@@ -16,7 +16,9 @@ from tests.faults.runner import Runner
 from tests.pool import Pool
 
 # benchmarks/monitor_random.py has hundreds.
-NAMES = [f"{raw}{kind} {seed}" for seed in range(1) for kind in PROCESS_KINDS for raw in ("", "raw ")]
+NAMES = [
+    f"{raw}{kind} {seed}" for seed in range(1) for kind in PROCESS_KINDS for raw in ("", "raw ")
+]
 AT_ONCE = 3  # most wait most of the time
 CALLS = 1_000
 
@@ -30,7 +32,9 @@ def jobs() -> Iterator[dict[str, Future[tuple[str, str]]]]:
 @pytest.mark.slow
 @pytest.mark.xdist_group("random_processes")
 @pytest.mark.parametrize("name", NAMES)
-def test_outlier_is_named_or_changes_nothing(jobs: dict[str, Future[tuple[str, str]]], name: str) -> None:
+def test_outlier_is_named_or_changes_nothing(
+    jobs: dict[str, Future[tuple[str, str]]], name: str
+) -> None:
     what, said = jobs[name].result()
     assert what in RIGHT, f"{what}\n{said}"
 
@@ -42,7 +46,10 @@ def test_correct_programs_raise_no_error(world4: Pool) -> None:
 
 
 def test_correct_programs_that_call_torch_raise_no_error(world4: Pool) -> None:
-    assert all(count > CALLS / 10 for count in world4(run_correct, list(range(2000, 2010)), True, timeout=100))
+    assert all(
+        count > CALLS / 10
+        for count in world4(run_correct, list(range(2000, 2010)), True, timeout=100)
+    )
 
 
 def run_correct(seeds: list[int], raw: bool = False) -> int:

@@ -36,9 +36,15 @@ def test_outlier_is_named_or_changes_nothing(part: int) -> None:
 
 def test_outlier_in_programs_that_also_call_torch() -> None:
     """In the simulated world these calls use another function on the library's groups."""
-    programs = [faulty_program(seed, MORE_MESHES, length=10, raw=True) for seed in range(PROGRAMS // PARTS)]
+    programs = [
+        faulty_program(seed, MORE_MESHES, length=10, raw=True) for seed in range(PROGRAMS // PARTS)
+    ]
     found = [(program, *outcome(program)) for program in programs]
-    assert [f"seed {p.seed}: {what}: {p.divergence}: {error}" for p, what, error in found if what not in RIGHT] == []
+    assert [
+        f"seed {p.seed}: {what}: {p.divergence}: {error}"
+        for p, what, error in found
+        if what not in RIGHT
+    ] == []
 
 
 def test_divergences_are_of_all_kinds() -> None:
@@ -46,7 +52,9 @@ def test_divergences_are_of_all_kinds() -> None:
     counts = Counter(program.divergence.kind for program in programs if program.divergence)
     assert set(counts) == set(KINDS)
     assert min(counts.values()) >= PROGRAMS / len(KINDS) / 3
-    assert {tuple(program.mesh.values()) for program in programs} == {tuple(mesh.values()) for mesh in MORE_MESHES}
+    assert {tuple(program.mesh.values()) for program in programs} == {
+        tuple(mesh.values()) for mesh in MORE_MESHES
+    }
 
 
 def test_correct_programs_raise_no_error() -> None:
@@ -61,7 +69,9 @@ def test_benchmark_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     figures, document = tmp_path / "figures.json", tmp_path / "tables.md"
     options = "--simulated 8 --processes 0 --calls 500 --process-calls 0 --seed 0".split()
-    importlib.import_module("monitor_random").main([*options, "--json", str(figures), "--markdown", str(document)])
+    importlib.import_module("monitor_random").main(
+        [*options, "--json", str(figures), "--markdown", str(document)]
+    )
     found = json.loads(figures.read_text())
     everything = found["Simulated worlds of 3, 4 and 8 ranks, one outlier"][-1]
     assert everything["divergence"] == "all"

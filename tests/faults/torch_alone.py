@@ -59,7 +59,10 @@ def alone_sends_more_in_a_pair(ctx: RankContext) -> Any:
     """A rank sends more than its receiver expects in dist.batch_isend_irecv"""
     _start(ctx)
     sent, received = torch.ones(8 if ctx.is_outlier() else 4), torch.zeros(4)
-    pair = [dist.P2POp(dist.isend, sent, (ctx.rank + 1) % 4), dist.P2POp(dist.irecv, received, (ctx.rank - 1) % 4)]
+    pair = [
+        dist.P2POp(dist.isend, sent, (ctx.rank + 1) % 4),
+        dist.P2POp(dist.irecv, received, (ctx.rank - 1) % 4),
+    ]
     for work in dist.batch_isend_irecv(pair):  # <- outlier # <- others
         work.wait()
     return received.tolist()

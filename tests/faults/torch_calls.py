@@ -179,7 +179,10 @@ def torch_iterates_in_another_order(ctx: RankContext) -> Any:
 def torch_starts_in_another_order(ctx: RankContext) -> Any:
     """A rank starts two asynchronous dist.all_reduce in a different order"""
     small, large = torch.ones(2), torch.ones(64)
-    works = [dist.all_reduce(x, async_op=True) for x in ([large, small] if ctx.is_outlier() else [small, large])]  # <- outlier # <- others
+    works = [
+        dist.all_reduce(x, async_op=True)
+        for x in ([large, small] if ctx.is_outlier() else [small, large])
+    ]  # <- outlier # <- others
     for work in works:
         work.wait()
     return small.tolist()
@@ -230,7 +233,9 @@ def torch_swaps_groups(ctx: RankContext) -> Any:
 def torch_takes_the_maximum(ctx: RankContext) -> Any:
     """A rank takes dist.ReduceOp.MAX where others sum"""
     t = torch.ones(4)
-    dist.all_reduce(t, op=dist.ReduceOp.MAX if ctx.is_outlier() else dist.ReduceOp.SUM)  # <- outlier # <- others
+    dist.all_reduce(
+        t, op=dist.ReduceOp.MAX if ctx.is_outlier() else dist.ReduceOp.SUM
+    )  # <- outlier # <- others
     return t.tolist()
 
 
@@ -322,7 +327,9 @@ def torch_does_not_scatter(ctx: RankContext) -> Any:
 def torch_sends_more_than_expected(ctx: RankContext) -> Any:
     """A rank sends more in dist.all_to_all_single than the receiver expects"""
     sent = [3, 1, 3, 3] if ctx.is_outlier() else [1, 1, 1, 1]
-    dist.all_to_all_single(torch.zeros(4), torch.ones(sum(sent)), None, sent)  # <- outlier # <- others
+    dist.all_to_all_single(
+        torch.zeros(4), torch.ones(sum(sent)), None, sent
+    )  # <- outlier # <- others
     return 0
 
 

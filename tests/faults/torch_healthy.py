@@ -25,7 +25,9 @@ def torch_passes_different_arguments(ctx: RankContext) -> Any:
     dist.all_gather_object(found, "x" * 100 * ctx.rank)
     objects = ["y" * 1000] if ctx.rank == 0 else [None]
     dist.broadcast_object_list(objects, src=0)
-    dist.scatter_object_list(objects, ["z" * 10 * rank for rank in range(4)] if ctx.rank == 0 else None)
+    dist.scatter_object_list(
+        objects, ["z" * 10 * rank for rank in range(4)] if ctx.rank == 0 else None
+    )
     dist.gather_object("w" * ctx.rank, [None] * 4 if ctx.rank == 0 else None)
     t = torch.ones(4)
     dist.scatter(t, [torch.full((4,), float(rank)) for rank in range(4)] if ctx.rank == 0 else None)
@@ -66,7 +68,10 @@ def torch_sends_messages(ctx: RankContext) -> Any:
     """Rings, pipelines, tags, larger buffers, receives from any rank, and sends without a wait"""
     t, found = torch.full((4,), float(ctx.rank)), torch.zeros(4)
     for _ in range(3):
-        ops = [dist.P2POp(dist.isend, t, (ctx.rank + 1) % 4), dist.P2POp(dist.irecv, found, (ctx.rank - 1) % 4)]
+        ops = [
+            dist.P2POp(dist.isend, t, (ctx.rank + 1) % 4),
+            dist.P2POp(dist.irecv, found, (ctx.rank - 1) % 4),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
     if ctx.rank == 0:
@@ -95,7 +100,10 @@ def torch_waits_in_another_order(ctx: RankContext) -> Any:
     for n in range(4):
         works[(n + ctx.rank) % 4].wait()
     other = dist.new_group([0, 1, 2, 3])
-    two = [dist.all_reduce(xs[0], async_op=True), dist.all_reduce(xs[1], group=other, async_op=True)][:: 1 if ctx.rank else -1]
+    two = [
+        dist.all_reduce(xs[0], async_op=True),
+        dist.all_reduce(xs[1], group=other, async_op=True),
+    ][:: 1 if ctx.rank else -1]
     for work in two:
         work.get_future().wait()
     work = dist.all_reduce(xs[0], async_op=True)

@@ -34,7 +34,9 @@ def fsdp() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, **options: Any) -> None:
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, **options: Any
+) -> None:
     """Run one training step."""
     model(x, **options).square().sum().backward()
     optimizer.step()

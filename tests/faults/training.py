@@ -39,7 +39,9 @@ def sharded(ctx: RankContext) -> tuple[nn.Module, torch.optim.Optimizer]:
 
     def split(_: str, module: nn.Module, mesh: Any) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(ctx.put(parameter.detach(), ctx.d.Shard(0))))
+            module.register_parameter(
+                name, nn.Parameter(ctx.put(parameter.detach(), ctx.d.Shard(0)))
+            )
 
     model = ctx.d.distribute_module(ThreeLayers(), ctx.mesh, split)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)

@@ -141,7 +141,9 @@ def scatters_another_dim(ctx: RankContext) -> Any:
     """A rank reduces into Shard(1) instead of Shard(0)"""
     x = ctx.d.DTensor.from_local(SQUARE, ctx.mesh, [ctx.d.Partial()])
     dim = 1 if ctx.is_outlier() else 0
-    return x.redistribute(ctx.mesh, [ctx.d.Shard(dim)]).to_local().sum().item()  # <- outlier # <- others
+    return (
+        x.redistribute(ctx.mesh, [ctx.d.Shard(dim)]).to_local().sum().item()
+    )  # <- outlier # <- others
 
 
 @fault("mismatch", 1, field=("layout", "lineage"), says="all_gather")
@@ -221,7 +223,10 @@ def gathers_another_shape(ctx: RankContext) -> Any:
 def has_another_width(ctx: RankContext) -> Any:
     """A rank read a different configuration: its model is wider"""
     width = 16 if ctx.is_outlier() else 8
-    x, w = ctx.put(torch.ones(8, width), ctx.d.Shard(1)), ctx.put(torch.ones(width, width), ctx.d.Shard(0))
+    x, w = (
+        ctx.put(torch.ones(8, width), ctx.d.Shard(1)),
+        ctx.put(torch.ones(width, width), ctx.d.Shard(0)),
+    )
     return (x @ w).full_tensor().sum().item()  # <- outlier # <- others
 
 
@@ -238,7 +243,9 @@ def sends_in_the_other_direction(ctx: RankContext) -> Any:
     """A rank sends around the ring in the other direction"""
     turn = -1 if ctx.is_outlier() else 1
     out, x = torch.zeros(4), torch.full((4,), float(ctx.rank))
-    ctx.group().permute(out, x, dst=(ctx.rank + turn) % 4, src=(ctx.rank - turn) % 4)  # <- outlier # <- others
+    ctx.group().permute(
+        out, x, dst=(ctx.rank + turn) % 4, src=(ctx.rank - turn) % 4
+    )  # <- outlier # <- others
     return out.tolist()
 
 

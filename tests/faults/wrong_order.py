@@ -52,7 +52,9 @@ def iterates_in_another_order(ctx: RankContext) -> Any:
     """A rank iterates over the parameters in a different order, as with a set or a directory"""
     weights = {name: ctx.put(SQUARE + n, ctx.d.Shard(0)) for n, name in enumerate("abc")}
     names = ["b", "a", "c"] if ctx.is_outlier() else ["a", "b", "c"]
-    return {name: weights[name].full_tensor()[0, 0].item() for name in names}  # <- outlier # <- others
+    return {
+        name: weights[name].full_tensor()[0, 0].item() for name in names
+    }  # <- outlier # <- others
 
 
 @fault("mismatch", 0, field="shape", says="all_reduce")
@@ -82,7 +84,11 @@ def reduces_over_another_axis(ctx: RankContext) -> Any:
 def takes_axes_in_another_order(ctx: RankContext) -> Any:
     """A rank reduces over dp, then tp; the others over tp, then dp"""
     x = ctx.d.DTensor.from_local(SQUARE * ctx.rank, ctx.mesh, [ctx.d.Partial(), ctx.d.Partial()])
-    between = [ctx.d.Replicate(), ctx.d.Partial()] if ctx.is_outlier() else [ctx.d.Partial(), ctx.d.Replicate()]
+    between = (
+        [ctx.d.Replicate(), ctx.d.Partial()]
+        if ctx.is_outlier()
+        else [ctx.d.Partial(), ctx.d.Replicate()]
+    )
     x = x.redistribute(ctx.mesh, between)  # <- outlier # <- others
     return x.full_tensor().sum().item()  # <- outlier # <- others
 
@@ -110,7 +116,9 @@ def calls_global_barrier_early(ctx: RankContext) -> Any:
     return x.tolist()
 
 
-@fault("mismatch", 1, named=(), field="operation", mesh=SQUARE_MESH, says=("all_gather", "all_reduce"))
+@fault(
+    "mismatch", 1, named=(), field="operation", mesh=SQUARE_MESH, says=("all_gather", "all_reduce")
+)
 def differs_in_a_group_of_two(ctx: RankContext) -> Any:
     """One of the two ranks of a tp group gathers where its partner reduces"""
     x, out = torch.ones(4), torch.zeros(8)
@@ -122,10 +130,20 @@ def differs_in_a_group_of_two(ctx: RankContext) -> Any:
     return x.tolist()
 
 
-@fault("mismatch", named=(), mesh=SQUARE_MESH, field=("operation", "layout", "shape"), says="all_gather")
+@fault(
+    "mismatch",
+    named=(),
+    mesh=SQUARE_MESH,
+    field=("operation", "layout", "shape"),
+    says="all_gather",
+)
 def gathers_over_another_axis(ctx: RankContext) -> Any:
     """A rank gathers over tp instead of dp in a redistribute of all ranks"""
     x = ctx.put(SQUARE, ctx.d.Shard(0), ctx.d.Shard(1))
-    there = [ctx.d.Shard(0), ctx.d.Replicate()] if ctx.is_outlier() else [ctx.d.Replicate(), ctx.d.Shard(1)]
+    there = (
+        [ctx.d.Shard(0), ctx.d.Replicate()]
+        if ctx.is_outlier()
+        else [ctx.d.Replicate(), ctx.d.Shard(1)]
+    )
     y = x.redistribute(ctx.mesh, there)  # <- outlier # <- others
     return y.full_tensor().sum().item()  # <- others

@@ -20,7 +20,13 @@ import report  # noqa: E402  # pyright: ignore[reportMissingImports]
 _DRIVER = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
 
 
-def document(facts: Facts, probes: Sequence[Outcome], steps: Sequence[tuple[Step, Outcome]], minutes: float, command: str) -> str:
+def document(
+    facts: Facts,
+    probes: Sequence[Outcome],
+    steps: Sequence[tuple[Step, Outcome]],
+    minutes: float,
+    command: str,
+) -> str:
     """Return the page of what is known so far.
 
     Args:
@@ -30,20 +36,33 @@ def document(facts: Facts, probes: Sequence[Outcome], steps: Sequence[tuple[Step
     bad = [one.name for one in (*probes, *(outcome for _, outcome in steps)) if one.is_bad]
     parts = [
         f"# One GPU, {date.today().isoformat()}",
-        f"`{command}`, {minutes:.1f} minutes. " + (f"Failed or stopped: {', '.join(bad)}." if bad else "Nothing failed."),
+        f"`{command}`, {minutes:.1f} minutes. "
+        + (f"Failed or stopped: {', '.join(bad)}." if bad else "Nothing failed."),
         report.markdown(("", "found"), versions(facts), numbers=False),
     ]
     if probes:
         rows = [(one.name, one.status, _cell(one.found)) for one in probes]
         parts += ["## Probes", report.markdown(("probe", "verdict", "found"), rows, numbers=False)]
     if steps:
-        rows = [(one.name, one.status, f"{one.seconds:.0f}", _cell(one.found), f"`{step}`") for step, one in steps]
-        parts += ["## Steps", report.markdown(("step", "result", "seconds", "found", "command"), rows, numbers=False)]
+        rows = [
+            (one.name, one.status, f"{one.seconds:.0f}", _cell(one.found), f"`{step}`")
+            for step, one in steps
+        ]
+        parts += [
+            "## Steps",
+            report.markdown(("step", "result", "seconds", "found", "command"), rows, numbers=False),
+        ]
     for step, outcome in steps:
         if outcome.failures:
-            parts += [f"### Failed: {step.name}", "\n".join(f"- `{line}`" for line in outcome.failures)]
+            parts += [
+                f"### Failed: {step.name}",
+                "\n".join(f"- `{line}`" for line in outcome.failures),
+            ]
         if step.table is not None and step.table.exists():
-            parts += [f"## {step.name[:1].upper()}{step.name[1:]}", _without_title(step.table.read_text())]
+            parts += [
+                f"## {step.name[:1].upper()}{step.name[1:]}",
+                _without_title(step.table.read_text()),
+            ]
     return "\n\n".join([*parts, report.environment_line(report.environment())]) + "\n"
 
 
@@ -61,7 +80,11 @@ def versions(facts: Facts) -> list[tuple[str, str]]:
         "shardmesh": f"{have.shardmesh}, commit {_said(['git', 'rev-parse', '--short', 'HEAD']) or 'unknown'}",
     }
     checked = {name: findings(facts)[name] for name in ("devices", "torch", "triton")}
-    wrong = [("doctor", _cell(f"{name}: {one.found}")) for name, one in checked.items() if one.status != "ok"]
+    wrong = [
+        ("doctor", _cell(f"{name}: {one.found}"))
+        for name, one in checked.items()
+        if one.status != "ok"
+    ]
     return [*rows.items(), *wrong]
 
 

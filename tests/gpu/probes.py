@@ -109,14 +109,24 @@ def optimizers(device: str) -> str:
     mesh, found = sm.init_device_mesh(device, (1,), axis_names=("dp",)), []
     forms: dict[str, dict[str, Any]] = {"fused": {"fused": True}}
     if device == "cuda":
-        forms |= {"capturable": {"capturable": True}, "fused and capturable": {"fused": True, "capturable": True}}
+        forms |= {
+            "capturable": {"capturable": True},
+            "fused and capturable": {"fused": True, "capturable": True},
+        }
     for name, options in forms.items():
         value, grad = torch.randn(64, 8, device=device), torch.randn(64, 8, device=device)
-        plain, ours = nn.Parameter(value.clone()), nn.Parameter(sm.distribute_tensor(value.clone(), mesh, P("dp")))
+        plain, ours = (
+            nn.Parameter(value.clone()),
+            nn.Parameter(sm.distribute_tensor(value.clone(), mesh, P("dp"))),
+        )
         for param in (plain, ours):
             optimizer = torch.optim.AdamW([param], lr=0.1, **options)
             for _ in range(3):
-                param.grad = grad.clone() if param is plain else sm.distribute_tensor(grad.clone(), mesh, P("dp"))  # type: ignore[assignment]
+                param.grad = (
+                    grad.clone()
+                    if param is plain
+                    else sm.distribute_tensor(grad.clone(), mesh, P("dp"))
+                )  # type: ignore[assignment]
                 optimizer.step()
         apart = (ours.full_tensor() - plain).abs().max().item()  # type: ignore[attr-defined]
         check(apart < 1e-6, f"{name}: parameters differ from a plain tensor's by {apart:.2g}")
@@ -232,8 +242,14 @@ def recomputed_block(device: str) -> str:
 
 def launches(device: str) -> str:
     """Host time of a launch: two small tensors packed, next to one addition of torch."""
-    packs = [compile_pack((16, 16), [((0, 16), (0, 8))], [0]), compile_pack((16, 16), [((0, 16), (8, 16))], [128])]
-    tensors, out = [torch.randn(16, 16, device=device) for _ in packs], torch.empty(256, device=device)
+    packs = [
+        compile_pack((16, 16), [((0, 16), (0, 8))], [0]),
+        compile_pack((16, 16), [((0, 16), (8, 16))], [128]),
+    ]
+    tensors, out = (
+        [torch.randn(16, 16, device=device) for _ in packs],
+        torch.empty(256, device=device),
+    )
     ours, _ = microseconds(lambda: pack_many(packs, tensors, out), 500, device)
     theirs, _ = microseconds(lambda: out.add_(1), 500, device)
     return f"pack of two tensors: {ours:.1f} us of the host; torch's add_: {theirs:.1f} us"
@@ -249,11 +265,16 @@ def ring_attention(device: str) -> str:
     @sm.simulate(4)
     def ring() -> Tensor:
         mesh = sm.init_device_mesh(device, (4,), axis_names=("cp",))
-        parts = [sm.distribute_tensor(x, mesh, P(None, None, "cp"), src_data_rank=None) for x in (q, k, v)]
+        parts = [
+            sm.distribute_tensor(x, mesh, P(None, None, "cp"), src_data_rank=None)
+            for x in (q, k, v)
+        ]
         return sm.parallel.context_parallel_attention(*parts, is_causal=True).full_tensor()  # type: ignore[attr-defined]
 
     apart = (ring()[0].float() - expected.float()).abs().max().item()
-    check(apart < (0.03 if dtype == torch.bfloat16 else 1e-5), f"differs from torch's by {apart:.2g}")
+    check(
+        apart < (0.03 if dtype == torch.bfloat16 else 1e-5), f"differs from torch's by {apart:.2g}"
+    )
     return f"differs by {apart:.2g}, {str(dtype).removeprefix('torch.')}"
 
 
@@ -267,14 +288,19 @@ def delayed_streams(device: str) -> str:
     with delayed_collectives(5 * _CYCLES_PER_MS) as count:
         found = losses()
     check(device != "cuda" or count[0] > 0, "no collective was delayed")
-    check(all(map(torch.equal, found, expected)), "losses or parameters differ from those of undelayed steps")
+    check(
+        all(map(torch.equal, found, expected)),
+        "losses or parameters differ from those of undelayed steps",
+    )
     return f"{count[0]} delayed collectives; losses and parameters are equal bit for bit"
 
 
 def train(device: str, steps: int) -> list[Tensor]:
     """Return the losses of FSDP on two simulated ranks, and the parameters in the end."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))).to(device)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))).to(
+        device
+    )
     x = torch.randn(8, 32, device=device)
 
     @sm.simulate(2)

@@ -42,7 +42,13 @@ class Step:
 
     def __str__(self) -> str:
         hidden = {"--markdown", str(self.table)}
-        return shlex.join(["python" if word == sys.executable else word for word in self.command if word not in hidden])
+        return shlex.join(
+            [
+                "python" if word == sys.executable else word
+                for word in self.command
+                if word not in hidden
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -126,10 +132,18 @@ def run(step: Step, left: float) -> Outcome:
     seconds = time.monotonic() - start
     summary, failures = pytest_lines(process.lines)
     if status is None:
-        return Outcome(step.name, "stopped", f"not done within {limit:.0f} s{summary and f': {summary}'}", seconds, failures)
+        return Outcome(
+            step.name,
+            "stopped",
+            f"not done within {limit:.0f} s{summary and f': {summary}'}",
+            seconds,
+            failures,
+        )
     if status:
         last = next((line for line in reversed(process.lines) if line.strip()), "no output")
-        return Outcome(step.name, "failed", f"exit status {status}: {summary or last[:200]}", seconds, failures)
+        return Outcome(
+            step.name, "failed", f"exit status {status}: {summary or last[:200]}", seconds, failures
+        )
     return Outcome(step.name, "ok", summary, seconds, failures)
 
 
@@ -165,20 +179,43 @@ def run_probes(command: Sequence[str], limits: Mapping[str, float], left: float)
     return found
 
 
-def _answers(process: Process, limits: Mapping[str, float], names: Sequence[str], end: float) -> list[Outcome]:
+def _answers(
+    process: Process, limits: Mapping[str, float], names: Sequence[str], end: float
+) -> list[Outcome]:
     """Return the outcomes of one process; the last one may be that of a probe which has ended it."""
     found: list[Outcome] = []
     asked, start = "", time.monotonic()
     while len(found) < len(names):
         limit = limits[asked] if asked else _START_S
         try:
-            line = process.new_lines.get(timeout=max(0.0, min(start + limit, end) - time.monotonic()))
+            line = process.new_lines.get(
+                timeout=max(0.0, min(start + limit, end) - time.monotonic())
+            )
         except queue.Empty:
-            return [*found, Outcome(asked or names[len(found)], "stopped", f"hangs: no answer within {time.monotonic() - start:.0f} s")]
+            return [
+                *found,
+                Outcome(
+                    asked or names[len(found)],
+                    "stopped",
+                    f"hangs: no answer within {time.monotonic() - start:.0f} s",
+                ),
+            ]
         if line is None:
             if asked or not found:  # else the probe before has failed, and the process ended
-                said = next((text for text in reversed(process.lines) if text.strip() and not text.startswith("{")), "no output")
-                return [*found, Outcome(asked or names[len(found)], "failed", f"the process ended: {said[:200]}")]
+                said = next(
+                    (
+                        text
+                        for text in reversed(process.lines)
+                        if text.strip() and not text.startswith("{")
+                    ),
+                    "no output",
+                )
+                return [
+                    *found,
+                    Outcome(
+                        asked or names[len(found)], "failed", f"the process ended: {said[:200]}"
+                    ),
+                ]
             return found
         try:
             told = json.loads(line)
@@ -187,7 +224,9 @@ def _answers(process: Process, limits: Mapping[str, float], names: Sequence[str]
         if not isinstance(told, dict) or "probe" not in told:
             continue
         if "status" in told:
-            found.append(Outcome(told["probe"], told["status"], told["found"], time.monotonic() - start))
+            found.append(
+                Outcome(told["probe"], told["status"], told["found"], time.monotonic() - start)
+            )
             asked = ""
         else:
             asked = told["probe"]

@@ -26,8 +26,14 @@ N = 7
 
 # call(group, x, async_op) -> (work, result)
 CALLS: dict[str, Callable[[Any, Tensor, bool], tuple[Any, Tensor]]] = {
-    "all_gather": lambda group, x, later: (group._all_gather(out := torch.zeros_like(x), x, later), out),
-    "all_to_all": lambda group, x, later: (group._all_to_all(out := torch.zeros_like(x), x, None, None, later), out),
+    "all_gather": lambda group, x, later: (
+        group._all_gather(out := torch.zeros_like(x), x, later),
+        out,
+    ),
+    "all_to_all": lambda group, x, later: (
+        group._all_to_all(out := torch.zeros_like(x), x, None, None, later),
+        out,
+    ),
     "all_to_all with splits": lambda group, x, later: (
         group._all_to_all(out := torch.zeros_like(x), x, [N], [N], later),
         out,
@@ -65,7 +71,11 @@ def _wrong_calls(device_type: str) -> list[str]:
         for dtype in DTYPES:
             kinds = ("sum", "product") if dtype.is_complex else ("sum", "product", "max", "min")
             for later in (False, True):
-                wrong += [f"{name} {dtype}" for name, call in CALLS.items() if not _copies(call, dtype, later)]
+                wrong += [
+                    f"{name} {dtype}"
+                    for name, call in CALLS.items()
+                    if not _copies(call, dtype, later)
+                ]
                 wrong += [
                     f"{name} {kind} {dtype}"
                     for name, call in REDUCTIONS.items()

@@ -52,11 +52,15 @@ def test_probes_that_fail_hang_or_crash_are_reported_and_the_others_answered() -
 
 def test_a_process_that_never_starts_is_a_failure_of_each_probe() -> None:
     found = run_probes(python("print('no torch')"), {"a": LIMIT_S, "b": LIMIT_S}, LIMIT_S)
-    assert [(one.name, one.status, one.found) for one in found] == [(name, "failed", "the process ended: no torch") for name in "ab"]
+    assert [(one.name, one.status, one.found) for one in found] == [
+        (name, "failed", "the process ended: no torch") for name in "ab"
+    ]
     assert [one.status for one in run_probes(python(""), {"a": LIMIT_S}, 0.0)] == ["skipped"]
 
 
-def test_the_page_has_every_step_whatever_becomes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+def test_the_page_has_every_step_whatever_becomes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
     page, table = tmp_path / "page.md", tmp_path / "kernels.md"
     before_the_last = f"assert 'hangs' in open({str(page)!r}).read()"
     table_step = python(f"open({str(table)!r}, 'w').write('# Kernels\\n\\n0.91 of the copy rate')")
@@ -92,8 +96,14 @@ def test_steps_for_which_no_time_is_left_are_named() -> None:
 
 
 def test_what_pytest_printed() -> None:
-    lines = ["FAILED tests/a.py::test - x", "===== 1 failed, 3 passed, 2 skipped in 71.20s (0:01:11) ====="]
-    assert pytest_lines(lines) == ("1 failed, 3 passed, 2 skipped in 71.20s (0:01:11)", ("FAILED tests/a.py::test - x",))
+    lines = [
+        "FAILED tests/a.py::test - x",
+        "===== 1 failed, 3 passed, 2 skipped in 71.20s (0:01:11) =====",
+    ]
+    assert pytest_lines(lines) == (
+        "1 failed, 3 passed, 2 skipped in 71.20s (0:01:11)",
+        ("FAILED tests/a.py::test - x",),
+    )
     assert pytest_lines(["11 skipped in 0.07s"])[0] == "11 skipped in 0.07s"
     assert pytest_lines(["a line", "5 rows in all"]) == ("", ())
     assert pytest_lines(["FAILED x"] * 40)[1][-1] == "and 10 more"
@@ -103,13 +113,23 @@ def test_a_process_answers_until_a_probe_fails(capsys: pytest.CaptureFixture[str
     def fails(device: str) -> str:
         raise ValueError(f"on\n{device}")
 
-    probes = {"passes": Probe(lambda device: device), "needs a GPU": Probe(fails, needs_cuda=True), "fails": Probe(fails)}
+    probes = {
+        "passes": Probe(lambda device: device),
+        "needs a GPU": Probe(fails, needs_cuda=True),
+        "fails": Probe(fails),
+    }
     with pytest.raises(SystemExit):
         main(probes, ["cpu", *probes, "passes"])
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    expected = {"passes": ("ok", "cpu"), "needs a GPU": ("not run", NOT_RUN), "fails": ("failed", "ValueError: on cpu")}
+    expected = {
+        "passes": ("ok", "cpu"),
+        "needs a GPU": ("not run", NOT_RUN),
+        "fails": ("failed", "ValueError: on cpu"),
+    }
     assert [one["probe"] for one in told] == [name for name in probes for _ in range(2)]
-    assert {one["probe"]: (one["status"], one["found"]) for one in told if "status" in one} == expected
+    assert {
+        one["probe"]: (one["status"], one["found"]) for one in told if "status" in one
+    } == expected
 
 
 @pytest.mark.parametrize("name", PROBES)
@@ -119,13 +139,20 @@ def test_each_probe_answers_on_the_cpu(name: str) -> None:
     finally:
         if dist.is_initialized():  # by the probe
             dist.destroy_process_group()
-    assert (status, found) == ("not run", NOT_RUN) if PROBES[name].needs_cuda else status == "ok", found
+    assert (status, found) == ("not run", NOT_RUN) if PROBES[name].needs_cuda else status == "ok", (
+        found
+    )
 
 
 def test_the_limits_add_up_to_twenty_minutes(tmp_path: Path) -> None:
     steps = command.quick_steps(tmp_path)
     assert command._PROBES_S + sum(step.limit for step in steps) <= 20 * 60
-    assert all((ROOT / word).exists() for step in steps for word in step.command if word.startswith(("tests/", "benchmarks/")))
+    assert all(
+        (ROOT / word).exists()
+        for step in steps
+        for word in step.command
+        if word.startswith(("tests/", "benchmarks/"))
+    )
 
 
 @pytest.mark.slow

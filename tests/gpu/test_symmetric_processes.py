@@ -40,7 +40,8 @@ def _values(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch
     """Return the input of every rank, on each rank: magnitudes whose sums depend on the order."""
     generator = torch.Generator("cpu").manual_seed(size)
     return [
-        torch.randn(shape, generator=generator, device="cpu").mul(10.0 ** (r % 3)).to("cuda", dtype) for r in range(size)
+        torch.randn(shape, generator=generator, device="cpu").mul(10.0 ** (r % 3)).to("cuda", dtype)
+        for r in range(size)
     ]
 
 
@@ -86,7 +87,9 @@ def _add_norms(mesh_shape: tuple[int, ...]) -> None:
         epilogue = symmetric.AddNorm(
             residual, torch.linspace(0.5, 2, 512, device="cuda").to(dtype), 1e-6, residual.clone()
         )
-        added, expected = symmetric.reference_add_norm(symmetric.reference_all_reduce(xs, dtype), epilogue, dtype)
+        added, expected = symmetric.reference_add_norm(
+            symmetric.reference_all_reduce(xs, dtype), epilogue, dtype
+        )
         for reduce in (symmetric.one_shot_all_reduce, symmetric.two_shot_all_reduce):
             out = reduce(peers, xs[peers.rank], torch.empty_like(expected), epilogue)
             _same(epilogue.added, added)
@@ -104,9 +107,14 @@ def _pulls(mesh_shape: tuple[int, ...]) -> None:
             for dim in range(3):
                 part, summed = _chunk(whole, dim, rank, size), _chunk(total, dim, rank, size)
                 _same(symmetric.all_gather(peers, part, torch.empty_like(whole), dim), whole)
-                _same(symmetric.reduce_scatter(peers, xs[rank], torch.empty_like(summed), dim), summed)
+                _same(
+                    symmetric.reduce_scatter(peers, xs[rank], torch.empty_like(summed), dim), summed
+                )
                 turned = _chunk(whole, (dim + 1) % 3, rank, size)
-                _same(symmetric.all_to_all(peers, part, torch.empty_like(turned), dim, (dim + 1) % 3), turned)
+                _same(
+                    symmetric.all_to_all(peers, part, torch.empty_like(turned), dim, (dim + 1) % 3),
+                    turned,
+                )
 
 
 def _chunk(x: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:

@@ -61,10 +61,18 @@ def chunks(shape: Sequence[int], dim: int) -> list[Box]:
     """Return the boxes of the ranks when this dim is split."""
     step = -(-shape[dim] // RANKS)
     cuts = [(min(i * step, shape[dim]), min(i * step + step, shape[dim])) for i in range(RANKS)]
-    return [(*((0, n) for n in shape[:dim]), cut, *((0, n) for n in shape[dim + 1 :])) for cut in cuts]
+    return [
+        (*((0, n) for n in shape[:dim]), cut, *((0, n) for n in shape[dim + 1 :])) for cut in cuts
+    ]
 
 
-def pack(shape: Sequence[int], dim: int, dtype: torch.dtype, to: torch.dtype | None = None, scale: float | None = None) -> None:
+def pack(
+    shape: Sequence[int],
+    dim: int,
+    dtype: torch.dtype,
+    to: torch.dtype | None = None,
+    scale: float | None = None,
+) -> None:
     packed = compile_pack(shape, chunks(shape, dim))
     packed(meta(*shape, dtype=dtype), meta(packed.size, dtype=to or dtype), scale=scale)
 
@@ -73,14 +81,18 @@ def pack_bucket(shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.bflo
     """Pack tensors split along dim 1 into one buffer."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    packs = [_placed(compile_pack, shape, start) for shape, start in zip(shapes, starts, strict=True)]
+    packs = [
+        _placed(compile_pack, shape, start) for shape, start in zip(shapes, starts, strict=True)
+    ]
     pack_many(packs, [meta(*shape, dtype=dtype) for shape in shapes], meta(sum(sizes), dtype=dtype))
 
 
 def unpack_bucket(shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.bfloat16) -> None:
     sizes = [torch.Size(shape).numel() for shape in shapes]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    unpacks = [_placed(compile_unpack, shape, start) for shape, start in zip(shapes, starts, strict=True)]
+    unpacks = [
+        _placed(compile_unpack, shape, start) for shape, start in zip(shapes, starts, strict=True)
+    ]
     unpack_many(unpacks, meta(sum(sizes), dtype=dtype))
 
 
@@ -115,7 +127,8 @@ SUMS: dict[str, Call] = {
     for parts, dtype in ((8, torch.bfloat16), (64, torch.bfloat16))
 }
 UNEVEN: dict[str, Call] = {
-    f"uneven {dtype}": partial(pack, (512, 2043), 1, dtype) for dtype in (torch.bfloat16, torch.float32)
+    f"uneven {dtype}": partial(pack, (512, 2043), 1, dtype)
+    for dtype in (torch.bfloat16, torch.float32)
 }
 EVEN_TILES: dict[str, Call] = {
     "runs of 1 byte": partial(pack, (1 << 16, 8), 1, torch.uint8),
@@ -136,7 +149,9 @@ def quantize(shape: Sequence[int], transport: str, dtype: torch.dtype) -> None:
 
 def dequantize(parts: int, transport: str, dtype: torch.dtype, elements: int = 1 << 20) -> None:
     size = record_bytes(elements)
-    add = compile_dequantize((elements,), {((0, elements),): [i * size for i in range(parts)]}, transport)
+    add = compile_dequantize(
+        (elements,), {((0, elements),): [i * size for i in range(parts)]}, transport
+    )
     add(meta(parts * size, dtype=torch.uint8), meta(elements, dtype=dtype))
 
 
@@ -152,21 +167,42 @@ DEQUANTIZE: dict[str, Call] = {
 SHAPE = (1024, 1024)
 DRAWN = {"seed": 1, "stream": 2, "device": "meta"}
 DRAWS: dict[str, Call] = {
-    "uniform bfloat16": lambda: random.uniform(SHAPE, chunks(SHAPE, 1)[1], dtype=torch.bfloat16, **DRAWN),
-    "normal float32": lambda: random.normal(SHAPE, chunks(SHAPE, 0)[1], dtype=torch.float32, **DRAWN),
+    "uniform bfloat16": lambda: random.uniform(
+        SHAPE, chunks(SHAPE, 1)[1], dtype=torch.bfloat16, **DRAWN
+    ),
+    "normal float32": lambda: random.normal(
+        SHAPE, chunks(SHAPE, 0)[1], dtype=torch.float32, **DRAWN
+    ),
     "bernoulli": lambda: random.bernoulli_mask(SHAPE, chunks(SHAPE, 1)[1], p=0.1, **DRAWN),
-    "exponential float32": lambda: distributions.exponential(SHAPE, chunks(SHAPE, 1)[1], dtype=torch.float32, rate=1.0, **DRAWN),
+    "exponential float32": lambda: distributions.exponential(
+        SHAPE, chunks(SHAPE, 1)[1], dtype=torch.float32, rate=1.0, **DRAWN
+    ),
 }
 
 
 def peers() -> Peers:
     int32, int64 = torch.int32, torch.int64
-    buffer, epochs, error = meta(1 << 28, dtype=torch.uint8), meta(MAX_PROGRAMS, dtype=int32), torch.zeros(RANKS, dtype=int32)
-    return Peers(0, RANKS, buffer, meta(RANKS, dtype=int64), meta(RANKS, dtype=int64), epochs, error, spins=1 << 20)
+    buffer, epochs, error = (
+        meta(1 << 28, dtype=torch.uint8),
+        meta(MAX_PROGRAMS, dtype=int32),
+        torch.zeros(RANKS, dtype=int32),
+    )
+    return Peers(
+        0,
+        RANKS,
+        buffer,
+        meta(RANKS, dtype=int64),
+        meta(RANKS, dtype=int64),
+        epochs,
+        error,
+        spins=1 << 20,
+    )
 
 
 def all_reduce(
-    reduce: Callable[..., Tensor], shape: Sequence[int] = (512, 4096), epilogue: AddNorm | AsRecord | None = None
+    reduce: Callable[..., Tensor],
+    shape: Sequence[int] = (512, 4096),
+    epilogue: AddNorm | AsRecord | None = None,
 ) -> None:
     x, record = meta(*shape), record_of(epilogue)
     out = meta(record_bytes(x.numel(), record.block), dtype=torch.uint8) if record else meta(*shape)
@@ -184,11 +220,15 @@ ALL_REDUCES: dict[str, Call] = {
 }
 RECORDS: dict[str, Call] = {
     "one shot, record": lambda: all_reduce(one_shot_all_reduce, epilogue=AsRecord("int8")),
-    "one shot, norm of long rows, record": lambda: all_reduce(one_shot_all_reduce, LONG, norm(LONG, AsRecord("fp8"))),
+    "one shot, norm of long rows, record": lambda: all_reduce(
+        one_shot_all_reduce, LONG, norm(LONG, AsRecord("fp8"))
+    ),
 }
 PULLS: dict[str, Call] = {
     "pulled all_gather": lambda: symmetric.all_gather(peers(), meta(512, 128), meta(512, 1024), 1),
-    "pulled reduce_scatter": lambda: symmetric.reduce_scatter(peers(), meta(512, 1024), meta(512, 128), 1),
+    "pulled reduce_scatter": lambda: symmetric.reduce_scatter(
+        peers(), meta(512, 1024), meta(512, 128), 1
+    ),
 }
 CALLS: dict[str, Call] = {
     **ALIGNED, **BUCKETS, **WIDE, **CASTS, **SUMS, **UNEVEN, **TILES,
@@ -197,8 +237,12 @@ CALLS: dict[str, Call] = {
 
 # -- what comes out ----------------------------------------------------------------------------------------------------
 
-_PTX = re.compile(r"(?P<way>ld|st)(\.[\w:]+)*\.global(\.[\w:]+)*?(\.v(?P<count>\d))?\.[bfsu](?P<bits>\d+)")
-_AMD = re.compile(r"(?:global|flat|buffer)_(?P<way>load|store)_[su]?(?P<word>byte|short|dword)(x(?P<count>\d))?\w*")
+_PTX = re.compile(
+    r"(?P<way>ld|st)(\.[\w:]+)*\.global(\.[\w:]+)*?(\.v(?P<count>\d))?\.[bfsu](?P<bits>\d+)"
+)
+_AMD = re.compile(
+    r"(?:global|flat|buffer)_(?P<way>load|store)_[su]?(?P<word>byte|short|dword)(x(?P<count>\d))?\w*"
+)
 _AMD_BITS = {"byte": 8, "short": 16, "dword": 32}
 
 
@@ -235,7 +279,9 @@ class Assembly:
 
     def _widths(self, way: str) -> Counter[int]:
         found = [_PTX.fullmatch(name) or _AMD.fullmatch(name) for name in self.instructions]
-        return Counter(_bits(match.groupdict()) for match in found if match and match["way"][0] == way)
+        return Counter(
+            _bits(match.groupdict()) for match in found if match and match["way"][0] == way
+        )
 
     def those(self, pattern: str) -> list[str]:
         """Return the instructions that match this regular expression."""
@@ -258,14 +304,18 @@ def assemblies(target: str) -> dict[str, list[Assembly]] | None:
     if done.returncode:
         raise RuntimeError(f"{' '.join(done.args)} failed:\n{done.stderr}")
     found = json.loads(done.stdout)
-    return found and {name: [Assembly(**one) for one in launches] for name, launches in found.items()}
+    return found and {
+        name: [Assembly(**one) for one in launches] for name, launches in found.items()
+    }
 
 
 @cache  # a failure, too
 def _compiled(target: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.kernels.compiled", target]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S
+    )
 
 
 # -- in the process that compiles --------------------------------------------------------------------------------------
@@ -283,7 +333,9 @@ def _is_supported(target: tuple[Any, ...]) -> bool:
     from triton.backends import backends
     from triton.backends.compiler import GPUTarget
 
-    return any(backend.compiler.supports_target(GPUTarget(*target)) for backend in backends.values())
+    return any(
+        backend.compiler.supports_target(GPUTarget(*target)) for backend in backends.values()
+    )
 
 
 def _assembled(target: tuple[Any, ...]) -> dict[str, list[dict[str, Any]]]:
@@ -342,7 +394,10 @@ def _read(kernel: Any) -> dict[str, Any]:
     registers, local = _nvidia_resources(text) if "ptx" in kernel.asm else _amd_resources(text)
     types = kernel.src.signature
     constants = {list(types)[i]: value for (i,), value in kernel.src.constants.items()}
-    plain = {name: value if isinstance(value, (int, float, str)) else str(value) for name, value in constants.items()}
+    plain = {
+        name: value if isinstance(value, (int, float, str)) else str(value)
+        for name, value in constants.items()
+    }
     return {
         "kernel": kernel.name, "arguments": {**types, **plain}, "registers": registers, "local": local,
         "instructions": re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z][\w.:]+)", text, re.MULTILINE),
@@ -356,13 +411,23 @@ def _nvidia_resources(ptx: str) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [knobs.nvidia.ptxas.path, "-v", "--fmad=false", "-arch=sm_90a", file.name, "-o", os.devnull]
+        command = [
+            knobs.nvidia.ptxas.path,
+            "-v",
+            "--fmad=false",
+            "-arch=sm_90a",
+            file.name,
+            "-o",
+            os.devnull,
+        ]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return _number(r"Used (\d+) registers", said), _number(r"(\d+) bytes stack frame", said)
 
 
 def _amd_resources(assembly: str) -> tuple[int, int]:
-    return _number(r"\.vgpr_count:\s+(\d+)", assembly), _number(r"\.private_segment_fixed_size:\s+(\d+)", assembly)
+    return _number(r"\.vgpr_count:\s+(\d+)", assembly), _number(
+        r"\.private_segment_fixed_size:\s+(\d+)", assembly
+    )
 
 
 def _number(pattern: str, text: str) -> int:

@@ -15,7 +15,14 @@ from tests.kernels.device import DEVICE
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    ),
     *(torch.complex64, torch.complex128),
 ]
 LAYOUTS = ("contiguous", "transposed", "strided", "inside another")
@@ -25,7 +32,9 @@ dtypes = st.sampled_from(DTYPES)
 layouts = st.sampled_from(LAYOUTS)
 shifts = st.sampled_from([0, 1, 2, 4, 8])  # offset of a tensor from an aligned address, in elements
 sizes = st.one_of(st.sampled_from([1, 2, 3, 4, 8, 16]), st.integers(0, 40))
-shapes = st.lists(sizes, max_size=5).map(tuple).filter(lambda shape: math.prod(shape) <= MAX_ELEMENTS)
+shapes = (
+    st.lists(sizes, max_size=5).map(tuple).filter(lambda shape: math.prod(shape) <= MAX_ELEMENTS)
+)
 
 
 def chunks(size: int, parts: int) -> list[tuple[int, int]]:
@@ -61,7 +70,9 @@ def offsets(draw: Any, boxes: Sequence[Box]) -> list[int] | None:
 
 
 def random_bytes(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    raw = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=torch.manual_seed(seed))
+    raw = torch.randint(
+        0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=torch.manual_seed(seed)
+    )
     return (raw & 1 if dtype == torch.bool else raw).view(dtype)
 
 
@@ -90,14 +101,20 @@ def empty(shape: Sequence[int], dtype: torch.dtype, layout: str, shift: int = 0)
     if layout == "transposed":
         return _shifted(shape[::-1], dtype, shift).permute(tuple(range(len(shape)))[::-1])
     if layout == "strided":
-        return _shifted([2 * size for size in shape], dtype, shift)[tuple(slice(1, None, 2) for _ in shape)]
+        return _shifted([2 * size for size in shape], dtype, shift)[
+            tuple(slice(1, None, 2) for _ in shape)
+        ]
     if layout == "inside another":
-        return _shifted([size + 2 for size in shape], dtype, shift)[tuple(slice(1, size + 1) for size in shape)]
+        return _shifted([size + 2 for size in shape], dtype, shift)[
+            tuple(slice(1, size + 1) for size in shape)
+        ]
     return _shifted(shape, dtype, shift)
 
 
 def _shifted(shape: Sequence[int], dtype: torch.dtype, shift: int) -> Tensor:
-    return torch.zeros(math.prod(shape) + shift, dtype=dtype, device=DEVICE)[shift:].view(tuple(shape))
+    return torch.zeros(math.prod(shape) + shift, dtype=dtype, device=DEVICE)[shift:].view(
+        tuple(shape)
+    )
 
 
 def same_bytes(a: Tensor, b: Tensor) -> None:

@@ -42,11 +42,14 @@ class Device(compiled.Driver):
         self.record = record
         properties = {"max_shared_mem": 1 << 18}
         self.utils = SimpleNamespace(
-            get_device_properties=lambda device: properties, load_binary=lambda name, kernel, *rest: (name, hash(kernel), 64, 0, 1024)
+            get_device_properties=lambda device: properties,
+            load_binary=lambda name, kernel, *rest: (name, hash(kernel), 64, 0, 1024),
         )
 
     def launcher_cls(self, src: Any, metadata: Any) -> Any:
-        return lambda *args: _active().record(*args)  # a compiled kernel is loaded once, by the first of these
+        return lambda *args: _active().record(
+            *args
+        )  # a compiled kernel is loaded once, by the first of these
 
     def get_current_stream(self, device: str) -> int:
         return 7
@@ -67,7 +70,18 @@ def device(record: Any = None) -> Iterator[list[Launch]]:
 
     launches: list[Launch] = []
 
-    def add(x: int, y: int, z: int, stream: int, function: Any, metadata: Any, given: Any, enter: Any, leave: Any, *args: Any) -> None:
+    def add(
+        x: int,
+        y: int,
+        z: int,
+        stream: int,
+        function: Any,
+        metadata: Any,
+        given: Any,
+        enter: Any,
+        leave: Any,
+        *args: Any,
+    ) -> None:
         assert stream == 7
         plain = tuple(x.data_ptr() if hasattr(x, "data_ptr") else str(x) for x in args)
         launches.append(Launch((x, y, z), function, plain))
@@ -85,7 +99,14 @@ def device(record: Any = None) -> Iterator[list[Launch]]:
 def answers() -> dict[str, Any]:
     """Return what `main` prints in a process without the interpreter."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", __name__], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-m", __name__],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     if done.returncode:
         raise RuntimeError(done.stderr)
     return json.loads(done.stdout)
@@ -93,7 +114,16 @@ def answers() -> dict[str, Any]:
 
 def main() -> None:
     compiled.peers = cache(compiled.peers)  # whose error flags have an address
-    print(json.dumps({"calls": differing_calls(), "kept": kept(), "specialized": differing_arguments(), "hooks": hooks()}))
+    print(
+        json.dumps(
+            {
+                "calls": differing_calls(),
+                "kept": kept(),
+                "specialized": differing_arguments(),
+                "hooks": hooks(),
+            }
+        )
+    )
 
 
 def differing_calls() -> list[str]:
@@ -139,7 +169,9 @@ def differing_arguments() -> list[str]:
     tensors = [memory, memory[1:], memory[4:], memory.view(torch.int32), memory.view(torch.float64)]
     numbers = [0, 1, 2, 16, 17, -16, (1 << 31) - 1, 1 << 31, 1 << 40, (1 << 40) + 1]
     constants, dtypes, found = {"BLOCK": 8, "num_warps": 1}, [None, torch.int32, torch.int64], []
-    launchers = {dtype: KernelLauncher(toy, (3,), constants, (dtype,)) for dtype in dtypes}  # which read elements as these
+    launchers = {
+        dtype: KernelLauncher(toy, (3,), constants, (dtype,)) for dtype in dtypes
+    }  # which read elements as these
     cases = list(itertools.product(tensors, numbers, [1, 2, 16], dtypes))
     for x, n, k, dtype in cases + cases[::-1]:
         with device() as launches:
@@ -156,7 +188,9 @@ def hooks() -> list[str]:
 
     told: list[str] = []
     hook = lambda metadata: told.append(metadata.get()["name"])  # noqa: E731 - compared by identity
-    call = lambda x, y, z, stream, function, metadata, given, enter, leave, *args: enter and enter(given)  # noqa: E731
+    call = lambda x, y, z, stream, function, metadata, given, enter, leave, *args: (
+        enter and enter(given)
+    )  # noqa: E731
     with device(call):
         CALLS["rows of torch.bfloat16"]()
         CALLS["rows of torch.bfloat16"]()

@@ -67,19 +67,27 @@ class Workers:
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.close()
-                raise RankError(f"ranks {[self.pipes.index(p) for p in waiting]} did not return within {LIMIT_S} s")
+                raise RankError(
+                    f"ranks {[self.pipes.index(p) for p in waiting]} did not return within {LIMIT_S} s"
+                )
             replies |= {pipe: pickle.loads(pipe.recv_bytes()) for pipe in ready}  # type: ignore[union-attr]
         return [replies[pipe] for pipe in self.pipes[: len(calls)]]
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "pytest", "shardmesh.kernels.symmetric.symmetric_triton"])
-        with pytest.MonkeyPatch.context() as patch:  # the fork server inherits the environment at its start
+        context.set_forkserver_preload(
+            [__name__, "pytest", "shardmesh.kernels.symmetric.symmetric_triton"]
+        )
+        with (
+            pytest.MonkeyPatch.context() as patch
+        ):  # the fork server inherits the environment at its start
             patch.setenv("TRITON_INTERPRET", "1")
             patch.setenv("OMP_NUM_THREADS", "1")
             for rank in range(MAX_RANKS):
                 mine, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, rank), name=f"shared-{rank}", daemon=True)
+                process = context.Process(
+                    target=_serve, args=(theirs, rank), name=f"shared-{rank}", daemon=True
+                )
                 process.start()
                 theirs.close()
                 self.processes.append(process)
@@ -103,7 +111,9 @@ class SharedMemoryRanks:
     The timeout of a rank that waits for another is at least spins * poll_s seconds.
     """
 
-    def __init__(self, size: int, nbytes: int = 1 << 22, spins: int = 1 << 18, poll_s: float = 1e-4) -> None:
+    def __init__(
+        self, size: int, nbytes: int = 1 << 22, spins: int = 1 << 18, poll_s: float = 1e-4
+    ) -> None:
         folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
         handle, path = tempfile.mkstemp(prefix="shardmesh-ranks-", dir=folder)
         os.ftruncate(handle, size * (nbytes + PAD_BYTES))
@@ -116,12 +126,17 @@ class SharedMemoryRanks:
     def __exit__(self, *_: object) -> None:
         Path(self.shared.path).unlink()
 
-    def __call__(self, fn: Callable[..., Any], *args: Any, without: Sequence[int] = ()) -> list[Any]:
+    def __call__(
+        self, fn: Callable[..., Any], *args: Any, without: Sequence[int] = ()
+    ) -> list[Any]:
         """Run `fn(peers, *args)` on every rank except those in `without`, whose result is None.
 
         A `SymmetricMemoryError` is returned, so that a test can check that of every rank; other exceptions are raised.
         """
-        calls = [pickle.dumps((None if r in without else fn, self.shared, args)) for r in range(self.shared.size)]
+        calls = [
+            pickle.dumps((None if r in without else fn, self.shared, args))
+            for r in range(self.shared.size)
+        ]
         replies = WORKERS(calls)
         for rank, reply in enumerate(replies):
             if isinstance(reply, RankError):
@@ -142,7 +157,9 @@ def _serve(pipe: Connection, rank: int) -> None:
         except (EOFError, OSError):
             return
         set_pause(partial(float, shared.poll_s))
-        pipe.send_bytes(pickle.dumps(None if fn is None else _reply(fn, peers_of(shared, rank), args)))
+        pipe.send_bytes(
+            pickle.dumps(None if fn is None else _reply(fn, peers_of(shared, rank), args))
+        )
 
 
 def _reply(fn: Callable[..., Any], peers: Peers, args: Sequence[Any]) -> Any:
@@ -208,8 +225,9 @@ def speed_up_interpreter() -> None:
 
     from shardmesh.kernels.symmetric.symmetric_triton import all_reduce
 
-    scopes = [interpreter._patch_lang(fn.fn) for fn in (all_reduce, standard.zeros)]  # they import the language under different names
+    scopes = [
+        interpreter._patch_lang(fn.fn) for fn in (all_reduce, standard.zeros)
+    ]  # they import the language under different names
     interpreter._patch_lang = lambda fn: scopes[0] and type(scopes[0])()
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
-

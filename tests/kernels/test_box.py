@@ -20,7 +20,9 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 def intervals(size):
-    return st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda ends: (min(ends), max(ends)))
+    return st.tuples(st.integers(0, size), st.integers(0, size)).map(
+        lambda ends: (min(ends), max(ends))
+    )
 
 
 def boxes_in(shape):
@@ -80,7 +82,9 @@ def test_merged_dims_visit_the_same_elements(data, shape):
     strides = data.draw(st.permutations(row_major_strides(shape)).map(tuple))
     sizes, merged = merge_dims(shape, strides)
     assert len(sizes) >= 1
-    assert torch.equal(x.as_strided(sizes, merged).reshape(-1), x.as_strided(shape, strides).reshape(-1))
+    assert torch.equal(
+        x.as_strided(sizes, merged).reshape(-1), x.as_strided(shape, strides).reshape(-1)
+    )
 
 
 def test_contiguous_dims_merge_into_one():

@@ -15,7 +15,13 @@ DTYPES = [
     *(torch.uint16, torch.uint32, torch.uint64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex32, torch.complex64, torch.complex128),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    *(
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+    ),
 ]
 LAYOUTS = ("contiguous", "transposed", "strided", "inside another")
 
@@ -25,7 +31,9 @@ layouts = st.sampled_from(LAYOUTS)
 
 
 def interval(size):
-    return st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda ends: (min(ends), max(ends)))
+    return st.tuples(st.integers(0, size), st.integers(0, size)).map(
+        lambda ends: (min(ends), max(ends))
+    )
 
 
 def any_boxes(shape):
@@ -50,7 +58,9 @@ def grids(draw, shape):
 
 
 def random_bytes(numel, dtype, seed=0):
-    raw = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=torch.manual_seed(seed))
+    raw = torch.randint(
+        0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=torch.manual_seed(seed)
+    )
     return (raw & 1 if dtype == torch.bool else raw).view(dtype)
 
 
@@ -59,9 +69,13 @@ def empty_tensor(shape, dtype, layout):
     if layout == "transposed":
         return torch.zeros(shape[::-1], dtype=dtype).permute(tuple(range(len(shape)))[::-1])
     if layout == "strided":
-        return torch.zeros([2 * size for size in shape], dtype=dtype)[tuple(slice(1, None, 2) for _ in shape)]
+        return torch.zeros([2 * size for size in shape], dtype=dtype)[
+            tuple(slice(1, None, 2) for _ in shape)
+        ]
     if layout == "inside another":
-        return torch.zeros([size + 2 for size in shape], dtype=dtype)[tuple(slice(1, size + 1) for size in shape)]
+        return torch.zeros([size + 2 for size in shape], dtype=dtype)[
+            tuple(slice(1, size + 1) for size in shape)
+        ]
     return torch.zeros(shape, dtype=dtype)
 
 
@@ -184,7 +198,10 @@ def test_several_tensors_share_a_buffer(data, many, peers):
     buffer = torch.zeros(end, dtype=torch.int32)
     for x, boxes, starts in zip(xs, grid, offsets, strict=True):
         compile_pack(x.shape, boxes, starts)(x, buffer)
-    same_bytes(buffer, torch.cat([expected(xs[i], [grid[i][p]]) for p in range(peers) for i in range(len(many))]))
+    same_bytes(
+        buffer,
+        torch.cat([expected(xs[i], [grid[i][p]]) for p in range(peers) for i in range(len(many))]),
+    )
     for x, boxes, starts in zip(xs, grid, offsets, strict=True):
         same_bytes(compile_unpack(x.shape, boxes, starts)(buffer, torch.zeros_like(x)), x)
 
@@ -212,7 +229,11 @@ def test_an_expanded_tensor_packs(data, shape):
         ((6, 4), [(cut, (0, 4)) for cut in chunks(6, 4)], slice(0, 24)),
         ((6, 4), [((2, 3), (0, 4)), ((3, 5), (0, 4))], slice(8, 20)),
         ((1, 6, 4), [((0, 1), cut, (0, 4)) for cut in chunks(6, 3)], slice(0, 24)),
-        ((6, 4), [((2, 3), (0, 2)), ((2, 3), (2, 4)), ((3, 4), (0, 2)), ((3, 4), (2, 4))], slice(8, 16)),
+        (
+            (6, 4),
+            [((2, 3), (0, 2)), ((2, 3), (2, 4)), ((3, 4), (0, 2)), ((3, 4), (2, 4))],
+            slice(8, 16),
+        ),
         ((6, 4), [((0, 0), (0, 4)), ((5, 6), (1, 3)), ((6, 6), (0, 4))], slice(21, 23)),
     ],
 )
@@ -292,7 +313,10 @@ def test_a_range_of_a_buffer_unpacks_to_a_view():
 
 def test_one_part_of_a_buffer_may_be_read_twice():
     boxes = [((0, 2), (0, 3)), ((2, 4), (0, 3))]
-    assert torch.equal(compile_unpack((4, 3), boxes, [1, 1])(torch.arange(7)), torch.arange(1, 7).view(2, 3).tile(2, 1))
+    assert torch.equal(
+        compile_unpack((4, 3), boxes, [1, 1])(torch.arange(7)),
+        torch.arange(1, 7).view(2, 3).tile(2, 1),
+    )
 
 
 def test_invalid_offsets_raise():
@@ -326,7 +350,9 @@ def test_out_may_have_another_dtype():
 def test_meta_tensors_pack_to_shapes():
     boxes = [((0, 4), (0, 2)), ((0, 4), (2, 3))]
     assert pack(torch.empty(4, 4, device="meta"), boxes).shape == (12,)
-    assert unpack(torch.empty(12, device="meta"), boxes, torch.empty(4, 4, device="meta")).shape == (4, 4)
+    assert unpack(
+        torch.empty(12, device="meta"), boxes, torch.empty(4, 4, device="meta")
+    ).shape == (4, 4)
 
 
 def test_compiled_copy_accepts_any_strides_and_dtype():
@@ -339,10 +365,15 @@ def test_compiled_copy_accepts_any_strides_and_dtype():
 
 
 def test_errors_show_the_arguments():
-    packing, unpacking = compile_pack((4, 6), [((0, 4), (0, 3))]), compile_unpack((4, 6), [((0, 4), (0, 3))])
+    packing, unpacking = (
+        compile_pack((4, 6), [((0, 4), (0, 3))]),
+        compile_unpack((4, 6), [((0, 4), (0, 3))]),
+    )
     with pytest.raises(ValueError, match=r"shape \(6, 4\), not \(4, 6\)"):
         packing(torch.zeros(6, 4))
-    with pytest.raises(ValueError, match=r"contiguous buffer of shape \(12,\), not one of shape \(11,\)"):
+    with pytest.raises(
+        ValueError, match=r"contiguous buffer of shape \(12,\), not one of shape \(11,\)"
+    ):
         packing(torch.zeros(4, 6), out=torch.zeros(11))
     with pytest.raises(ValueError, match=r"strides \(2,\)"):
         unpacking(torch.zeros(24)[::2])

@@ -18,7 +18,13 @@ class Memory:
     """A tensor on the host, pinned or not, or on the device."""
 
     def __init__(self, gpu, where, size):
-        self.gpu, self.where, self.nbytes, self.dtype, self.shape = gpu, where, size, torch.int64, (size // 8,)
+        self.gpu, self.where, self.nbytes, self.dtype, self.shape = (
+            gpu,
+            where,
+            size,
+            torch.int64,
+            (size // 8,),
+        )
 
     def pin_memory(self):
         assert not self.gpu.capturing, "memory cannot be pinned while a stream is captured"
@@ -52,7 +58,9 @@ def gpu(monkeypatch):
     def stream(device):
         number = gpu.stream
         return SimpleNamespace(
-            number=number, record_event=lambda: number, wait_event=lambda event: gpu.log.append(("wait", number, "for", event))
+            number=number,
+            record_event=lambda: number,
+            wait_event=lambda event: gpu.log.append(("wait", number, "for", event)),
         )
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
@@ -60,7 +68,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(device_copies, "_stream_of", lambda device: gpu.stream)
     monkeypatch.setattr(device_copies, "_reserve", device_copies._Reserve())
     plain = torch.empty
-    pinned = lambda size, pin_memory=False, **kwargs: Memory(gpu, "pinned", size).pin_memory() if pin_memory else plain(size, **kwargs)  # noqa: E731
+    pinned = lambda size, pin_memory=False, **kwargs: (
+        Memory(gpu, "pinned", size).pin_memory() if pin_memory else plain(size, **kwargs)
+    )  # noqa: E731
     monkeypatch.setattr(torch, "empty", pinned)
     return gpu
 
@@ -108,7 +118,10 @@ def test_a_copy_in_a_capture_is_of_the_graph_alone(gpu):
 
 def test_too_little_reserved_memory(gpu):
     gpu.capturing = True
-    with pytest.raises(RuntimeError, match=r"64 bytes of pinned memory for its table, and 0 were set aside before: run the step once"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"64 bytes of pinned memory for its table, and 0 were set aside before: run the step once",
+    ):
         table(gpu).on(CUDA)
     gpu.capturing = False
     table(gpu).on(CUDA)

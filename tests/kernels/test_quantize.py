@@ -25,7 +25,9 @@ from shardmesh.kernels.quantize import (
 from tests.kernels.device import DEVICE
 from tests.tiers import examples
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's numpy, of NaN
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # the interpreter's numpy, of NaN
 
 LAYOUTS = ("contiguous", "transposed", "strided", "inside another")
 BLOCKS = (32, 128, 256)
@@ -56,11 +58,15 @@ shapes = st.one_of(
 
 
 def interval(size):
-    return st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda ends: (min(ends), max(ends)))
+    return st.tuples(st.integers(0, size), st.integers(0, size)).map(
+        lambda ends: (min(ends), max(ends))
+    )
 
 
 def any_boxes(shape):
-    return st.lists(st.one_of(st.just(full_box(shape)), st.tuples(*map(interval, shape))), max_size=3)
+    return st.lists(
+        st.one_of(st.just(full_box(shape)), st.tuples(*map(interval, shape))), max_size=3
+    )
 
 
 @st.composite
@@ -77,7 +83,9 @@ def cuts(draw, shape):
 def numbers(shape, dtype, seed):
     """Return normally distributed numbers of different magnitudes, with a few special values."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * torch.exp(4 * torch.randn(shape, generator=generator))
+    x = torch.randn(shape, generator=generator) * torch.exp(
+        4 * torch.randn(shape, generator=generator)
+    )
     which = torch.randint(0, 60, shape, generator=generator)
     for i, special in enumerate(SPECIALS):
         x[which == i] = special
@@ -93,13 +101,17 @@ def laid_out(x, layout):
         wide = x.new_zeros([2 * n for n in x.shape])[tuple(slice(1, None, 2) for _ in x.shape)]
         return wide.copy_(x)
     if layout == "inside another":
-        return x.new_zeros([n + 2 for n in x.shape])[tuple(slice(1, n + 1) for n in x.shape)].copy_(x)
+        return x.new_zeros([n + 2 for n in x.shape])[tuple(slice(1, n + 1) for n in x.shape)].copy_(
+            x
+        )
     return x
 
 
 def stacked(sizes, block, copies=1):
     """Return the offsets of records of these sizes with gaps of 16 bytes, and the total bytes."""
-    *starts, total = accumulate([record_bytes(n, block) + 16 for n in sizes for _ in range(copies)], initial=0)
+    *starts, total = accumulate(
+        [record_bytes(n, block) + 16 for n in sizes for _ in range(copies)], initial=0
+    )
     return [starts[i : i + copies] for i in range(0, len(starts), copies)], total
 
 
@@ -108,7 +120,9 @@ def quantized(x, transport, block=BLOCK):
 
 
 def dequantized(flat, like, transport, block=BLOCK, starts=(0,)):
-    compiled = compile_dequantize(like.shape, {full_box(like.shape): starts}, transport, block=block)
+    compiled = compile_dequantize(
+        like.shape, {full_box(like.shape): starts}, transport, block=block
+    )
     return compiled(flat, torch.empty_like(like))
 
 
@@ -137,7 +151,9 @@ def test_kernels_quantize_like_torch(data, transport, block, count, seed):
         boxes = data.draw(any_boxes(shape))
         places, total = stacked(map(box_size, boxes), block)
         xs.append(laid_out(numbers(shape, dtype, seed + i), layout))
-        compiled.append(compile_quantize(shape, boxes, transport, [start + place for (place,) in places], block))
+        compiled.append(
+            compile_quantize(shape, boxes, transport, [start + place for (place,) in places], block)
+        )
         start += total
     by_torch, by_kernel = torch.full((2, start + 16), 0x55, dtype=torch.uint8)
     with using_kernels(False):
@@ -148,7 +164,14 @@ def test_kernels_quantize_like_torch(data, transport, block, count, seed):
 
 
 @few
-@given(st.data(), st.sampled_from(FORMATS), st.sampled_from(BLOCKS), st.integers(1, 9), st.integers(1, 3), seeds)
+@given(
+    st.data(),
+    st.sampled_from(FORMATS),
+    st.sampled_from(BLOCKS),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    seeds,
+)
 def test_kernels_dequantize_like_torch(data, transport, block, copies, count, seed):
     """Records of any bytes: every code, and scales that overflow."""
     outs, compiled, start = [], [], 0
@@ -160,7 +183,9 @@ def test_kernels_dequantize_like_torch(data, transport, block, copies, count, se
         outs.append(torch.full(shape, 7.0, dtype=dtype))
         compiled.append(compile_dequantize(shape, stacks, transport, block=block))
         start += total
-    flat = torch.randint(0, 256, (start,), dtype=torch.uint8, generator=torch.Generator(DEVICE).manual_seed(seed))
+    flat = torch.randint(
+        0, 256, (start,), dtype=torch.uint8, generator=torch.Generator(DEVICE).manual_seed(seed)
+    )
     with using_kernels(False):
         by_torch = dequantize_many(compiled, flat, [x.clone() for x in outs])
     with using_kernels():
@@ -203,7 +228,9 @@ def test_kernels_round_to_nearest_even(transport):
     codes = torch.arange(largest + 1 if transport == "int8" else 0x7E, dtype=torch.uint8)
     codes = codes.float() if transport == "int8" else codes.view(torch.float8_e4m3fn).float()
     halves = (codes[1:] + codes[:-1]) / 2
-    near = torch.cat([codes, halves, torch.nextafter(halves, codes[:-1]), torch.nextafter(halves, codes[1:])])
+    near = torch.cat(
+        [codes, halves, torch.nextafter(halves, codes[:-1]), torch.nextafter(halves, codes[1:])]
+    )
     rows = torch.cat([near, -near])
     rows = torch.nn.functional.pad(rows, (0, -rows.numel() % 31)).view(-1, 31)
     x = torch.cat([rows, torch.full((len(rows), 1), float(largest))], 1)
@@ -228,9 +255,15 @@ def test_record_bytes():
 def test_record_layout(transport):
     """Codes of two blocks, the second padded with zeros, two scales, and zeros up to a multiple of 16 bytes."""
     largest = LARGEST[transport]
-    x = torch.tensor([largest, 2.0, -1.0, torch.inf, -torch.inf, torch.nan] + [0.0] * 26 + [8 * largest])
+    x = torch.tensor(
+        [largest, 2.0, -1.0, torch.inf, -torch.inf, torch.nan] + [0.0] * 26 + [8 * largest]
+    )
     flat = quantized(x, transport, 32)
-    codes = [126, 2, -1, 127, -127, -128] if transport == "int8" else [0x7D, 0x40, 0xB8, 0x7E, 0xFE, 0x7F]
+    codes = (
+        [126, 2, -1, 127, -127, -128]
+        if transport == "int8"
+        else [0x7D, 0x40, 0xB8, 0x7E, 0xFE, 0x7F]
+    )
     assert flat.numel() == record_bytes(33, 32)
     assert flat[:6].tolist() == [code % 256 for code in codes]
     assert flat[32].item() == codes[0]
@@ -256,7 +289,9 @@ def test_non_finite_values_are_kept_and_do_not_affect_others(transport, dtype):
 
 VALUES = {
     "normal": lambda x, most, least: x,
-    "of all sizes": lambda x, most, least: x * torch.exp2(torch.linspace(-20, 10, x.numel())).view(x.shape),
+    "of all sizes": lambda x, most, least: (
+        x * torch.exp2(torch.linspace(-20, 10, x.numel())).view(x.shape)
+    ),
     "huge": lambda x, most, least: (x * most).clamp(-most, most),
     "tiny": lambda x, most, least: x * least,
     "subnormal": lambda x, most, least: x * least * 2**-5,
@@ -271,7 +306,9 @@ VALUES = {
 @pytest.mark.parametrize("block", BLOCKS)
 def test_error_is_below_its_bound(transport, dtype, values, block):
     info = torch.finfo(dtype)
-    x = torch.randn((24, block), dtype=torch.float64, generator=torch.Generator(DEVICE).manual_seed(2))
+    x = torch.randn(
+        (24, block), dtype=torch.float64, generator=torch.Generator(DEVICE).manual_seed(2)
+    )
     x = VALUES[values](x, info.max, info.tiny).to(dtype)
     got = there_and_back(x, transport, block)
     assert got.isfinite().all()
@@ -306,7 +343,9 @@ def test_dequantized_values_get_the_same_codes(transport, dtype):
     x = numbers((64, 128), dtype, 3).clamp(-1e4, 1e4)
     x = x.where((x.abs() >= 1e-3) | (x == 0), 1e-3)  # no subnormal results, see the format
     codes = quantized(x, transport)
-    assert torch.equal(quantized(dequantized(codes, x, transport), transport)[: x.numel()], codes[: x.numel()])
+    assert torch.equal(
+        quantized(dequantized(codes, x, transport), transport)[: x.numel()], codes[: x.numel()]
+    )
 
 
 def test_scale_has_a_floor():
@@ -323,7 +362,10 @@ def test_scale_has_a_floor():
 @every_dtype
 @pytest.mark.parametrize("count", [2, 8, 11])
 def test_sum_is_taken_in_fp32_in_the_order_of_starts(transport, dtype, count):
-    parts = [numbers((3, 50), torch.float32, i).clamp(-1e3, 1e3).nan_to_num(1.0) * 2.0 ** (5 - i) for i in range(count)]
+    parts = [
+        numbers((3, 50), torch.float32, i).clamp(-1e3, 1e3).nan_to_num(1.0) * 2.0 ** (5 - i)
+        for i in range(count)
+    ]
     size = record_bytes(150)
     flat = torch.cat([quantized(x, transport) for x in parts])
     order = [(7 * i) % count for i in range(count)]
@@ -333,7 +375,10 @@ def test_sum_is_taken_in_fp32_in_the_order_of_starts(transport, dtype, count):
     starts = [i * size for i in order]
     for use in (False, True):
         with using_kernels(use):
-            same_bits(dequantized(flat, torch.empty(3, 50, dtype=dtype), transport, starts=starts), total.to(dtype))
+            same_bits(
+                dequantized(flat, torch.empty(3, 50, dtype=dtype), transport, starts=starts),
+                total.to(dtype),
+            )
 
 
 def test_omitted_boxes_are_not_written():
@@ -341,8 +386,12 @@ def test_omitted_boxes_are_not_written():
     flat = compile_quantize(x.shape, [box], "int8")(x)
     for use in (False, True):
         with using_kernels(use):
-            out = compile_dequantize(x.shape, {box: [0]}, "int8", kind="max")(flat, torch.full_like(x, 5.0))
-        torch.testing.assert_close(out[slices(box)], x[slices(box)], rtol=0, atol=x.abs().max().item() / 250)
+            out = compile_dequantize(x.shape, {box: [0]}, "int8", kind="max")(
+                flat, torch.full_like(x, 5.0)
+            )
+        torch.testing.assert_close(
+            out[slices(box)], x[slices(box)], rtol=0, atol=x.abs().max().item() / 250
+        )
         out[slices(box)] = 5
         assert (out == 5).all()
 
@@ -350,9 +399,13 @@ def test_omitted_boxes_are_not_written():
 def test_empty_input():
     for use in (False, True):
         with using_kernels(use):
-            assert compile_quantize((0, 3), [((0, 0), (0, 3))], "int8")(torch.empty(0, 3)).numel() == 0
+            assert (
+                compile_quantize((0, 3), [((0, 0), (0, 3))], "int8")(torch.empty(0, 3)).numel() == 0
+            )
             assert compile_quantize((2,), [], "fp8")(torch.ones(2)).numel() == 0
-            out = compile_dequantize((0,), {((0, 0),): [0]}, "int8")(torch.empty(0, dtype=torch.uint8), torch.empty(0))
+            out = compile_dequantize((0,), {((0, 0),): [0]}, "int8")(
+                torch.empty(0, dtype=torch.uint8), torch.empty(0)
+            )
             assert out.shape == (0,)
 
 
@@ -364,14 +417,29 @@ WHOLE = ((0, 4),)
 @pytest.mark.parametrize(
     ("compile_one", "message"),
     [
-        (lambda: compile_quantize((4,), [WHOLE], "int4"), "unknown transport 'int4': choose one of 'int8', 'fp8'"),
-        (lambda: compile_quantize((4,), [WHOLE], "int8", block=100), "blocks of 100 elements: choose a power of two"),
+        (
+            lambda: compile_quantize((4,), [WHOLE], "int4"),
+            "unknown transport 'int4': choose one of 'int8', 'fp8'",
+        ),
+        (
+            lambda: compile_quantize((4,), [WHOLE], "int8", block=100),
+            "blocks of 100 elements: choose a power of two",
+        ),
         (lambda: compile_quantize((4,), [((0, 5),)], "int8"), "which is not inside 0:4"),
-        (lambda: compile_quantize((4,), [WHOLE], "int8", [8]), "cannot start at byte 8: starts must be multiples of 16"),
+        (
+            lambda: compile_quantize((4,), [WHOLE], "int8", [8]),
+            "cannot start at byte 8: starts must be multiples of 16",
+        ),
         (lambda: compile_quantize((4,), [WHOLE], "int8", [-16]), "cannot start at byte -16"),
         (lambda: compile_quantize((4,), [WHOLE], "int8", [0, 160]), "1 boxes with the offsets"),
-        (lambda: compile_quantize((4,), [WHOLE] * 2, "int8", [0, 128]), "bytes 0:144, and another starts at 128"),
-        (lambda: compile_dequantize((4,), {WHOLE: [0, 144]}, "int8", "max"), "only be summed, not combined by 'max'"),
+        (
+            lambda: compile_quantize((4,), [WHOLE] * 2, "int8", [0, 128]),
+            "bytes 0:144, and another starts at 128",
+        ),
+        (
+            lambda: compile_dequantize((4,), {WHOLE: [0, 144]}, "int8", "max"),
+            "only be summed, not combined by 'max'",
+        ),
         (lambda: compile_dequantize((4,), {WHOLE: []}, "int8"), "has no record"),
         (lambda: compile_dequantize((4,), {WHOLE: [4]}, "int8"), "cannot start at byte 4"),
         (lambda: compile_dequantize((4,), {((0, 5),): [0]}, "fp8"), "which is not inside 0:4"),
@@ -383,7 +451,10 @@ def test_unsupported_arguments_raise(compile_one, message):
 
 
 def test_mismatched_tensors_raise():
-    quantize, dequantize = compile_quantize((4,), [WHOLE], "int8"), compile_dequantize((4,), {WHOLE: [0]}, "int8")
+    quantize, dequantize = (
+        compile_quantize((4,), [WHOLE], "int8"),
+        compile_dequantize((4,), {WHOLE: [0]}, "int8"),
+    )
     flat = quantize(torch.ones(4))
     with pytest.raises(TypeError, match=r"takes float16, bfloat16 or float32, not torch\.float64"):
         quantize(torch.ones(4, dtype=torch.float64))
@@ -393,7 +464,12 @@ def test_mismatched_tensors_raise():
         quantize(torch.ones(5))
     with pytest.raises(ValueError, match="writes to contiguous tensors"):
         dequantize(flat, torch.ones(8)[::2])
-    for wrong in (flat[:-1], flat.view(torch.int8), flat.view(2, -1), torch.zeros(300, dtype=torch.uint8)[4:]):
+    for wrong in (
+        flat[:-1],
+        flat.view(torch.int8),
+        flat.view(2, -1),
+        torch.zeros(300, dtype=torch.uint8)[4:],
+    ):
         with pytest.raises(ValueError, match="contiguous uint8 buffer of at least 144 bytes"):
             dequantize(wrong, torch.ones(4))
         with pytest.raises(ValueError, match="contiguous uint8 buffer of at least 144 bytes"):

@@ -37,31 +37,68 @@ DEVICES = [
     "cpu",
     pytest.param(
         "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
     ),
 ]
 SEED, STREAM = 0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210
 DRAWS = {
-    "uniform f32": lambda shape, box, device="cpu": uniform(shape, box, SEED, STREAM, torch.float32, device),
-    "uniform f64": lambda shape, box, device="cpu": uniform(shape, box, SEED, STREAM, torch.float64, device, -3, 5),
-    "uniform f16": lambda shape, box, device="cpu": uniform(shape, box, SEED, STREAM, torch.float16, device, 1, 2),
-    "uniform bf16": lambda shape, box, device="cpu": uniform(shape, box, SEED, STREAM, torch.bfloat16, device),
-    "uniform c64": lambda shape, box, device="cpu": uniform(shape, box, SEED, STREAM, torch.complex64, device),
-    "normal f32": lambda shape, box, device="cpu": normal(shape, box, SEED, STREAM, torch.float32, device),
-    "normal f64": lambda shape, box, device="cpu": normal(shape, box, SEED, STREAM, torch.float64, device, 2, 0.1),
-    "normal bf16": lambda shape, box, device="cpu": normal(shape, box, SEED, STREAM, torch.bfloat16, device),
-    "normal c128": lambda shape, box, device="cpu": normal(shape, box, SEED, STREAM, torch.complex128, device),
-    "bernoulli": lambda shape, box, device="cpu": bernoulli_mask(shape, box, SEED, STREAM, 0.3, device),
+    "uniform f32": lambda shape, box, device="cpu": uniform(
+        shape, box, SEED, STREAM, torch.float32, device
+    ),
+    "uniform f64": lambda shape, box, device="cpu": uniform(
+        shape, box, SEED, STREAM, torch.float64, device, -3, 5
+    ),
+    "uniform f16": lambda shape, box, device="cpu": uniform(
+        shape, box, SEED, STREAM, torch.float16, device, 1, 2
+    ),
+    "uniform bf16": lambda shape, box, device="cpu": uniform(
+        shape, box, SEED, STREAM, torch.bfloat16, device
+    ),
+    "uniform c64": lambda shape, box, device="cpu": uniform(
+        shape, box, SEED, STREAM, torch.complex64, device
+    ),
+    "normal f32": lambda shape, box, device="cpu": normal(
+        shape, box, SEED, STREAM, torch.float32, device
+    ),
+    "normal f64": lambda shape, box, device="cpu": normal(
+        shape, box, SEED, STREAM, torch.float64, device, 2, 0.1
+    ),
+    "normal bf16": lambda shape, box, device="cpu": normal(
+        shape, box, SEED, STREAM, torch.bfloat16, device
+    ),
+    "normal c128": lambda shape, box, device="cpu": normal(
+        shape, box, SEED, STREAM, torch.complex128, device
+    ),
+    "bernoulli": lambda shape, box, device="cpu": bernoulli_mask(
+        shape, box, SEED, STREAM, 0.3, device
+    ),
     "integers i64": lambda shape, box, device="cpu": integers(
         shape, box, SEED, STREAM, -(2**40), 2**50, torch.int64, device
     ),
-    "exponential f32": lambda shape, box, device="cpu": distributions.exponential(shape, box, SEED, STREAM, torch.float32, device, 0.5),
-    "exponential f64": lambda shape, box, device="cpu": distributions.exponential(shape, box, SEED, STREAM, torch.float64, device, 2.0),
-    "gumbel f64": lambda shape, box, device="cpu": distributions.gumbel(shape, box, SEED, STREAM, torch.float64, device),
-    "cauchy f64": lambda shape, box, device="cpu": distributions.cauchy(shape, box, SEED, STREAM, torch.float64, device, 1.0, 2.0),
-    "log-normal f64": lambda shape, box, device="cpu": distributions.log_normal(shape, box, SEED, STREAM, torch.float64, device, 1.0, 2.0),
-    "geometric i64": lambda shape, box, device="cpu": distributions.geometric(shape, box, SEED, STREAM, torch.int64, device, 1e-3),
-    "integers u8": lambda shape, box, device="cpu": integers(shape, box, SEED, STREAM, 3, 256, torch.uint8, device),
+    "exponential f32": lambda shape, box, device="cpu": distributions.exponential(
+        shape, box, SEED, STREAM, torch.float32, device, 0.5
+    ),
+    "exponential f64": lambda shape, box, device="cpu": distributions.exponential(
+        shape, box, SEED, STREAM, torch.float64, device, 2.0
+    ),
+    "gumbel f64": lambda shape, box, device="cpu": distributions.gumbel(
+        shape, box, SEED, STREAM, torch.float64, device
+    ),
+    "cauchy f64": lambda shape, box, device="cpu": distributions.cauchy(
+        shape, box, SEED, STREAM, torch.float64, device, 1.0, 2.0
+    ),
+    "log-normal f64": lambda shape, box, device="cpu": distributions.log_normal(
+        shape, box, SEED, STREAM, torch.float64, device, 1.0, 2.0
+    ),
+    "geometric i64": lambda shape, box, device="cpu": distributions.geometric(
+        shape, box, SEED, STREAM, torch.int64, device, 1e-3
+    ),
+    "integers u8": lambda shape, box, device="cpu": integers(
+        shape, box, SEED, STREAM, 3, 256, torch.uint8, device
+    ),
 }
 
 
@@ -77,9 +114,15 @@ def binomial(shape, box, device="cpu"):
 
 
 BY_ELEMENT = {
-    "poisson of 0 to 10": lambda shape, box, device="cpu": distributions.poisson(*counted(shape, box, device, 5.0)),
-    "poisson of 0 to 1000": lambda shape, box, device="cpu": distributions.poisson(*counted(shape, box, device, 500.0)),
-    "bernoulli by element": lambda shape, box, device="cpu": distributions.bernoulli(*counted(shape, box, device, 0.5)),
+    "poisson of 0 to 10": lambda shape, box, device="cpu": distributions.poisson(
+        *counted(shape, box, device, 5.0)
+    ),
+    "poisson of 0 to 1000": lambda shape, box, device="cpu": distributions.poisson(
+        *counted(shape, box, device, 500.0)
+    ),
+    "bernoulli by element": lambda shape, box, device="cpu": distributions.bernoulli(
+        *counted(shape, box, device, 0.5)
+    ),
     "binomial": binomial,
 }
 EVERY = {**DRAWS, **BY_ELEMENT}
@@ -94,7 +137,9 @@ def ks_distance(sample, cdf):
     """Return the Kolmogorov-Smirnov distance: the largest difference between sample and true distribution."""
     x, n = np.sort(sample), len(sample)
     theory = cdf(x)
-    return max(np.abs(theory - np.arange(n) / n).max(), np.abs(theory - np.arange(1, n + 1) / n).max())
+    return max(
+        np.abs(theory - np.arange(n) / n).max(), np.abs(theory - np.arange(1, n + 1) / n).max()
+    )
 
 
 def ks_limit(n):
@@ -125,7 +170,9 @@ def test_an_index_is_a_word_of_a_block(counter, key, words):
 
 @given(st.integers(0, 2**61 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 def test_tensors_and_ints_agree(block, stream, seed):
-    words = philox4x32((block & ONES, block >> 32, stream & ONES, stream >> 32), (seed & ONES, seed >> 32))
+    words = philox4x32(
+        (block & ONES, block >> 32, stream & ONES, stream >> 32), (seed & ONES, seed >> 32)
+    )
     assert philox_uint32(seed, stream, torch.arange(4) + 4 * block).tolist() == list(words)
 
 
@@ -149,7 +196,9 @@ shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 
 def box_in(shape):
     ends = [st.tuples(st.integers(0, size), st.integers(0, size)) for size in shape]
-    return st.tuples(*ends).map(lambda box: tuple((min(interval), max(interval)) for interval in box))
+    return st.tuples(*ends).map(
+        lambda box: tuple((min(interval), max(interval)) for interval in box)
+    )
 
 
 @given(st.data(), shapes)
@@ -221,8 +270,13 @@ def test_the_definition_of_each_draw():
     words = philox_uint32(3, 4, torch.arange(2 * n))
     pairs = words.view(n, 2).tolist()
     longs = [low | high << 32 for low, high in pairs]
-    assert whole(uniform, n, torch.float32, seed=3, stream=4).tolist() == ((words[:n] >> 8) * 2.0**-24).tolist()
-    assert whole(uniform, n, torch.float64, seed=3, stream=4).tolist() == [(long >> 11) * 2.0**-53 for long in longs]
+    assert (
+        whole(uniform, n, torch.float32, seed=3, stream=4).tolist()
+        == ((words[:n] >> 8) * 2.0**-24).tolist()
+    )
+    assert whole(uniform, n, torch.float64, seed=3, stream=4).tolist() == [
+        (long >> 11) * 2.0**-53 for long in longs
+    ]
     mask = bernoulli_mask((n,), ((0, n),), 3, 4, 0.25, "cpu")
     assert torch.equal(mask, words[:n] < 2**30)
     for low, high in ((0, 10), (-(2**63), 2**63), (-7, 2**45)):
@@ -236,7 +290,9 @@ def test_the_definition_of_each_draw():
 def test_the_definition_of_normal(dtype, bits):
     words = philox_uint32(3, 4, torch.arange(256)).tolist()
     if dtype == torch.float64:
-        words = [(low | high << 32) >> 11 for low, high in zip(words[::2], words[1::2], strict=True)]
+        words = [
+            (low | high << 32) >> 11 for low, high in zip(words[::2], words[1::2], strict=True)
+        ]
     wanted = []
     for m, n in zip(words[::2], words[1::2], strict=True):
         radius, angle = math.sqrt(-2 * math.log((m + 1) * 2.0**-bits)), 2 * math.pi * n * 2.0**-bits
@@ -266,7 +322,9 @@ def test_the_definition_of_the_other_distributions():
     }
     for law, (formula, parameters) in wanted.items():
         dtypes = () if law is distributions.unit else (torch.float64,)
-        arguments = (*parameters, "cpu") if law is distributions.unit else (*dtypes, "cpu", *parameters)
+        arguments = (
+            (*parameters, "cpu") if law is distributions.unit else (*dtypes, "cpu", *parameters)
+        )
         drawn = law((64,), ((0, 64),), 3, 4, *arguments)
         np.testing.assert_allclose(drawn, [formula(x) for x in u], rtol=1e-12, atol=1e-12)
     z = whole(normal, 64, torch.float64, seed=3, stream=4)
@@ -276,12 +334,18 @@ def test_the_definition_of_the_other_distributions():
 
 def test_extreme_words_give_finite_numbers(monkeypatch):
     for word in (0, ONES):
-        monkeypatch.setattr(draw, "philox_blocks", lambda seed, stream, block, word=word: torch.full((1, 1, 4), word))
+        monkeypatch.setattr(
+            draw,
+            "philox_blocks",
+            lambda seed, stream, block, word=word: torch.full((1, 1, 4), word),
+        )
         box = ((0, 1),)
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             assert 0 < distributions.exponential((1,), box, 0, 0, dtype, "cpu", 1.0).item() < 40
             assert math.isfinite(distributions.gumbel((1,), box, 0, 0, dtype, "cpu").item())
-        assert math.isfinite(distributions.cauchy((1,), box, 0, 0, torch.float64, "cpu", 0, 1).item())
+        assert math.isfinite(
+            distributions.cauchy((1,), box, 0, 0, torch.float64, "cpu", 0, 1).item()
+        )
         assert 1 <= distributions.geometric((1,), box, 0, 0, torch.uint8, "cpu", 1e-9).item() <= 255
         assert 0 < distributions.unit((1,), box, 0, 0, 5, "cpu").item() < 1
 
@@ -298,13 +362,24 @@ def test_exp_and_log_factorial():
     np.testing.assert_allclose(exp(x), np.exp(x.numpy()), rtol=2.3e-16 * 2)
     assert exp(torch.tensor([0.0, -1e4, 1e4], dtype=torch.float64)).tolist() == [1, 0, math.inf]
     k = torch.arange(2000, dtype=torch.float64)
-    np.testing.assert_allclose(distributions.log_factorial(k), [math.lgamma(i + 1) for i in range(2000)], rtol=3e-15, atol=1e-15)
+    np.testing.assert_allclose(
+        distributions.log_factorial(k),
+        [math.lgamma(i + 1) for i in range(2000)],
+        rtol=3e-15,
+        atol=1e-15,
+    )
 
 
-@pytest.mark.parametrize(("n", "p", "result"), [(0, 0.5, 0), (7, 0, 0), (7, 1, 7), (10**6, 1, 10**6), (-3, 0.5, 0)])
+@pytest.mark.parametrize(
+    ("n", "p", "result"), [(0, 0.5, 0), (7, 0, 0), (7, 1, 7), (10**6, 1, 10**6), (-3, 0.5, 0)]
+)
 def test_binomials_with_certain_outcomes(n, p, result):
     n, p = (torch.full((50,), float(v), dtype=torch.float64) for v in (n, p))
-    assert set(distributions.binomial(n, p, lambda part: distributions.unit((50,), ((0, 50),), 0, 1, part, "cpu")).tolist()) == {result}
+    assert set(
+        distributions.binomial(
+            n, p, lambda part: distributions.unit((50,), ((0, 50),), 0, 1, part, "cpu")
+        ).tolist()
+    ) == {result}
 
 
 def test_complex_numbers_are_adjacent_real_ones():
@@ -343,7 +418,9 @@ def test_normal_is_normal(dtype, stream):
 
 def test_mean_std_low_and_high():
     z = whole(normal, 1000, torch.float64)
-    np.testing.assert_array_equal(normal((1000,), ((0, 1000),), 0, 0, torch.float64, "cpu", 5, 2).numpy(), z * 2 + 5)
+    np.testing.assert_array_equal(
+        normal((1000,), ((0, 1000),), 0, 0, torch.float64, "cpu", 5, 2).numpy(), z * 2 + 5
+    )
     u = whole(uniform, 1000, torch.float64)
     drawn = uniform((1000,), ((0, 1000),), 0, 0, torch.float64, "cpu", -1, 3).numpy()
     np.testing.assert_array_equal(drawn, u * 4 - 1)
@@ -400,13 +477,17 @@ def test_wide_integers_use_their_whole_range(bits):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (-1, 1), (-0.1, 0.1), (1, 1.02), (-1, 0), (1e-3, 2e-3), (-3, -1)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (-1, 1), (-0.1, 0.1), (1, 1.02), (-1, 0), (1e-3, 2e-3), (-3, -1)]
+)
 def test_uniform_never_leaves_its_range(dtype, low, high):
     x = uniform((100_000,), ((0, 100_000),), 0, 0, dtype, "cpu", low, high).double()
     assert x.dtype == torch.float64
     assert x.min() >= low
     assert x.max() < high
-    assert x.mean().item() == pytest.approx((low + high) / 2, abs=(high - low) / 100 + torch.finfo(dtype).eps)
+    assert x.mean().item() == pytest.approx(
+        (low + high) / 2, abs=(high - low) / 100 + torch.finfo(dtype).eps
+    )
 
 
 def test_range_of_one_number():
@@ -420,10 +501,14 @@ def test_16_bit_dtypes_are_rounded_float32():
         rounded = torch.from_numpy(u).to(dtype)
         drawn = uniform((1000,), ((0, 1000),), 0, 0, dtype, "cpu")
         assert torch.equal(drawn[rounded < 1], rounded[rounded < 1])
-        assert torch.equal(normal((1000,), ((0, 1000),), 0, 0, dtype, "cpu"), torch.from_numpy(z).to(dtype))
+        assert torch.equal(
+            normal((1000,), ((0, 1000),), 0, 0, dtype, "cpu"), torch.from_numpy(z).to(dtype)
+        )
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.float32]
+)
 def test_integers_of_every_dtype(dtype):
     x = integers((1000,), ((0, 1000),), 0, 0, 0, 2, dtype, "cpu")
     assert x.dtype == dtype
@@ -442,9 +527,15 @@ def test_empty_scalar_and_meta(name):
     ("call", "says"),
     [
         (lambda: uniform((2,), ((0, 2),), 0, 0, torch.int32, "cpu"), "cannot draw torch.int32"),
-        (lambda: uniform((2,), ((0, 2),), 0, 0, torch.float32, "cpu", 1, 0), "is reversed or wider"),
+        (
+            lambda: uniform((2,), ((0, 2),), 0, 0, torch.float32, "cpu", 1, 0),
+            "is reversed or wider",
+        ),
         (lambda: uniform((2,), ((0, 2),), 0, 0, torch.float16, "cpu", 0, 1e6), "wider than 65504"),
-        (lambda: uniform((2,), ((0, 2),), 0, 0, torch.float32, "cpu", 0, math.nan), "is reversed or wider"),
+        (
+            lambda: uniform((2,), ((0, 2),), 0, 0, torch.float32, "cpu", 0, math.nan),
+            "is reversed or wider",
+        ),
         (lambda: uniform((2,), ((0, 3),), 0, 0, torch.float32, "cpu"), "spans 0:3 in dim 0"),
         (lambda: normal((2,), ((0, 2),), 0, 0, torch.bool, "cpu"), "cannot draw torch.bool"),
         (lambda: normal((2,), ((0, 2),), 0, 0, torch.float32, "cpu", 0, -1), "std is -1"),

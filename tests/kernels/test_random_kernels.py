@@ -24,7 +24,16 @@ random_triton = pytest.importorskip("shardmesh.kernels.random.random_triton", ex
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
-WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+WHOLE = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
 
 Shape = tuple[int, ...]
 Draw = Callable[..., torch.Tensor]  # (shape, box, seed, stream, device=) -> the part
@@ -61,7 +70,9 @@ def check(draw: Draw, shape: Shape, box: Box, seed: int = 7, stream: int = 8) ->
 
 # -- any draw, anywhere ------------------------------------------------------------------------------------------------
 
-positive = st.floats(1e-3, 1e3) | st.sampled_from([1.0, 1e-30, 1e30])  # 16-bit numbers overflow, and vanish
+positive = st.floats(1e-3, 1e3) | st.sampled_from(
+    [1.0, 1e-30, 1e30]
+)  # 16-bit numbers overflow, and vanish
 centers = st.integers(-(10**5), 10**5).map(lambda n: n / 1000) | st.just(0.0)
 floats = st.sampled_from(FLOATS)
 
@@ -69,7 +80,9 @@ floats = st.sampled_from(FLOATS)
 @st.composite
 def uniforms(draw: st.DrawFn) -> Draw:
     low, high = sorted(draw(st.tuples(centers, centers)))
-    return partial(random.uniform, dtype=draw(st.sampled_from((*FLOATS, *COMPLEX))), low=low, high=high)
+    return partial(
+        random.uniform, dtype=draw(st.sampled_from((*FLOATS, *COMPLEX))), low=low, high=high
+    )
 
 
 @st.composite
@@ -96,9 +109,17 @@ draws = st.one_of(
     drawn(distributions.gumbel, dtype=floats),
     drawn(distributions.cauchy, dtype=floats, median=centers, sigma=positive),
     drawn(distributions.log_normal, dtype=floats, mean=centers, std=positive),
-    drawn(distributions.geometric, dtype=st.sampled_from((*WHOLE, *FLOATS)), p=st.floats(1e-4, 0.9999) | st.just(1e-18)),
+    drawn(
+        distributions.geometric,
+        dtype=st.sampled_from((*WHOLE, *FLOATS)),
+        p=st.floats(1e-4, 0.9999) | st.just(1e-18),
+    ),
 )
-words = st.integers(0, 2**64 - 1) | st.sampled_from([0, 2**32 - 1, 2**63, 2**64 - 1]) | st.integers(2**64, 2**70)
+words = (
+    st.integers(0, 2**64 - 1)
+    | st.sampled_from([0, 2**32 - 1, 2**63, 2**64 - 1])
+    | st.integers(2**64, 2**70)
+)
 
 
 @st.composite
@@ -106,7 +127,10 @@ def places(draw: st.DrawFn) -> tuple[Shape, Box]:
     """Draw a small box of 0 to 4 dims, possibly empty, of a tensor whose positions may take more than 32 bits."""
     shape, box = [], []
     for _ in range(draw(st.integers(0, 4))):
-        start, size = draw(st.integers(0, 5) | st.just(0) | st.integers(2**12, 2**13)), draw(st.integers(0, 12))
+        start, size = (
+            draw(st.integers(0, 5) | st.just(0) | st.integers(2**12, 2**13)),
+            draw(st.integers(0, 12)),
+        )
         shape.append(start + size + draw(st.integers(0, 5) | st.just(0)))
         box.append((start, start + size))
     return tuple(shape), tuple(box)
@@ -153,7 +177,9 @@ def test_more_blocks_than_32_bits_can_number(place, monkeypatch):
     random_triton._prepared.cache_clear()
 
 
-@pytest.mark.parametrize("place", ["several programs", "begins inside a block", "rows that begin at any word"])
+@pytest.mark.parametrize(
+    "place", ["several programs", "begins inside a block", "rows that begin at any word"]
+)
 @pytest.mark.parametrize("per_block", [2, 4])
 def test_nothing_else_is_written(place, per_block):
     shape, box = PLACES[place]
@@ -196,6 +222,9 @@ def test_a_draw_is_refused_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     draw = lambda device, stop=4: random.uniform((4,), ((0, stop),), 1, 2, torch.float32, device)  # noqa: E731
     for stop in (4, 0):  # a rank without elements, too
-        with FakeTensorMode(), pytest.raises(RuntimeError, match="every replay would draw the same ones"):
+        with (
+            FakeTensorMode(),
+            pytest.raises(RuntimeError, match="every replay would draw the same ones"),
+        ):
             draw("cuda:0", stop)
     assert draw("cpu").shape == (4,)

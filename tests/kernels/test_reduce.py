@@ -20,9 +20,16 @@ KINDS = ("sum", "max", "min", "product")
 NUMBERS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
 kinds, dtypes = st.sampled_from(KINDS), st.sampled_from(NUMBERS)
 # A product of nine, or a NaN that is looked at, makes numpy warn in Triton's interpreter.
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow) encountered:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(overflow|invalid value|underflow) encountered:RuntimeWarning"
+)
 
-ONE_AFTER_THE_OTHER = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
+ONE_AFTER_THE_OTHER = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
 
 
 @st.composite
@@ -42,7 +49,9 @@ def stacks(draw, shape, at):
 def bundles(draw, most):
     """[(shape, stacks)] of tensors that share a buffer, and the buffer's size."""
     found, at = [], draw(st.sampled_from([0, 0, 1]))
-    for shape in draw(st.lists(shapes.filter(lambda shape: math.prod(shape) <= 400), min_size=1, max_size=most)):
+    for shape in draw(
+        st.lists(shapes.filter(lambda shape: math.prod(shape) <= 400), min_size=1, max_size=most)
+    ):
         boxes, at = draw(stacks(shape, at))
         found.append((shape, boxes))
     return found, at
@@ -131,7 +140,9 @@ def test_bool_goes_through_torch():
     for kind, expected in (("sum", [True, False]), ("max", [True, False]), ("min", [False, False])):
         with using_kernels():
             out = torch.zeros(2, dtype=torch.bool, device=DEVICE)
-            assert compile_combine((2,), {((0, 2),): [0, 2]}, kind)(values, out).tolist() == expected
+            assert (
+                compile_combine((2,), {((0, 2),): [0, 2]}, kind)(values, out).tolist() == expected
+            )
 
 
 def test_omitted_boxes_are_not_written():

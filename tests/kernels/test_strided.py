@@ -26,7 +26,14 @@ def rows_of(table):
     """(row, first program, one after its last) of each view."""
     found = [row for row in table.rows.host.tolist() if row[0] < table.programs]
     assert [row[0] for row in found] == sorted({row[0] for row in found}), "a view without programs"
-    return list(zip(found, [row[0] for row in found], [*(row[0] for row in found[1:]), table.programs], strict=True))
+    return list(
+        zip(
+            found,
+            [row[0] for row in found],
+            [*(row[0] for row in found[1:]), table.programs],
+            strict=True,
+        )
+    )
 
 
 def quotient(n, multiplier, shift):
@@ -86,18 +93,27 @@ def elements_of_tiles(table, row, index):
     src = (row[2] + src_batch) * unit_i + i * run + r + j * row[7] * unit_i
     dst = (row[3] + dst_batch) * unit_j + j * run + r + i * row[8] * unit_j
     words = np.arange(kind.word)
-    return [(np.broadcast_to(x, inside.shape)[inside][:, None] * kind.word + words).ravel() for x in (src, dst)]
+    return [
+        (np.broadcast_to(x, inside.shape)[inside][:, None] * kind.word + words).ravel()
+        for x in (src, dst)
+    ]
 
 
 def elements(table: Table, row, index):
-    return (elements_of_tiles if table.kind.tiled else elements_of_rows)(table, row, np.asarray(index, dtype=np.int64))
+    return (elements_of_tiles if table.kind.tiled else elements_of_rows)(
+        table, row, np.asarray(index, dtype=np.int64)
+    )
 
 
 def moved(tables):
     """(tensor, source, destination) of every element that any program of any launch moves, sorted."""
     found = [np.zeros((3, 0), dtype=np.int64)]
     for table in tables:
-        assert sum(stop - first for _, first, stop in rows_of(table)) == table.programs <= strided.MAX_PROGRAMS
+        assert (
+            sum(stop - first for _, first, stop in rows_of(table))
+            == table.programs
+            <= strided.MAX_PROGRAMS
+        )
         for row, first, stop in rows_of(table):
             src, dst = elements(table, row, np.arange(stop - first))
             found.append(np.stack([np.full_like(src, row[1]), src, dst]))
@@ -113,7 +129,12 @@ def wanted(placed, to_flat):
             view.offset + np.array(view.strides) @ index,
             view.flat_offset + np.array(view.flat_strides) @ index,
         )
-        found.append(np.stack([np.full_like(ours, tensor), *((ours, theirs) if to_flat else (theirs, ours))], axis=1))
+        found.append(
+            np.stack(
+                [np.full_like(ours, tensor), *((ours, theirs) if to_flat else (theirs, ours))],
+                axis=1,
+            )
+        )
     return np.array(sorted(np.concatenate(found).tolist())).reshape(-1, 3)
 
 
@@ -150,7 +171,10 @@ def placements(draw):
 )
 def test_every_element_is_moved_once(placed, to_flat, sizes, aligned, raw, most, most_rows):
     raw, aligned = raw and sizes[0] == sizes[1], max(aligned, *sizes)
-    with mock.patch.object(strided_views, "MAX_PLANE", most), mock.patch.object(strided, "MAX_ROWS", most_rows):
+    with (
+        mock.patch.object(strided_views, "MAX_PLANE", most),
+        mock.patch.object(strided, "MAX_ROWS", most_rows),
+    ):
         tables = make_tables(placed, to_flat, sizes, aligned, raw)
     assert np.array_equal(moved(tables), wanted(placed, to_flat))
     assert sum(table.elements for table in tables) == sum(math.prod(p.view.sizes) for p in placed)
@@ -200,7 +224,9 @@ def view_of(shape, dim, parts):
 def partner(view: View, flat):
     """Return the positions in the tensor that correspond to positions in the flat buffer."""
     at, left = view.offset, np.asarray(flat) - view.flat_offset
-    for _, stride, step in sorted(zip(view.sizes, view.strides, view.flat_strides, strict=True), key=lambda d: -d[2]):
+    for _, stride, step in sorted(
+        zip(view.sizes, view.strides, view.flat_strides, strict=True), key=lambda d: -d[2]
+    ):
         digit, left = np.divmod(left, step)
         at = at + digit * stride
     assert not left.any()
@@ -218,14 +244,20 @@ def test_huge(case, to_flat):
     for table in tables:
         for row, first, stop in rows_of(table):
             count = stop - first
-            src, dst = elements(table, row, [0, count - 1, *(draw.randrange(count) for _ in range(3))])
+            src, dst = elements(
+                table, row, [0, count - 1, *(draw.randrange(count) for _ in range(3))]
+            )
             assert np.array_equal(partner(view, dst if to_flat else src), src if to_flat else dst)
 
 
 def test_offsets_beyond_32_bits():
-    (table,) = make_tables([PlacedView(0, View((64, 1 << 10), (1 << 26, 1), 0, (1 << 10, 1), 0))], True, (2, 2))
+    (table,) = make_tables(
+        [PlacedView(0, View((64, 1 << 10), (1 << 26, 1), 0, (1 << 10, 1), 0))], True, (2, 2)
+    )
     assert table.kind.wide
-    (table,) = make_tables([PlacedView(0, View((31, 1 << 10), (1 << 26, 1), 0, (1 << 10, 1), 0))], True, (2, 2))
+    (table,) = make_tables(
+        [PlacedView(0, View((31, 1 << 10), (1 << 26, 1), 0, (1 << 10, 1), 0))], True, (2, 2)
+    )
     assert not table.kind.wide
 
 
@@ -244,7 +276,13 @@ def test_too_many_programs_raise():
 
 @pytest.mark.parametrize(
     ("shape", "unit", "dst_unit"),
-    [((4096, 8), 8, 8), ((4096, 16), 8, 8), ((4100, 8), 8, 4), ((4097, 8), 8, 1), ((4096, 6 * 3), 1, 1)],
+    [
+        ((4096, 8), 8, 8),
+        ((4096, 16), 8, 8),
+        ((4100, 8), 8, 4),
+        ((4097, 8), 8, 1),
+        ((4096, 6 * 3), 1, 1),
+    ],
 )
 def test_units_of_a_tile(shape, unit, dst_unit):
     parts = 6 if shape[1] == 18 else 8
@@ -268,16 +306,23 @@ def test_programs_of_short_runs_take_whole_lines_of_both_sides(run, to_flat):
     assert table.programs <= 1.1 * table.elements * 2 / (4096 if run == 60 else 1 << 14) + 1
 
 
-@pytest.mark.parametrize(("run", "group"), [(1001, 128), (128, 128), (2001, 128), (63, 1), (130, 1), (1024, 1)])
+@pytest.mark.parametrize(
+    ("run", "group"), [(1001, 128), (128, 128), (2001, 128), (63, 1), (130, 1), (1024, 1)]
+)
 def test_groups_leave_few_lanes_idle(run, group):
-    (table,) = make_tables([PlacedView(0, View((64, run), (run + (run % 8 > 0), 1), 0, (run, 1), 0))], True, (2, 2))
+    (table,) = make_tables(
+        [PlacedView(0, View((64, run), (run + (run % 8 > 0), 1), 0, (run, 1), 0))], True, (2, 2)
+    )
     assert table.kind.group == (group if run % 8 else 1)
 
 
 def test_equal_views_share_tables():
     view = view_of((64, 64), 1, 8)
     key = (True, (4, 4), 16, True)
-    tables = [strided.remembered([view], key, lambda: make_tables([PlacedView(0, view)], *key)) for _ in range(2)]
+    tables = [
+        strided.remembered([view], key, lambda: make_tables([PlacedView(0, view)], *key))
+        for _ in range(2)
+    ]
     assert tables[0] is tables[1]
 
 

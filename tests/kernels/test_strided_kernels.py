@@ -54,7 +54,10 @@ def launches():
 
 
 def cut(shape, dim, parts):
-    return [(*((0, n) for n in shape[:dim]), c, *((0, n) for n in shape[dim + 1 :])) for c in chunks(shape[dim], parts)]
+    return [
+        (*((0, n) for n in shape[:dim]), c, *((0, n) for n in shape[dim + 1 :]))
+        for c in chunks(shape[dim], parts)
+    ]
 
 
 @settings(max_examples=examples(60))
@@ -66,7 +69,9 @@ def test_pack(data, shape, dtype, layout, shift, flat_shift, most):
 
     def packed():
         pack = compile_pack(shape, boxes, starts)
-        return pack(x, flat(random_bytes(pack.size + (starts is not None), dtype, seed=1), flat_shift))
+        return pack(
+            x, flat(random_bytes(pack.size + (starts is not None), dtype, seed=1), flat_shift)
+        )
 
     with mock.patch.object(strided_views, "MAX_PLANE", most):
         expected, found = both(packed)
@@ -91,7 +96,14 @@ def test_unpack(data, shape, dtype, layout, shift, flat_shift, most):
 
 
 @settings(max_examples=examples(60))
-@given(st.data(), shapes, *[st.sampled_from(FLOATS)] * 2, layouts, shifts, st.sampled_from([None, 0.3, -2.0]))
+@given(
+    st.data(),
+    shapes,
+    *[st.sampled_from(FLOATS)] * 2,
+    layouts,
+    shifts,
+    st.sampled_from([None, 0.3, -2.0]),
+)
 def test_casts_and_scales(data, shape, dtype, to, layout, shift, scale):
     boxes = data.draw(grids(shape))
     starts = data.draw(offsets(boxes))
@@ -107,7 +119,13 @@ def test_casts_and_scales(data, shape, dtype, to, layout, shift, scale):
 
 
 @settings(max_examples=examples(40))
-@given(st.data(), st.lists(shapes, min_size=1, max_size=5), dtypes, shifts, st.sampled_from([1, 2, 1024]))
+@given(
+    st.data(),
+    st.lists(shapes, min_size=1, max_size=5),
+    dtypes,
+    shifts,
+    st.sampled_from([1, 2, 1024]),
+)
 def test_many_at_once(data, several, dtype, shift, most_rows):
     grid_of = [data.draw(grids(shape)) for shape in several]
     layout_of = [data.draw(layouts) for _ in several]
@@ -124,9 +142,15 @@ def test_many_at_once(data, several, dtype, shift, most_rows):
 
     def there_and_back():
         arguments = list(zip(several, grid_of, starts, strict=True))
-        packs, unpacks = [compile_pack(*a) for a in arguments], [compile_unpack(*a) for a in arguments]
+        packs, unpacks = (
+            [compile_pack(*a) for a in arguments],
+            [compile_unpack(*a) for a in arguments],
+        )
         packed = pack_many(packs, tensors, flat(random_bytes(at, dtype, seed=9), shift))
-        outs = [empty(shape, dtype, layout, shift) for shape, layout in zip(several, layout_of, strict=True)]
+        outs = [
+            empty(shape, dtype, layout, shift)
+            for shape, layout in zip(several, layout_of, strict=True)
+        ]
         return [packed, *unpack_many(unpacks, packed, outs), *unpack_many(unpacks, packed)]
 
     with mock.patch.object(strided, "MAX_ROWS", most_rows):
@@ -153,11 +177,16 @@ EACH_KIND = {
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
 @pytest.mark.parametrize("case", EACH_KIND)
 def test_each_kind(case, dtype):
     shape, dim, parts = EACH_KIND[case]
-    pack, unpack = compile_pack(shape, cut(shape, dim, parts)), compile_unpack(shape, cut(shape, dim, parts))
+    pack, unpack = (
+        compile_pack(shape, cut(shape, dim, parts)),
+        compile_unpack(shape, cut(shape, dim, parts)),
+    )
     x = laid_out(random_bytes(math.prod(shape), dtype), shape, "contiguous")
     with launches() as run:
         expected, found = both(lambda: pack(x))
@@ -167,8 +196,12 @@ def test_each_kind(case, dtype):
 
 
 @settings(max_examples=examples(60))
-@given(st.sampled_from([torch.uint8, torch.bfloat16]), st.integers(114, 700), *[st.integers(0, 17)] * 4)
-def test_uneven_rows_of_small_elements_wherever_they_begin(dtype, run, src_at, src_gap, dst_at, dst_gap):
+@given(
+    st.sampled_from([torch.uint8, torch.bfloat16]), st.integers(114, 700), *[st.integers(0, 17)] * 4
+)
+def test_uneven_rows_of_small_elements_wherever_they_begin(
+    dtype, run, src_at, src_gap, dst_at, dst_gap
+):
     """What is next to a run is not written, though words of 8 bytes are."""
     x = random_bytes(src_at + 3 * (run + src_gap), dtype)[src_at:].view(3, run + src_gap)
     rows = [((i, i + 1), (0, run)) for i in range(3)]
@@ -185,15 +218,22 @@ def test_uneven_rows_of_small_elements_wherever_they_begin(dtype, run, src_at, s
 @pytest.mark.parametrize("case", EACH_KIND)
 def test_each_kind_cast(case):
     shape, dim, parts = EACH_KIND[case]
-    pack, unpack = compile_pack(shape, cut(shape, dim, parts)), compile_unpack(shape, cut(shape, dim, parts))
+    pack, unpack = (
+        compile_pack(shape, cut(shape, dim, parts)),
+        compile_unpack(shape, cut(shape, dim, parts)),
+    )
     x = laid_out(numbers(math.prod(shape), torch.float32), shape, "contiguous")
-    expected, found = both(lambda: pack(x, torch.zeros(x.numel(), dtype=torch.bfloat16, device=DEVICE), scale=0.3))
+    expected, found = both(
+        lambda: pack(x, torch.zeros(x.numel(), dtype=torch.bfloat16, device=DEVICE), scale=0.3)
+    )
     same_bytes(found, expected)
     expected, found = both(lambda: unpack(found, torch.zeros_like(x), scale=3.0))
     same_bytes(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.float32, torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int16, torch.float32, torch.complex64, torch.complex128], ids=str
+)
 def test_an_expanded_source(dtype):
     x = laid_out(random_bytes(24, dtype), (4, 1, 6), "contiguous").expand(4, 10, 6)
     for dim in range(3):
@@ -203,7 +243,10 @@ def test_an_expanded_source(dtype):
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
 def test_conjugate_and_negative_views(dtype):
     x = laid_out(numbers(60, dtype).mul_(1 + 2j), (6, 10), "contiguous")
-    pack, unpack = compile_pack((6, 10), cut((6, 10), 1, 3)), compile_unpack((6, 10), cut((6, 10), 1, 3))
+    pack, unpack = (
+        compile_pack((6, 10), cut((6, 10), 1, 3)),
+        compile_unpack((6, 10), cut((6, 10), 1, 3)),
+    )
     same_bytes(*both(lambda: pack(x.conj())))
     same_bytes(*both(lambda: pack(x.imag) if x.imag.is_neg() else pack(x.conj().imag)))
     packed = pack(x)
@@ -217,17 +260,25 @@ def test_conjugate_and_negative_views(dtype):
     same_bytes(*both(lambda: unpack(packed.conj())))
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, in Triton's interpreter
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning"
+)  # numpy's, in Triton's interpreter
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("to", FLOATS, ids=str)
 def test_non_finite_values_are_kept(dtype, to):
-    least = 1e-37 if dtype == torch.bfloat16 and DEVICE == "cpu" else 1e-40  # Triton's interpreter loses smaller ones
+    least = (
+        1e-37 if dtype == torch.bfloat16 and DEVICE == "cpu" else 1e-40
+    )  # Triton's interpreter loses smaller ones
     special = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, least, 65519.0, 65520.0, 3.3e38]
     special = torch.tensor(special, dtype=torch.float64)
     x = laid_out(special.repeat(16).to(dtype), (16, 10), "contiguous")
     pack = compile_pack((16, 10), cut((16, 10), 1, 5))
     for scale in (None, 1.5):
-        same_numbers(*both(lambda scale=scale: pack(x, torch.zeros(160, dtype=to, device=DEVICE), scale=scale)))
+        same_numbers(
+            *both(
+                lambda scale=scale: pack(x, torch.zeros(160, dtype=to, device=DEVICE), scale=scale)
+            )
+        )
 
 
 def test_unsupported_cases_use_torch():
@@ -239,7 +290,11 @@ def test_unsupported_cases_use_torch():
         (torch.float64, torch.float64, 0.3),
     ):
         same_bytes(
-            *both(lambda d=dtype, t=to, s=scale: pack(x.to(d), torch.zeros(40, dtype=t, device=DEVICE), scale=s))
+            *both(
+                lambda d=dtype, t=to, s=scale: pack(
+                    x.to(d), torch.zeros(40, dtype=t, device=DEVICE), scale=s
+                )
+            )
         )
 
 
@@ -250,7 +305,9 @@ def test_one_launch_for_all_tensors_of_a_kind():
         boxes = cut(shape, 1, 4)
         packs.append(compile_pack(shape, boxes, [at + i * box_size(boxes[0]) for i in range(4)]))
         at += math.prod(shape)
-    tensors = [laid_out(numbers(math.prod(shape), torch.float32), shape, "contiguous") for shape in shapes]
+    tensors = [
+        laid_out(numbers(math.prod(shape), torch.float32), shape, "contiguous") for shape in shapes
+    ]
     with launches() as run, using_kernels():
         pack_many(packs, tensors, torch.zeros(at, device=DEVICE))
         assert run.call_count == 1
@@ -264,6 +321,8 @@ def test_a_view_launches_nothing(dtype):
     boxes = cut((6, 10), 0, 3)
     with launches() as run, using_kernels():
         packed = compile_pack((6, 10), boxes)(x)
-        assert packed.data_ptr() == compile_unpack((6, 10), boxes)(packed).data_ptr() == x.data_ptr()
+        assert (
+            packed.data_ptr() == compile_unpack((6, 10), boxes)(packed).data_ptr() == x.data_ptr()
+        )
         assert compile_pack((6, 0), [full_box((6, 0))] * 2)(x[:, :0]).numel() == 0
     assert not run.called

@@ -15,7 +15,14 @@ from torch import Tensor
 from shardmesh.kernels import symmetric
 from shardmesh.kernels.box import Box, box_size, full_box
 from shardmesh.kernels.quantize import compile_quantize, record_bytes
-from shardmesh.kernels.symmetric import PAD_BYTES, AddNorm, AsRecord, Epilogue, Peers, SymmetricMemoryError
+from shardmesh.kernels.symmetric import (
+    PAD_BYTES,
+    AddNorm,
+    AsRecord,
+    Epilogue,
+    Peers,
+    SymmetricMemoryError,
+)
 from tests.kernels.shared_memory import WORKERS, SharedMemoryRanks, set_pause
 from tests.tiers import slow
 
@@ -52,7 +59,9 @@ def raw(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
-def all_reduce(peers: Peers, two_shot: bool, x: Tensor, out: Tensor, epilogue: Epilogue | None = None) -> Tensor:
+def all_reduce(
+    peers: Peers, two_shot: bool, x: Tensor, out: Tensor, epilogue: Epilogue | None = None
+) -> Tensor:
     run = symmetric.two_shot_all_reduce if two_shot else symmetric.one_shot_all_reduce
     return run(peers, x, out, epilogue)
 
@@ -85,7 +94,9 @@ def check_all_reduces(peers: Peers, programs: int) -> list[str]:
         wanted = symmetric.reference_all_reduce(xs, out_dtype)
         for two_shot in (False, True):
             x = xs[peers.rank].clone()
-            out = x if out_dtype == dtype and seed % 2 else torch.empty(shape, dtype=out_dtype)  # in place, too
+            out = (
+                x if out_dtype == dtype and seed % 2 else torch.empty(shape, dtype=out_dtype)
+            )  # in place, too
             if not same_bits(all_reduce(peers, two_shot, x, out), wanted):
                 wrong.append(f"{dtype} {shape} {out_dtype} two_shot={two_shot}")
     return wrong
@@ -102,7 +113,10 @@ def check_rounds(peers: Peers) -> list[bool]:
     use_programs(2)
     x = [values(r, (5 * PIECE // 4 + 3,), torch.float32) for r in range(peers.size)]
     wanted = symmetric.reference_all_reduce(x, torch.float32)
-    return [same_bits(all_reduce(peers, two, x[peers.rank], torch.empty_like(wanted)), wanted) for two in (False, True)]
+    return [
+        same_bits(all_reduce(peers, two, x[peers.rank], torch.empty_like(wanted)), wanted)
+        for two in (False, True)
+    ]
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
@@ -139,7 +153,10 @@ def finite(x: Tensor) -> Tensor:
 def normed(peers: Peers, n: Norm, seed: int, two_shot: bool) -> tuple[Tensor, Tensor]:
     use_programs(2)
     x = finite(values(seed + peers.rank, (n.rows, n.columns), n.dtype))
-    added, weight = values(seed - 1, (n.rows, n.columns), n.residual), values(seed - 2, (n.columns,), n.out)
+    added, weight = (
+        values(seed - 1, (n.rows, n.columns), n.residual),
+        values(seed - 2, (n.columns,), n.out),
+    )
     added = finite(added)
     out = torch.empty(n.rows, n.columns, dtype=n.out)
     all_reduce(peers, two_shot, x, out, AddNorm(added, finite(weight), 1e-5, added))
@@ -147,13 +164,20 @@ def normed(peers: Peers, n: Norm, seed: int, two_shot: bool) -> tuple[Tensor, Te
 
 
 def both_normed(peers: Peers) -> list[tuple[Tensor, Tensor]]:
-    return [normed(peers, n, 1000 * i, two_shot) for i, n in enumerate(NORMS) for two_shot in (False, True)]
+    return [
+        normed(peers, n, 1000 * i, two_shot)
+        for i, n in enumerate(NORMS)
+        for two_shot in (False, True)
+    ]
 
 
 def wanted_norm(n: Norm, seed: int, size: int) -> tuple[Tensor, Tensor]:
     """Compute the norm in float64, except for the roundings in the definition."""
     xs = [finite(values(seed + r, (n.rows, n.columns), n.dtype)) for r in range(size)]
-    residual, weight = finite(values(seed - 1, (n.rows, n.columns), n.residual)), finite(values(seed - 2, (n.columns,), n.out))
+    residual, weight = (
+        finite(values(seed - 1, (n.rows, n.columns), n.residual)),
+        finite(values(seed - 2, (n.columns,), n.out)),
+    )
     added = (symmetric.reference_all_reduce(xs, torch.float32) + residual.float()).to(n.residual)
     wide = added.double()
     return added, wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
@@ -168,12 +192,16 @@ def test_residual_sum_and_norm(size):
         every = [reply[2 * i + two] for reply in found for two in (0, 1)]
         assert all(same_bits(got_added, added) for got_added, _ in every)
         assert all(same_bits(got, every[0][1]) for _, got in every)
-        torch.testing.assert_close(every[0][1].double(), out, rtol=2 * torch.finfo(n.out).eps, atol=1e-6)
+        torch.testing.assert_close(
+            every[0][1].double(), out, rtol=2 * torch.finfo(n.out).eps, atol=1e-6
+        )
 
 
 def test_definition_of_the_norm_equals_torch():
     x, residual, weight = torch.randn(4, 64), torch.randn(4, 64), torch.randn(64)
-    added, out = symmetric.reference_add_norm(x, AddNorm(residual, weight, 1e-5, residual), torch.float32)
+    added, out = symmetric.reference_add_norm(
+        x, AddNorm(residual, weight, 1e-5, residual), torch.float32
+    )
     torch.testing.assert_close(out, torch.nn.functional.rms_norm(x + residual, (64,), weight, 1e-5))
     assert torch.equal(added, x + residual)
 
@@ -241,7 +269,11 @@ def test_quantized_sum_equals_quantizing_the_sum(size):
 
 # -- pull --------------------------------------------------------------------------------------------------------------
 
-WHOLE = (7, 6, 9)  # uneven on 4 ranks, with one that has nothing of 9 rows on 8, and runs of every length
+WHOLE = (
+    7,
+    6,
+    9,
+)  # uneven on 4 ranks, with one that has nothing of 9 rows on 8, and runs of every length
 MOVED = (torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
 
 
@@ -262,20 +294,29 @@ def check_moves(peers: Peers) -> list[str]:
                 wrong.append(f"all_gather {dim} {dtype} {out.stride()}")
         dst = (dim + 1) % 3
         wanted = chunk(whole, dst, peers.rank, peers.size)
-        if not same_bits(symmetric.all_to_all(peers, mine, torch.empty_like(wanted), dim, dst), wanted):
+        if not same_bits(
+            symmetric.all_to_all(peers, mine, torch.empty_like(wanted), dim, dst), wanted
+        ):
             wrong.append(f"all_to_all {dim} {dst} {dtype}")
     return wrong
 
 
 def check_reductions(peers: Peers) -> list[str]:
     wrong = []
-    cases = [(0, torch.float32, None), (1, torch.bfloat16, 0.125), (2, torch.float16, None), (0, torch.int64, None)]
+    cases = [
+        (0, torch.float32, None),
+        (1, torch.bfloat16, 0.125),
+        (2, torch.float16, None),
+        (0, torch.int64, None),
+    ]
     for dim, dtype, scale in cases:
         xs = [values(r, WHOLE, dtype) for r in range(peers.size)]
         for out_dtype in {dtype, torch.float32}:
             total = symmetric.reference_sum([chunk(x, dim, peers.rank, peers.size) for x in xs])
             wanted = (total if scale is None else total * scale).to(out_dtype)
-            out = symmetric.reduce_scatter(peers, xs[peers.rank], torch.empty_like(wanted), dim, scale)
+            out = symmetric.reduce_scatter(
+                peers, xs[peers.rank], torch.empty_like(wanted), dim, scale
+            )
             if not same_bits(out, wanted):
                 wrong.append(f"reduce_scatter {dim} {dtype} -> {out_dtype}")
     return wrong
@@ -335,7 +376,11 @@ def check_many_calls(peers: Peers, calls: int, seed: int) -> list[int]:
     for call in range(calls):
         length = alike.choice([3, 50, 64, 3000])
         xs = [values(call * 10 + r, (length,), torch.float32) for r in range(peers.size)]
-        wanted, mine, how = symmetric.reference_all_reduce(xs, torch.float32), xs[peers.rank], alike.choice("112p")
+        wanted, mine, how = (
+            symmetric.reference_all_reduce(xs, torch.float32),
+            xs[peers.rank],
+            alike.choice("112p"),
+        )
         if how == "p":
             wanted = chunk(wanted, 0, peers.rank, peers.size)
             out = symmetric.reduce_scatter(peers, mine, torch.empty_like(wanted), 0)
@@ -384,7 +429,9 @@ def impatient(size: int) -> SharedMemoryRanks:
     return SharedMemoryRanks(size, nbytes=1 << 22, spins=400, poll_s=4e-3)
 
 
-@pytest.mark.parametrize(("call", "args"), [slow(small_sum, (False,)), (small_sum, (True,)), (small_gather, ())])
+@pytest.mark.parametrize(
+    ("call", "args"), [slow(small_sum, (False,)), (small_sum, (True,)), (small_gather, ())]
+)
 def test_a_missing_rank_is_named_on_all_others(call, args):
     with impatient(4) as ranks:
         ranks(call, *args)
@@ -392,7 +439,9 @@ def test_a_missing_rank_is_named_on_all_others(call, args):
             replies = ranks(call, *args, without=[2])
             for rank in (0, 1, 3):
                 assert isinstance(replies[rank], SymmetricMemoryError)
-                assert f"rank 2 of the group of 4 did not arrive: rank {rank} polled" in str(replies[rank])
+                assert f"rank 2 of the group of 4 did not arrive: rank {rank} polled" in str(
+                    replies[rank]
+                )
 
 
 def test_several_missing_ranks_are_named():
@@ -444,7 +493,11 @@ def launches_after_giving_up(peers: Peers, two_shot: bool) -> tuple[list[float],
 def test_rank_that_gave_up_does_nothing_more(two_shot):
     """It writes nothing and waits for no rank: otherwise the error would be raised again."""
     with impatient(2) as ranks:
-        assert ranks(launches_after_giving_up, two_shot, without=[1])[0] == ([7.0] * 4, [0, 0], True)
+        assert ranks(launches_after_giving_up, two_shot, without=[1])[0] == (
+            [7.0] * 4,
+            [0, 0],
+            True,
+        )
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -473,8 +526,15 @@ def test_invalid_records_raise(alone):
     with pytest.raises(ValueError, match="blocks of 100 elements"):
         AsRecord("int8", block=100)
     longer = torch.empty(len(out) + 16, dtype=torch.uint8)
-    for given in (torch.ones(2, 24), longer, longer[1:][: len(out)], longer.view(-1, 2)[:, 0][: len(out)]):
-        with pytest.raises(ValueError, match=r"of \(2, 24\) needs it contiguous, uint8 of shape \(144,\)"):
+    for given in (
+        torch.ones(2, 24),
+        longer,
+        longer[1:][: len(out)],
+        longer.view(-1, 2)[:, 0][: len(out)],
+    ):
+        with pytest.raises(
+            ValueError, match=r"of \(2, 24\) needs it contiguous, uint8 of shape \(144,\)"
+        ):
             symmetric.one_shot_all_reduce(alone, x, given, AsRecord("int8"))
     with pytest.raises(ValueError, match=r"AsRecord.* of torch.int32: float16"):
         symmetric.two_shot_all_reduce(alone, x.int(), out, AsRecord("int8"))
@@ -491,8 +551,12 @@ def test_too_small_memory_raises(alone):
 
 
 def test_invalid_pulls_raise(alone):
-    with pytest.raises(ValueError, match=r"a pull of shape \(4,\) was given a tensor of shape \(5,\)"):
-        symmetric.pull_many(alone, [symmetric.compile_pull((4,), {})], [torch.ones(5)], torch.float32)
+    with pytest.raises(
+        ValueError, match=r"a pull of shape \(4,\) was given a tensor of shape \(5,\)"
+    ):
+        symmetric.pull_many(
+            alone, [symmetric.compile_pull((4,), {})], [torch.ones(5)], torch.float32
+        )
     with pytest.raises(ValueError, match=r"torch.int8 cannot be combined, scaled or cast"):
         symmetric.all_gather(alone, torch.ones(2, dtype=torch.int8), torch.ones(2), 0)
     with pytest.raises(ValueError, match="float64 cannot be scaled"):
@@ -511,7 +575,10 @@ def test_invalid_memory_raises():
     assert Peers(**given).region_bytes == 0
     for change, text in [
         ({"rank": 2}, "rank 2 of a group of 2"),
-        ({"error": torch.zeros(1, dtype=torch.int32)}, r"error is torch.int32 of shape \(1,\): give torch.int32 of shape \(2,\)"),
+        (
+            {"error": torch.zeros(1, dtype=torch.int32)},
+            r"error is torch.int32 of shape \(1,\): give torch.int32 of shape \(2,\)",
+        ),
         ({"buffer": torch.zeros(64, dtype=torch.uint8)[1:]}, "buffer is torch.uint8"),
     ]:
         with pytest.raises(ValueError, match=text):
@@ -564,7 +631,9 @@ def test_records_of_all_ranks_in_one_launch(transport, monkeypatch):
     ranks = on_one_gpu(4, monkeypatch)
     for length in (1, 4097, 1 << 18):
         x = torch.stack([values(r, (length,), torch.bfloat16) for r in range(4)]).cuda()
-        wanted = record(symmetric.reference_all_reduce(list(x), torch.bfloat16), AsRecord(transport))
+        wanted = record(
+            symmetric.reference_all_reduce(list(x), torch.bfloat16), AsRecord(transport)
+        )
         for two_shot in (False, True):
             out = torch.empty(4, len(wanted), dtype=torch.uint8, device="cuda")
             launch_all_reduce(ranks[0], x, out, AsRecord(transport), two_shot, ranks=4)
@@ -584,13 +653,17 @@ def test_norms_of_all_ranks_in_one_launch(monkeypatch):
     found = []
     for two_shot in (False, True):
         out, added = torch.empty_like(x), torch.empty_like(x)
-        launch_all_reduce(ranks[0], x, out, AddNorm(residual, weight, 1e-5, added), two_shot, ranks=4)
+        launch_all_reduce(
+            ranks[0], x, out, AddNorm(residual, weight, 1e-5, added), two_shot, ranks=4
+        )
         torch.cuda.synchronize()
         found.append((out, added))
     total = symmetric.reference_all_reduce(list(x), torch.bfloat16)
     for r, peers in enumerate(ranks):
         symmetric.check(peers)
-        wanted = symmetric.reference_add_norm(total, AddNorm(residual[r], weight, 1e-5, residual[r]), torch.bfloat16)
+        wanted = symmetric.reference_add_norm(
+            total, AddNorm(residual[r], weight, 1e-5, residual[r]), torch.bfloat16
+        )
         for out, added in found:
             assert same_bits(added[r], wanted[0])
             assert same_bits(out[r], found[0][0][r])
@@ -604,7 +677,10 @@ def test_pulls_on_a_stream_for_each_rank(monkeypatch):
     streams = [torch.cuda.Stream() for _ in xs]
     outs = [torch.empty(64, 24, dtype=torch.bfloat16, device="cuda") for _ in xs]
     torch.cuda.synchronize()
-    for spins in (16, 1 << 20):  # first to have the kernels compiled and loaded, which may wait for those that run
+    for spins in (
+        16,
+        1 << 20,
+    ):  # first to have the kernels compiled and loaded, which may wait for those that run
         ranks = on_one_gpu(4, monkeypatch, spins)
         for peers, stream, x, out in zip(ranks, streams, xs, outs, strict=True):
             with torch.cuda.stream(stream):

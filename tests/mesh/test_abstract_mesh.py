@@ -79,7 +79,9 @@ def test_flattened_name_is_an_axis_of_slices() -> None:
 
 def test_slice_cannot_reuse_a_name_of_another_axis() -> None:
     mesh = AbstractMesh((2, 3, 4), ("a", "b", "c"))
-    with pytest.raises(MeshError, match=r"flatten\(\('b', 'c'\)\): the name 'a' is already used for \('a',\)"):
+    with pytest.raises(
+        MeshError, match=r"flatten\(\('b', 'c'\)\): the name 'a' is already used for \('a',\)"
+    ):
         mesh["b", "c"].flatten(name="a")
     mesh["a", "b"].flatten(name="n")
     with pytest.raises(MeshError, match=r"'n' is already used for \('a', 'b'\)"):

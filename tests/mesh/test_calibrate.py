@@ -37,7 +37,13 @@ def measured(**where: object) -> tuple[Topology, Topology, bool]:
 
 
 def check(before: Topology, after: Topology) -> None:
-    numbers = [after.local.latency, after.local.bandwidth, after.network.latency, after.network.bandwidth, after.memory]
+    numbers = [
+        after.local.latency,
+        after.local.bandwidth,
+        after.network.latency,
+        after.network.bandwidth,
+        after.memory,
+    ]
     assert all(isfinite(x) and x > 0 for x in [*numbers, *map(after.factor, OPS)])
     assert (after.node_size, after.crossing) == (before.node_size, before.crossing)
     assert after.local != before.local
@@ -100,5 +106,7 @@ def test_errors() -> None:
             mesh.topology = Topology.default("cpu", node_size=1)
         calibrate(mesh)
 
-    with pytest.raises(MeshError, match=r"rank 0 has the topology \(one node.*rank 1 has \(nodes of 1 ranks"):
+    with pytest.raises(
+        MeshError, match=r"rank 0 has the topology \(one node.*rank 1 has \(nodes of 1 ranks"
+    ):
         simulate(2)(fn)()

@@ -36,7 +36,9 @@ def test_set_mesh_takes_effect_at_the_call(mesh):
     assert get_mesh() is mesh["a"]
     assert given_or_current(mesh) is mesh
     set_mesh(None)
-    with pytest.raises(TypeError, match=r"give the mesh .* `with mesh:` or after sm\.set_mesh\(mesh\)$"):
+    with pytest.raises(
+        TypeError, match=r"give the mesh .* `with mesh:` or after sm\.set_mesh\(mesh\)$"
+    ):
         sm.zeros(4)
 
 

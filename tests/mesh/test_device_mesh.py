@@ -24,7 +24,9 @@ NAMES = ("a", "b", "c")
 @st.composite
 def meshes_and_axes(draw: st.DrawFn) -> tuple[np.ndarray, tuple[str, ...]]:
     """Draw an arrangement of some ranks of a world of eight, and some of its axes in some order."""
-    shape = draw(st.sampled_from([(1,), (3,), (8,), (2, 2), (2, 3), (4, 2), (1, 5), (2, 2, 2), (3, 1, 2)]))
+    shape = draw(
+        st.sampled_from([(1,), (3,), (8,), (2, 2), (2, 3), (4, 2), (1, 5), (2, 2, 2), (3, 1, 2)])
+    )
     ranks = draw(st.permutations(range(8)))[: int(np.prod(shape))]
     names = draw(st.permutations(NAMES[: len(shape)]))
     return np.array(ranks).reshape(shape), tuple(names[: draw(st.integers(1, len(shape)))])
@@ -54,7 +56,11 @@ def test_slices_and_groups(case: tuple[np.ndarray, tuple[str, ...]]) -> None:
         for rank in part.ranks.flat:
             place = mesh.coordinate_of(int(rank))
             assert place is not None
-            assert all(place[i] == mesh.coordinate[i] for i in range(mesh.ndim) if mesh.axis_names[i] not in axes)
+            assert all(
+                place[i] == mesh.coordinate[i]
+                for i in range(mesh.ndim)
+                if mesh.axis_names[i] not in axes
+            )
         group = mesh.group(axes)
         assert group.ranks == tuple(sorted(part.ranks.flat))
         assert group is mesh.group(axes) is part.group() is flat.group()
@@ -77,8 +83,18 @@ def test_torch_api() -> None:
         assert mesh.get_rank() == 4
         assert mesh.get_coordinate() == [1, 1]
         assert mesh.coordinate == (1, 1)
-        assert (mesh.get_local_rank("tp"), mesh.get_local_rank(0), mesh["tp"].get_local_rank()) == (1, 1, 1)
-        assert (mesh.ndim, mesh.shape, mesh.size(), mesh.size(1), mesh.size("dp")) == (2, (2, 3), 6, 3, 2)
+        assert (mesh.get_local_rank("tp"), mesh.get_local_rank(0), mesh["tp"].get_local_rank()) == (
+            1,
+            1,
+            1,
+        )
+        assert (mesh.ndim, mesh.shape, mesh.size(), mesh.size(1), mesh.size("dp")) == (
+            2,
+            (2, 3),
+            6,
+            3,
+            2,
+        )
         assert mesh["tp"].mesh.tolist() == [3, 4, 5]
         assert mesh.flatten(("dp", "tp")).axis_names == ("dp_tp",)
         assert mesh["dp_tp"].size() == mesh.group("dp_tp").size == 6

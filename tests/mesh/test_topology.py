@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmesh.mesh import AbstractMesh, DeviceMesh, Link, MeshError, Topology, init_device_mesh, simulate
+from shardmesh.mesh import (
+    AbstractMesh,
+    DeviceMesh,
+    Link,
+    MeshError,
+    Topology,
+    init_device_mesh,
+    simulate,
+)
 from shardmesh.mesh.topology import torchrun_node_size
 
 LINKS = (Link(1e-5, 4e11), Link(3e-5, 5e10), 1e12)
@@ -40,16 +48,26 @@ def test_crossing_axes_separate_nodes(data: st.DataObject, shape: list[int]) -> 
     ids = topology.node_ids(mesh)
     keys = {}
     for place, node in np.ndenumerate(ids):
-        keys.setdefault(int(node), set()).add(tuple(i for i, n in zip(place, mesh.axis_names, strict=True) if n in crossing))
+        keys.setdefault(int(node), set()).add(
+            tuple(i for i, n in zip(place, mesh.axis_names, strict=True) if n in crossing)
+        )
     assert all(len(found) == 1 for found in keys.values())
     assert len(set.union(*keys.values())) == len(keys) == topology.nodes(mesh)
-    assert topology.crossing_axes(mesh) == tuple(n for n in mesh.axis_names if n in crossing and mesh.size(n) > 1)
+    assert topology.crossing_axes(mesh) == tuple(
+        n for n in mesh.axis_names if n in crossing and mesh.size(n) > 1
+    )
 
 
 @given(st.data(), st.lists(st.integers(1, 4), min_size=2, max_size=3))
 def test_slice_keeps_the_nodes_of_its_ranks(data: st.DataObject, shape: list[int]) -> None:
-    where = data.draw(st.sampled_from([{}, {"node_size": 2}, {"node_size": 3}, {"crossing": ("a",)}, {"crossing": "b"}]))
-    axes = tuple(data.draw(st.permutations(NAMES[: len(shape)])))[: data.draw(st.integers(1, len(shape)))]
+    where = data.draw(
+        st.sampled_from(
+            [{}, {"node_size": 2}, {"node_size": 3}, {"crossing": ("a",)}, {"crossing": "b"}]
+        )
+    )
+    axes = tuple(data.draw(st.permutations(NAMES[: len(shape)])))[
+        : data.draw(st.integers(1, len(shape)))
+    ]
 
     def fn() -> None:
         mesh = init_device_mesh("cpu", shape, axis_names=NAMES[: len(shape)])
@@ -96,7 +114,10 @@ def test_transposing_a_mesh_twice_makes_no_cycle() -> None:
         mesh = init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
         back = mesh["b", "a"]["a", "b"]
         mesh.topology = nodes_of(crossing=("b",))
-        return back is mesh and mesh["b", "a"].topology.node_ids(mesh["b", "a"]).tolist() == [[0, 0], [1, 1]]
+        return back is mesh and mesh["b", "a"].topology.node_ids(mesh["b", "a"]).tolist() == [
+            [0, 0],
+            [1, 1],
+        ]
 
     assert simulate(4)(fn)() == [True] * 4
 
@@ -167,11 +188,20 @@ def test_topologies_compare_by_value() -> None:
         (lambda: Link(1e-6, float("inf")), "bandwidth=inf"),
         (lambda: Topology(*LINKS[:2], memory=-1.0), "memory=-1.0"),
         (lambda: nodes_of(node_size=0), "node_size=0.*at least 1"),
-        (lambda: nodes_of(node_size=4, crossing=("dp",)), r"node_size=4, crossing=\('dp',\).*give one"),
+        (
+            lambda: nodes_of(node_size=4, crossing=("dp",)),
+            r"node_size=4, crossing=\('dp',\).*give one",
+        ),
         (lambda: nodes_of(factors={"gather": 2.0}), "'gather' is not one of"),
         (lambda: nodes_of(factors={"all_gather": 0}), "factors of all_gather=0"),
-        (lambda: nodes_of(crossing=("x",)).node_ids(AbstractMesh((2,), ("dp",))), "'x' is not one of its axes"),
-        (lambda: setattr(AbstractMesh((2,), ("dp",)), "topology", nodes_of(crossing=("x",))), "'x' is not one of its axes"),
+        (
+            lambda: nodes_of(crossing=("x",)).node_ids(AbstractMesh((2,), ("dp",))),
+            "'x' is not one of its axes",
+        ),
+        (
+            lambda: setattr(AbstractMesh((2,), ("dp",)), "topology", nodes_of(crossing=("x",))),
+            "'x' is not one of its axes",
+        ),
     ],
 )
 def test_errors(make: object, message: str) -> None:

@@ -19,7 +19,11 @@ def _mesh():
 
 
 def _shard(made, spread):
-    return fully_shard(made, _mesh(), units="auto") if spread == "fully_shard" else parallelize(made, _mesh(), "auto")
+    return (
+        fully_shard(made, _mesh(), units="auto")
+        if spread == "fully_shard"
+        else parallelize(made, _mesh(), "auto")
+    )
 
 
 def _whole(p):
@@ -60,7 +64,9 @@ class Stages(nn.Module):
     def __init__(self):
         super().__init__()
         self.first = nn.ModuleList(Block() for _ in range(2))
-        self.later = nn.ModuleDict({"blocks": nn.ModuleList(torch.compile(Block(), backend="eager") for _ in range(2))})
+        self.later = nn.ModuleDict(
+            {"blocks": nn.ModuleList(torch.compile(Block(), backend="eager") for _ in range(2))}
+        )
         self.mixed = nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4)])
         self.activations = nn.ModuleList([nn.ReLU(), nn.ReLU()])
 
@@ -68,7 +74,10 @@ class Stages(nn.Module):
 def test_auto_is_repeated_blocks_of_other_models():
     def program():
         found = _unit_names(fully_shard(Stages(), _mesh(), units="auto"))
-        with pytest.raises(ValueError, match=r'units="auto": Sequential neither names its blocks, .* such as units=Block') as raised:
+        with pytest.raises(
+            ValueError,
+            match=r'units="auto": Sequential neither names its blocks, .* such as units=Block',
+        ) as raised:
             fully_shard(nn.Sequential(nn.Linear(4, 4)), _mesh(), units="auto")
         assert raised
         return found
@@ -83,7 +92,11 @@ def test_muon_of_mixtral_is_that_of_one_process(spread):
 
     def trained(made):
         optimizer = sm.optim.Muon(
-            made.named_parameters(), lr=0.01, adamw=["*embed*", "lm_head*"], adamw_lr=0.001, adamw_eps=0.01,
+            made.named_parameters(),
+            lr=0.01,
+            adamw=["*embed*", "lm_head*"],
+            adamw_lr=0.001,
+            adamw_eps=0.01,
             ns_dtype=torch.float64,  # AdamW with a small eps makes large steps of gradients that are rounding
         )
         for _ in range(2):
@@ -101,7 +114,13 @@ def test_muon_of_mixtral_is_that_of_one_process(spread):
     for found in sm.simulate(2)(program)():
         for name, p in expected.items():
             # After steps of 1e-2 along gradients that have passed a router, which computes in float32.
-            torch.testing.assert_close(found[name], p.detach(), rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name],
+                p.detach(),
+                rtol=0,
+                atol=1e-6,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 def test_a_tied_model_is_loaded_by_its_state(tmp_path):
@@ -124,7 +143,10 @@ def test_resizing_comes_before_sharding(spread):
     def program():
         made = model("llama", tie_word_embeddings=True)
         _shard(made, spread)
-        with pytest.raises(TypeError, match="resize_token_embeddings, comes before fully_shard, data_parallel and parallelize"):
+        with pytest.raises(
+            TypeError,
+            match="resize_token_embeddings, comes before fully_shard, data_parallel and parallelize",
+        ):
             made.resize_token_embeddings(70, mean_resizing=False)
         assert made.get_input_embeddings().weight.shape[0] == 64
         resized = model("llama", tie_word_embeddings=True)

@@ -61,7 +61,9 @@ def test_compiled_blocks(name, form, checkpointing, inputs, order):
     expected = train(model(name), IDS)
     tolerance = 1e-6 if name == "llama" and "tp" in form else 1e-10
     longest = 0
-    for found, sizes in sm.simulate(4)(_trained)(name, form, order, checkpointing, inputs == "sharded"):
+    for found, sizes in sm.simulate(4)(_trained)(
+        name, form, order, checkpointing, inputs == "sharded"
+    ):
         same(found, expected, tolerance, skip_loss=inputs == "plain" and "fsdp" in form)
         longest = max([longest, *sizes])
     if form == "fsdp" and inputs == "plain" and not checkpointing:

@@ -42,12 +42,12 @@ def test_weights_from_files(tmp_path):
     def program():
         made = sm.parallel.materialize(_on_meta("llama", "fsdp+tp", _mesh()).double())
         sm.checkpoint.load_safetensors(tmp_path, like=made)
-        return whole(made(input_ids=sm.device_put(IDS, _mesh(), sm.P("fsdp")), use_cache=False).logits)
+        return whole(
+            made(input_ids=sm.device_put(IDS, _mesh(), sm.P("fsdp")), use_cache=False).logits
+        )
 
     reference = model("llama")
     reference.save_pretrained(tmp_path)
     expected = reference(input_ids=IDS, use_cache=False).logits.detach()
     for found in sm.simulate(4)(program)():
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
-
-

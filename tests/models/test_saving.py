@@ -48,7 +48,10 @@ def test_save_safetensors(name, size, tmp_path):
     reference = model(name)
     reference.config.save_pretrained(tmp_path)
     assert (len(os.listdir(tmp_path)) > 2) == (size is not None)
-    _same(type(reference).from_pretrained(tmp_path, dtype=torch.float64).state_dict(), reference.state_dict())
+    _same(
+        type(reference).from_pretrained(tmp_path, dtype=torch.float64).state_dict(),
+        reference.state_dict(),
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -72,25 +75,35 @@ def test_adapters(tmp_path):
 
     def adapted():
         torch.manual_seed(0)
-        return peft.get_peft_model(model("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        return peft.get_peft_model(
+            model("llama"),
+            peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        )
 
     def program():
         made = adapted()
-        sm.parallel.fully_shard(made, _mesh(), axes="fsdp", units=type(made.base_model.model.model.layers[0]))
+        sm.parallel.fully_shard(
+            made, _mesh(), axes="fsdp", units=type(made.base_model.model.model.layers[0])
+        )
         state = sm.checkpoint.full_state_dict(made)
         if _mesh().get_rank() == 0:
             made.save_pretrained(tmp_path, state_dict=state)
 
     sm.simulate(4)(program)()
     back = peft.PeftModel.from_pretrained(model("llama"), tmp_path).eval()
-    torch.testing.assert_close(back(input_ids=IDS).logits, adapted().eval()(input_ids=IDS).logits, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        back(input_ids=IDS).logits, adapted().eval()(input_ids=IDS).logits, rtol=1e-6, atol=1e-7
+    )
 
 
 def test_storage_access_raises_and_suggests_saving(tmp_path):
     def program():
         made = shard("llama", model("llama"), _mesh(), "fsdp")
         advice = r"sm\.checkpoint\.save_safetensors\(model, path\).*sm\.checkpoint\.full_state_dict\(model\)"
-        for save in (made.save_pretrained, lambda path: torch.export.export(copy.deepcopy(made), (IDS,))):
+        for save in (
+            made.save_pretrained,
+            lambda path: torch.export.export(copy.deepcopy(made), (IDS,)),
+        ):
             with pytest.raises(RuntimeError, match=advice):
                 save(tmp_path)
 

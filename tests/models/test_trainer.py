@@ -45,7 +45,11 @@ def _trained_by_trainer(parallel, folder):
         output_dir=folder, use_cpu=True, per_device_train_batch_size=1, max_steps=3, save_strategy="no", report_to=[], logging_steps=1,
         disable_tqdm=True, max_grad_norm=0.5, learning_rate=1e-2,
     )  # fmt: skip
-    trainer = transformers.Trainer(model=made, args=settings, train_dataset=[{"input_ids": row, "labels": row} for row in IDS.repeat(3, 1)])
+    trainer = transformers.Trainer(
+        model=made,
+        args=settings,
+        train_dataset=[{"input_ids": row, "labels": row} for row in IDS.repeat(3, 1)],
+    )
     trainer.train()
     assert (trainer.model_wrapped is made) == parallel
     return {name: whole(x) for name, x in made.named_parameters()}
@@ -66,7 +70,10 @@ def _wrapped_in_ddp():
         parallelize(torch.nn.Linear(2, 2), mesh, {"": colwise()}),
         distribute_module(torch.nn.Linear(2, 2), mesh),
     ):
-        with pytest.raises(RuntimeError, match="is parallel already, by shardmesh: call it as it is, without DistributedDataParallel"):
+        with pytest.raises(
+            RuntimeError,
+            match="is parallel already, by shardmesh: call it as it is, without DistributedDataParallel",
+        ):
             torch.nn.parallel.DistributedDataParallel(made)
 
 

@@ -30,7 +30,12 @@ from tests.models.tiny import (
 
 EXACT = 1e-10
 # Llama's norms and Mixtral's router round to float32 what tensor parallelism adds up in another order in float64.
-TOLERANCES = {("llama", "tp"): 1e-6, ("mixtral", "tp"): 1e-6, ("llama", "fsdp+tp"): 1e-6, ("mixtral", "fsdp+tp"): 1e-6}
+TOLERANCES = {
+    ("llama", "tp"): 1e-6,
+    ("mixtral", "tp"): 1e-6,
+    ("llama", "fsdp+tp"): 1e-6,
+    ("mixtral", "fsdp+tp"): 1e-6,
+}
 
 
 @cache
@@ -64,7 +69,12 @@ def _trained(name, form, sharded, checkpointing):
 def test_training(name, form, inputs, checkpointing):
     expected = _expected(name)
     for found in sm.simulate(4)(_trained)(name, form, inputs == "sharded", checkpointing):
-        same(found, expected, TOLERANCES.get((name, form), EXACT), skip_loss=inputs == "plain" and "fsdp" in form)
+        same(
+            found,
+            expected,
+            TOLERANCES.get((name, form), EXACT),
+            skip_loss=inputs == "plain" and "fsdp" in form,
+        )
 
 
 def test_training_on_processes(world4):
@@ -73,7 +83,9 @@ def test_training_on_processes(world4):
         same(found, expected, TOLERANCES["llama", "fsdp+tp"])
 
 
-@pytest.mark.parametrize(("name", "form"), [("llama", "fsdp+tp"), ("gpt2", "fsdp"), ("mixtral", "fsdp")])
+@pytest.mark.parametrize(
+    ("name", "form"), [("llama", "fsdp+tp"), ("gpt2", "fsdp"), ("mixtral", "fsdp")]
+)
 def test_loss_of_the_model(name, form):
     """In float32, with partly padded labels and a padding mask."""
     labels, mask = IDS.clone(), torch.ones_like(IDS)
@@ -158,7 +170,12 @@ def test_load_balancing_loss_of_sharded_logits(padded):
         mesh = sm.init_device_mesh("cpu", (3,), axis_names=("dp",))
         x = sm.distribute_tensor(logits, mesh, spec, src_data_rank=None).requires_grad_()
         with sm.ops.implicit_replication():
-            found = loss_and_grad(x, None if mask is None else sm.distribute_tensor(mask, mesh, spec, src_data_rank=None))
+            found = loss_and_grad(
+                x,
+                None
+                if mask is None
+                else sm.distribute_tensor(mask, mesh, spec, src_data_rank=None),
+            )
         return [y.detach().full_tensor() for y in found]
 
     expected = [y.detach() for y in loss_and_grad(logits.clone().requires_grad_(), mask)]

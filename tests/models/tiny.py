@@ -17,9 +17,21 @@ from shardmesh.parallel import colwise, fully_shard, parallelize, rowwise
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY, ROWS, STEPS = 64, 4, 2
-_SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+}
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
-_GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
+_GPT2: dict[str, Any] = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 
 
 def llama(**options: Any) -> nn.Module:
@@ -27,25 +39,37 @@ def llama(**options: Any) -> nn.Module:
 
 
 def gpt2(**options: Any) -> nn.Module:
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, **_GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} | options)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        **_GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} | options,
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
 def mixtral(**options: Any) -> nn.Module:
-    config = transformers.MixtralConfig(**_SIZES | _HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2} | options)
+    config = transformers.MixtralConfig(
+        **_SIZES | _HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2} | options
+    )
     config._experts_implementation = "eager"
     return transformers.MixtralForCausalLM(config)
 
 
 def qwen3_moe(**options: Any) -> nn.Module:
     moe = {"moe_intermediate_size": 16, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2}
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_SIZES | _HEADS | moe | options))
+    return transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**_SIZES | _HEADS | moe | options)
+    )
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"llama": llama, "gpt2": gpt2, "mixtral": mixtral}
 PLANS: dict[str, Any] = {
     "llama": "auto",
-    "gpt2": {"*.c_attn": colwise(), "*.attn.c_proj": rowwise(), "*.c_fc": colwise(), "*.mlp.c_proj": rowwise()},
+    "gpt2": {
+        "*.c_attn": colwise(),
+        "*.attn.c_proj": rowwise(),
+        "*.c_fc": colwise(),
+        "*.mlp.c_proj": rowwise(),
+    },
     "mixtral": "auto",
 }
 
@@ -68,7 +92,9 @@ def loss_of(module: nn.Module, ids: Any) -> Any:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train(module: nn.Module, ids: Any, loss: Callable[[nn.Module, Any], Any] = loss_of) -> dict[str, Tensor]:
+def train(
+    module: nn.Module, ids: Any, loss: Callable[[nn.Module, Any], Any] = loss_of
+) -> dict[str, Tensor]:
     """Train; return the gradients of the first step, and the parameters and the loss of the last."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     found: dict[str, Tensor] = {}
@@ -109,7 +135,12 @@ def rows(mesh: sm.DeviceMesh, sharded: bool) -> Any:
     return IDS.chunk(mesh.size("fsdp"))[mesh.get_local_rank("fsdp")] if split else IDS
 
 
-def same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, skip_loss: bool = False) -> None:
+def same(
+    actual: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    tolerance: float,
+    skip_loss: bool = False,
+) -> None:
     """Assert equality up to rounding, relative to the largest value of each tensor."""
     assert actual.keys() == expected.keys()
     for name in expected.keys() - ({"loss"} if skip_loss else set()):

@@ -62,7 +62,16 @@ class Host:
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Start a program on this host; `options` are those of Popen. Killing it does not kill its children."""
-        enter = ["nsenter", f"--target={self.init}", "--user", "--preserve-credentials", "--net", "--mount", "--uts", "--pid"]
+        enter = [
+            "nsenter",
+            f"--target={self.init}",
+            "--user",
+            "--preserve-credentials",
+            "--net",
+            "--mount",
+            "--uts",
+            "--pid",
+        ]
         return subprocess.Popen([*enter, "--", *command], text=True, **options)
 
     def run(self, *command: str) -> str:
@@ -70,7 +79,9 @@ class Host:
         with self.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             text, _ = process.communicate(timeout=_LIMIT_S)
         if process.returncode:
-            raise RuntimeError(f"{' '.join(command)} on {self.name}: status {process.returncode}: {text}")
+            raise RuntimeError(
+                f"{' '.join(command)} on {self.name}: status {process.returncode}: {text}"
+            )
         return text
 
     def disconnect(self) -> None:
@@ -91,7 +102,15 @@ def two_hosts() -> Iterator[list[Host]]:
     """
     with ExitStack() as stack:
         lab = stack.enter_context(_held([*_LAB, "sh", "-c", _HOLD]))
-        into_lab = ["nsenter", f"--target={lab}", "--user", "--preserve-credentials", "--net", "--mount", "--"]
+        into_lab = [
+            "nsenter",
+            f"--target={lab}",
+            "--user",
+            "--preserve-credentials",
+            "--net",
+            "--mount",
+            "--",
+        ]
         hosts, names = [], "".join(f"{address} {name}\\n" for name, address in ADDRESSES.items())
         for name in ADDRESSES:
             command = [*into_lab, *_HOST, "sh", "-c", _HOLD_HOST.format(name=name, names=names)]
@@ -112,7 +131,9 @@ def _held(command: list[str]) -> Iterator[int]:
     except OSError as error:
         raise NotPermitted(f"{command[0]} is missing on this machine: {error}") from error
     with process:
-        stdin, stdout, stderr = cast("tuple[IO[str], IO[str], IO[str]]", (process.stdin, process.stdout, process.stderr))
+        stdin, stdout, stderr = cast(
+            "tuple[IO[str], IO[str], IO[str]]", (process.stdin, process.stdout, process.stderr)
+        )
         pid = stdout.readline().strip()
         try:
             if not pid.isdecimal():
@@ -126,8 +147,22 @@ def _held(command: list[str]) -> Iterator[int]:
 
 def _connect(into_lab: list[str], hosts: list[Host]) -> None:
     first, second = hosts
-    ends = ["name", INTERFACE, "netns", str(first.init), "type", "veth", "peer", "name", INTERFACE, "netns", str(second.init)]
-    done = subprocess.run([*into_lab, "ip", "link", "add", *ends], capture_output=True, text=True, timeout=_LIMIT_S)
+    ends = [
+        "name",
+        INTERFACE,
+        "netns",
+        str(first.init),
+        "type",
+        "veth",
+        "peer",
+        "name",
+        INTERFACE,
+        "netns",
+        str(second.init),
+    ]
+    done = subprocess.run(
+        [*into_lab, "ip", "link", "add", *ends], capture_output=True, text=True, timeout=_LIMIT_S
+    )
     if done.returncode:
         raise RuntimeError(f"ip link add type veth: {done.stderr.strip()}")
     for host in hosts:

@@ -33,14 +33,40 @@ _ports = itertools.count(29500)
 def environment() -> dict[str, str]:
     import shardmesh
 
-    path = os.pathsep.join([str(Path(shardmesh.__file__).parents[1]), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+    path = os.pathsep.join(
+        [str(Path(shardmesh.__file__).parents[1]), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    )
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+    }
 
 
 def torchrun(node: int, hosts: Sequence[Host], port: int) -> list[str]:
     """Return the arguments of torchrun; node numbers follow the order of the hosts."""
-    where = ["--rdzv-backend", "static", "--node-rank", str(node), "--master-addr", hosts[0].name, "--master-port", str(port)]
-    return ["--nnodes", "2", "--nproc-per-node", "2", "--local-addr", hosts[node].name, "--monitor-interval", "0.1", *where]
+    where = [
+        "--rdzv-backend",
+        "static",
+        "--node-rank",
+        str(node),
+        "--master-addr",
+        hosts[0].name,
+        "--master-port",
+        str(port),
+    ]
+    return [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--local-addr",
+        hosts[node].name,
+        "--monitor-interval",
+        "0.1",
+        *where,
+    ]
 
 
 @dataclass
@@ -82,7 +108,9 @@ class RunningProgram:
         return int((self.folder / f"{host.name}.status").read_text())
 
     def printed(self) -> str:
-        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.log"))
+        )
 
 
 @dataclass
@@ -99,15 +127,25 @@ class Lab:
             os.mkfifo(fifo)
             output = stack.enter_context((self.folder / f"{host.name}.output").open("w"))
             command = [sys.executable, "-m", "tests.multinode.fork_server", str(fifo)]
-            host.start(command, env={**environment(), "SHARDMESH_HOST_LOST_S": str(LOST_S)}, stdout=output, stderr=output)
-            self.orders.append(stack.enter_context(os.fdopen(os.open(fifo, os.O_RDWR), "w", buffering=1)))
+            host.start(
+                command,
+                env={**environment(), "SHARDMESH_HOST_LOST_S": str(LOST_S)},
+                stdout=output,
+                stderr=output,
+            )
+            self.orders.append(
+                stack.enter_context(os.fdopen(os.open(fifo, os.O_RDWR), "w", buffering=1))
+            )
 
     def run(self, program: str) -> RunningProgram:
         port = next(_ports)
         run = RunningProgram(self.folder / f"{program}.{port}", self.hosts)
         run.folder.mkdir()
         for node, orders in enumerate(self.orders):
-            orders.write(TorchrunJob(program, str(run.folder), torchrun(node, self.hosts, port)).to_json() + "\n")
+            orders.write(
+                TorchrunJob(program, str(run.folder), torchrun(node, self.hosts, port)).to_json()
+                + "\n"
+            )
         return run
 
 
@@ -141,11 +179,33 @@ def hosts(lab: Lab) -> Iterator[list[Host]]:
 
 @pytest.mark.slow
 def test_example_on_two_hosts_equals_one_process(lab: Lab, hosts: list[Host], tmp_path: Path):
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].name}:29400", "--rdzv-id", "lm"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *rendezvous]
+    rendezvous = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"{hosts[0].name}:29400",
+        "--rdzv-id",
+        "lm",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        *rendezvous,
+    ]
     program = [str(ROOT / "examples" / "train_lm.py"), *TRAIN, "--out", str(tmp_path)]
-    pipes: dict[str, Any] = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    agents = [host.start([*command, "--local-addr", host.name, *program], **pipes) for host in hosts]
+    pipes: dict[str, Any] = {
+        "env": environment(),
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+    }
+    agents = [
+        host.start([*command, "--local-addr", host.name, *program], **pipes) for host in hosts
+    ]
     single = train_lm.train(train_lm.parse(TRAIN), None)
     printed = [agent.communicate(timeout=2 * LIMIT_S)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(printed)
@@ -154,7 +214,9 @@ def test_example_on_two_hosts_equals_one_process(lab: Lab, hosts: list[Host], tm
     for ours, theirs in zip(run["rows"], single.rows, strict=True):
         assert ours["loss"] == pytest.approx(theirs.loss, rel=train_lm.TOLERANCE)
         assert ours["valid_loss"] == pytest.approx(theirs.valid_loss, rel=train_lm.TOLERANCE)
-    assert [host.run("ls", "/dev/shm") for host in hosts] == ["", ""], "a successful job leaves no files"
+    assert [host.run("ls", "/dev/shm") for host in hosts] == ["", ""], (
+        "a successful job leaves no files"
+    )
 
 
 @pytest.mark.slow
@@ -167,7 +229,9 @@ def test_temporarily_slow_host_is_waited_for(lab: Lab, hosts: list[Host]):
     run.wait_for_steps(run.steps(0) + 20)
     (run.folder / STOP).touch()
     results = run.results(range(4))
-    assert [(t["error"], t["steps"]) for t in results] == [("NoneType", results[0]["steps"])] * 4, run.printed()
+    assert [(t["error"], t["steps"]) for t in results] == [("NoneType", results[0]["steps"])] * 4, (
+        run.printed()
+    )
     assert [run.status(host) for host in hosts] == [0, 0]
 
 
@@ -218,7 +282,9 @@ def test_frozen_host_receives_the_verdict(lab: Lab, hosts: list[Host]):
     run = lab.run("run_until_stopped")
     survivors_report(run, lambda: run.signal(hosts[1], "STOP"), {0: B, 1: B})
     run.signal(hosts[1], "CONT")
-    assert [(t["error"], tuple(t["ranks"])) for t in run.results((2, 3))] == [("RankLostError", (2, 3))] * 2
+    assert [(t["error"], tuple(t["ranks"])) for t in run.results((2, 3))] == [
+        ("RankLostError", (2, 3))
+    ] * 2
     assert [run.status(host) for host in hosts] == [1, 1]
 
 
@@ -229,14 +295,22 @@ def test_frozen_host_receives_the_verdict(lab: Lab, hosts: list[Host]):
 def test_mismatch_on_another_host_is_named(lab: Lab, hosts: list[Host]):
     run = lab.run("diverge")
     results = run.results(range(4))
-    assert [(t["error"], t["ranks"]) for t in results] == [("CollectiveMismatchError", [3])] * 4, run.printed()
-    assert all("all_reduce(max" in t["text"] and "the reduction differs" in t["text"] for t in results)
+    assert [(t["error"], t["ranks"]) for t in results] == [("CollectiveMismatchError", [3])] * 4, (
+        run.printed()
+    )
+    assert all(
+        "all_reduce(max" in t["text"] and "the reduction differs" in t["text"] for t in results
+    )
 
 
 @pytest.mark.slow
 def test_error_on_another_host_is_named(lab: Lab, hosts: list[Host]):
     run = lab.run("fail")
     *others, failed = run.results(range(4))
-    assert (failed["error"], failed["text"], failed["steps"]) == ("ValueError", "the reason", DIVERGING_STEP)
+    assert (failed["error"], failed["text"], failed["steps"]) == (
+        "ValueError",
+        "the reason",
+        DIVERGING_STEP,
+    )
     assert [(t["error"], t["ranks"]) for t in others] == [("PeerError", [3])] * 3, run.printed()
     assert all("rank 3 raised ValueError: the reason" in t["text"] for t in others)

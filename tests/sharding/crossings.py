@@ -27,7 +27,9 @@ ORDERS = 3
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) / 2
+    return (
+        torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) / 2
+    )
 
 
 @dataclass
@@ -62,7 +64,9 @@ class CrossingProgram:
         self.axes = ("a", "b")[: len(self.mesh_shape)]
         self.even = draw.random() < 0.6
         self.shape = (4 * 3 if self.even else draw.choice([5, 1, 3]), draw.choice([2, 3]))
-        self.steps = [(draw.choice(STEPS), draw.randrange(1 << 30)) for _ in range(draw.randint(2, 6))]
+        self.steps = [
+            (draw.choice(STEPS), draw.randrange(1 << 30)) for _ in range(draw.randint(2, 6))
+        ]
         self.ends = [draw.randrange(1 << 30) for _ in range(ORDERS)]
         self.start = draw.choice(["sharded", "plain", "part"])
         self.way = draw.choice(["grad", "backward", "sm.grad"])
@@ -79,11 +83,16 @@ class CrossingProgram:
         if len(self.axes) > 1:
             ways += [P("a", "b"), P(("a", "b")), P(("b", "a")), P(None, "b"), P("b", "a")]
         if pending:
-            ways += [P(unreduced={"a"}), P(*[None], "b", unreduced={"a"}) if len(self.axes) > 1 else P(unreduced={"a"})]
+            ways += [
+                P(unreduced={"a"}),
+                P(*[None], "b", unreduced={"a"}) if len(self.axes) > 1 else P(unreduced={"a"}),
+            ]
         return draw.choice(ways)
 
     def laid_out(self, x: Tensor, spec: P) -> Any:
-        return x if self.mesh is None else sm.distribute_tensor(x, self.mesh, spec, src_data_rank=None)
+        return (
+            x if self.mesh is None else sm.distribute_tensor(x, self.mesh, spec, src_data_rank=None)
+        )
 
     def leaves(self, mesh: Any) -> dict[str, Value]:
         """Return new leaves: `s` (matrix) and `v` (square) are sharded, `p` and `w` are plain, `l` is a local part."""
@@ -94,8 +103,13 @@ class CrossingProgram:
         if mesh is not None:
             part = part[slices(sm.Layout.of(mesh, cut, part.shape, part.dtype).box)].clone()
         found = {
-            "s": Value("sharded", self.laid_out(numbers(self.seed, rows, columns), self.spec(draw, pending=True))),
-            "v": Value("sharded", self.laid_out(numbers(self.seed + 1, columns, columns), self.spec(draw))),
+            "s": Value(
+                "sharded",
+                self.laid_out(numbers(self.seed, rows, columns), self.spec(draw, pending=True)),
+            ),
+            "v": Value(
+                "sharded", self.laid_out(numbers(self.seed + 1, columns, columns), self.spec(draw))
+            ),
             "p": Value("plain", numbers(self.seed + 2, rows, columns)),
             "w": Value("plain", numbers(self.seed + 4, columns, columns)),
             "l": Value("part", part, cut),
@@ -120,14 +134,19 @@ class CrossingProgram:
         if way == 2:
             return Value("sharded", sm.device_put(value.x, self.mesh, self.spec(draw)))
         spec = self.spec(draw)
-        return Value("sharded", sm.shard_map(lambda x: x * 1, mesh=self.mesh, in_specs=spec, out_specs=spec)(value.x))
+        return Value(
+            "sharded",
+            sm.shard_map(lambda x: x * 1, mesh=self.mesh, in_specs=spec, out_specs=spec)(value.x),
+        )
 
     def plain(self, value: Value, draw: random.Random) -> Value:
         """Return the value as a plain tensor that is the same on every rank."""
         if value.kind == "plain" or self.mesh is None:
             return Value("plain", value.x)
         x = self.sharded(value, draw).x
-        return Value("plain", x.full_tensor() if draw.random() < 0.7 else x.redistribute(P()).to_local())
+        return Value(
+            "plain", x.full_tensor() if draw.random() < 0.7 else x.redistribute(P()).to_local()
+        )
 
     def part(self, value: Value, draw: random.Random) -> Value:
         """Return this rank's part of the value."""
@@ -157,14 +176,24 @@ class CrossingProgram:
     def derivatives(self, mesh: Any) -> list[list[Any]]:
         """Return the full gradients of all leaves by order; each order differentiates the one before."""
         leaves = self.leaves(mesh)
-        return {"grad": self._by_grad, "backward": self._by_backward, "sm.grad": self._by_transforms}[self.way](leaves)
+        return {
+            "grad": self._by_grad,
+            "backward": self._by_backward,
+            "sm.grad": self._by_transforms,
+        }[self.way](leaves)
 
     def _by_grad(self, leaves: dict[str, Value]) -> list[list[Any]]:
         by, found, loss = list(leaves.values()), [], self.loss(leaves)
         for order in range(ORDERS):
             if not loss.requires_grad:
                 break
-            grads = torch.autograd.grad(loss, [value.x for value in by], create_graph=True, allow_unused=True, materialize_grads=True)
+            grads = torch.autograd.grad(
+                loss,
+                [value.x for value in by],
+                create_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
             found.append(grads)
             loss = self.next_loss(order, by, grads)
         return [self.wholes(by, grads) for grads in found]
@@ -179,7 +208,9 @@ class CrossingProgram:
                 value.x.grad = None
             with warnings.catch_warnings(action="ignore"):  # a reference cycle, which `None` ends
                 loss.backward(create_graph=True)
-            grads = [torch.zeros_like(value.x) if value.x.grad is None else value.x.grad for value in by]
+            grads = [
+                torch.zeros_like(value.x) if value.x.grad is None else value.x.grad for value in by
+            ]
             found.append(grads)
             loss = self.next_loss(order, by, grads)
         for value in by:
@@ -212,21 +243,33 @@ class CrossingProgram:
         return self.total([*mine, *draw.sample(by, draw.randrange(2))], draw)
 
     def wholes(self, by: Sequence[Value], grads: Sequence[Any]) -> list[Tensor]:
-        return [self.whole(Value(value.kind, g, value.spec)) for value, g in zip(by, grads, strict=True)]
+        return [
+            self.whole(Value(value.kind, g, value.spec)) for value, g in zip(by, grads, strict=True)
+        ]
 
     def whole(self, value: Value) -> Tensor:
         with torch.no_grad():
             if self.mesh is None or value.kind == "plain":
                 return value.x.detach()
-            x = value.x if value.kind == "sharded" else sm.from_local(value.x, self.mesh, value.spec, shape=self.shape)
+            x = (
+                value.x
+                if value.kind == "sharded"
+                else sm.from_local(value.x, self.mesh, value.spec, shape=self.shape)
+            )
             return x.full_tensor()
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def pointwise(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
-        f = draw.choice([torch.tanh, torch.sin, lambda x: x * x + x * 0.3, lambda x: (x * 0.5).exp()])
+        f = draw.choice(
+            [torch.tanh, torch.sin, lambda x: x * x + x * 0.3, lambda x: (x * 0.5).exp()]
+        )
         if draw.random() < 0.3:
-            again = sm.remat(f) if draw.random() < 0.5 else lambda x: checkpoint(f, x, use_reentrant=False)
+            again = (
+                sm.remat(f)
+                if draw.random() < 0.5
+                else lambda x: checkpoint(f, x, use_reentrant=False)
+            )
             return Value(value.kind, again(value.x), value.spec)
         return Value(value.kind, f(value.x), value.spec)
 
@@ -242,7 +285,9 @@ class CrossingProgram:
         """Combine the value with a leaf of the same kind."""
         other = leaves[draw.choice("spl")]
         kind = draw.choice(["sharded", "plain"])
-        return Value(kind, self.as_kind(kind, value, draw).x * 0.7 + self.as_kind(kind, other, draw).x.sin())
+        return Value(
+            kind, self.as_kind(kind, value, draw).x * 0.7 + self.as_kind(kind, other, draw).x.sin()
+        )
 
     def product(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
         """Multiply the value by a square matrix of any kind."""
@@ -257,7 +302,13 @@ class CrossingProgram:
 
     def implicit(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
         """Combine a plain tensor with a sharded one."""
-        f = draw.choice([lambda x: x @ leaves["w"].x, lambda x: x * leaves["p"].x, lambda x: leaves["w"].x[0] + x])
+        f = draw.choice(
+            [
+                lambda x: x @ leaves["w"].x,
+                lambda x: x * leaves["p"].x,
+                lambda x: leaves["w"].x[0] + x,
+            ]
+        )
         with sm.ops.implicit_replication():
             return Value("sharded", f(self.sharded(value, draw).x))
 
@@ -274,8 +325,18 @@ class CrossingProgram:
             return Value("sharded", sm.from_local(local, self.mesh, P(), grad_placements=summed))
         share = 2 * (rank + 1) / (ranks * (ranks + 1))
         one = local if rank == 0 else local * 0 + 1
-        own = {"sum": local * share, "avg": local * share * ranks, "max": local - rank, "product": one}[way]
-        return Value("sharded", sm.from_local(own, self.mesh, P(unreduced=dict.fromkeys(self.axes, way)), shape=self.shape))
+        own = {
+            "sum": local * share,
+            "avg": local * share * ranks,
+            "max": local - rank,
+            "product": one,
+        }[way]
+        return Value(
+            "sharded",
+            sm.from_local(
+                own, self.mesh, P(unreduced=dict.fromkeys(self.axes, way)), shape=self.shape
+            ),
+        )
 
     def mapped(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
         """Apply a mapped function to a value of any kind and a plain matrix."""
@@ -294,10 +355,25 @@ class CrossingProgram:
         def run(x: Any, w: Any) -> Any:
             return body(OnRanks(axes), (x,), w)[0]
 
-        return Value("sharded", sm.shard_map(run, mesh=self.mesh, in_specs=(spec, P()), out_specs=spec)(x, square))
+        return Value(
+            "sharded",
+            sm.shard_map(run, mesh=self.mesh, in_specs=(spec, P()), out_specs=spec)(x, square),
+        )
 
 
-STEPS = ["pointwise", "pointwise", "move", "cross", "cross", "mix", "product", "implicit", "shares", "mapped", "mapped"]
+STEPS = [
+    "pointwise",
+    "pointwise",
+    "move",
+    "cross",
+    "cross",
+    "mix",
+    "product",
+    "implicit",
+    "shares",
+    "mapped",
+    "mapped",
+]
 
 
 class OneProcess:
@@ -349,13 +425,19 @@ Body = Callable[[Any, Sequence[Tensor], Tensor], list[Tensor]]
 BODIES: list[tuple[Body, bool]] = [(_sums, False), (_gathered, True), (_ring, True)]
 
 
-def check(seed: int, mesh_shape: Sequence[int] | None = None, mesh: Any = None, expected: Any = None) -> None:
+def check(
+    seed: int, mesh_shape: Sequence[int] | None = None, mesh: Any = None, expected: Any = None
+) -> None:
     """Compare a program's derivatives on this rank with those of the one process."""
     program = CrossingProgram(seed, mesh_shape)
-    for order, (ours, theirs) in enumerate(zip(program.derivatives(mesh), expected, strict=True), 1):
+    for order, (ours, theirs) in enumerate(
+        zip(program.derivatives(mesh), expected, strict=True), 1
+    ):
         for name, x, y in zip("svpwl", ours, theirs, strict=True):
             what = f"{program}: order {order}, leaf {name}"
-            torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8, msg=lambda text, what=what: f"{what}: {text}")
+            torch.testing.assert_close(
+                x, y, rtol=1e-8, atol=1e-8, msg=lambda text, what=what: f"{what}: {text}"
+            )
 
 
 def expected_of(seed: int, mesh_shape: Sequence[int] | None = None) -> list[list[Tensor]]:

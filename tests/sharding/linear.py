@@ -15,7 +15,9 @@ def sharded_linear(mesh, spec=None):
     """Return a linear layer of 4 to 3 features with its weight sharded by rows (unevenly, 3 rows) and its bias replicated."""
     torch.manual_seed(0)
     module = nn.Linear(4, 3)
-    return sm.parallel.distribute_module(module, mesh, lambda _, m, at: sm.parallel.shard_parameter(m, "weight", at, spec or P("a")))
+    return sm.parallel.distribute_module(
+        module, mesh, lambda _, m, at: sm.parallel.shard_parameter(m, "weight", at, spec or P("a"))
+    )
 
 
 def plain_linear():

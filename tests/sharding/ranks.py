@@ -25,7 +25,9 @@ def on_mesh(mesh_shape: Sequence[int], program: Callable[[sm.DeviceMesh], Any]) 
 
     def rank() -> Any:
         with on_device():
-            return program(sm.init_device_mesh(DEVICE, mesh_shape, axis_names=AXES[: len(mesh_shape)]))
+            return program(
+                sm.init_device_mesh(DEVICE, mesh_shape, axis_names=AXES[: len(mesh_shape)])
+            )
 
     return sm.simulate(math.prod(mesh_shape))(rank)()
 
@@ -47,7 +49,9 @@ def every_rank(*mesh_shape: int) -> Callable[[Callable[[sm.DeviceMesh], Any]], C
     return decorate
 
 
-def place(mesh: sm.DeviceMesh, tensor: torch.Tensor, *placements: sm.Placement, grad: bool = False) -> sm.ShardedTensor:
+def place(
+    mesh: sm.DeviceMesh, tensor: torch.Tensor, *placements: sm.Placement, grad: bool = False
+) -> sm.ShardedTensor:
     """Distribute `tensor`, which is the same on every rank, without communication; replicated without placements."""
     x = sm.distribute_tensor(tensor, mesh, list(placements) or None, src_data_rank=None)
     return x.requires_grad_() if grad else x

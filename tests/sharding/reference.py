@@ -21,10 +21,14 @@ COMBINE = {
 }
 
 
-def contributions(mesh: sm.AbstractMesh, spec: sm.P, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+def contributions(
+    mesh: sm.AbstractMesh, spec: sm.P, shape: tuple[int, ...], seed: int = 0
+) -> torch.Tensor:
     """Return full tensors, one per combination of coordinates on pending axes: [n, *shape], float64, all values different."""
     n = math.prod(mesh.size(axis) for axis, _ in spec.unreduced)
-    return torch.randn((n, *shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        (n, *shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def my_contribution(mesh: sm.DeviceMesh, spec: sm.P) -> int:
@@ -51,7 +55,9 @@ def equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def plain_grad(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor | None]:
+def plain_grad(
+    function: Callable[..., torch.Tensor], *tensors: torch.Tensor
+) -> list[torch.Tensor | None]:
     """Return the gradients of a function of plain tensors with respect to each of them."""
     leaves = [t.clone().requires_grad_() for t in tensors]
     function(*leaves).backward()

@@ -10,7 +10,20 @@ from hypothesis import strategies as st
 import shardmesh as sm
 
 AXES = ("a", "b", "c", "d")
-MESH_SHAPES = [(1,), (2,), (3,), (4,), (8,), (2, 2), (1, 3), (3, 2), (2, 4), (2, 2, 2), (2, 1, 3), (2, 1, 2, 2)]
+MESH_SHAPES = [
+    (1,),
+    (2,),
+    (3,),
+    (4,),
+    (8,),
+    (2, 2),
+    (1, 3),
+    (3, 2),
+    (2, 4),
+    (2, 2, 2),
+    (2, 1, 3),
+    (2, 1, 2, 2),
+]
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 12])
 
 mesh_shapes = st.sampled_from(MESH_SHAPES)
@@ -24,7 +37,9 @@ def shapes(draw: st.DrawFn, max_dims: int = 4) -> tuple[int, ...]:
 
 
 @st.composite
-def specs(draw: st.DrawFn, names: tuple[str, ...], ndim: int, kinds: tuple[str, ...] = ("sum",)) -> sm.P:
+def specs(
+    draw: st.DrawFn, names: tuple[str, ...], ndim: int, kinds: tuple[str, ...] = ("sum",)
+) -> sm.P:
     """Draw any spec on these axes: each axis shards a dim, is pending, or is unused; axes of a dim in any order."""
     dims: list[list[str]] = [[] for _ in range(ndim)]
     pending = []
@@ -47,7 +62,10 @@ def lengths(draw: st.DrawFn, total: int, parts: int) -> tuple[int, ...]:
 
 @st.composite
 def ragged_specs(
-    draw: st.DrawFn, mesh: sm.AbstractMesh, shape: tuple[int, ...], kinds: tuple[str, ...] = ("sum",)
+    draw: st.DrawFn,
+    mesh: sm.AbstractMesh,
+    shape: tuple[int, ...],
+    kinds: tuple[str, ...] = ("sum",),
 ) -> sm.P:
     """Draw any spec on this mesh; some dims are split into parts of any lengths, by one axis or by several jointly."""
     spec = draw(specs(mesh.axis_names, len(shape), kinds))
@@ -59,11 +77,18 @@ def ragged_specs(
 
 
 @st.composite
-def moves(draw: st.DrawFn, kinds: tuple[str, ...] = ("sum",)) -> tuple[tuple[int, ...], tuple[int, ...], sm.P, sm.P]:
+def moves(
+    draw: st.DrawFn, kinds: tuple[str, ...] = ("sum",)
+) -> tuple[tuple[int, ...], tuple[int, ...], sm.P, sm.P]:
     """Draw a mesh shape, a tensor shape and two specs."""
     mesh_shape, shape = draw(mesh_shapes), draw(shapes())
     names = AXES[: len(mesh_shape)]
-    return mesh_shape, shape, draw(specs(names, len(shape), kinds)), draw(specs(names, len(shape), kinds))
+    return (
+        mesh_shape,
+        shape,
+        draw(specs(names, len(shape), kinds)),
+        draw(specs(names, len(shape), kinds)),
+    )
 
 
 @st.composite
@@ -73,4 +98,9 @@ def ragged_moves(
     """Draw a mesh shape, a tensor shape and two specs that may be ragged."""
     mesh_shape, shape = draw(mesh_shapes), draw(shapes())
     mesh = sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)])
-    return mesh_shape, shape, draw(ragged_specs(mesh, shape, kinds)), draw(ragged_specs(mesh, shape, kinds))
+    return (
+        mesh_shape,
+        shape,
+        draw(ragged_specs(mesh, shape, kinds)),
+        draw(ragged_specs(mesh, shape, kinds)),
+    )

@@ -25,7 +25,10 @@ DIRECTION = torch.arange(6.0, 0.0, -1.0, dtype=torch.float64)
 def check_programs(seeds: range) -> None:
     for seed in seeds:
         expected, shape = crossings.expected_of(seed), crossings.CrossingProgram(seed).mesh_shape
-        on_mesh(shape, lambda mesh, seed=seed, expected=expected: crossings.check(seed, None, mesh, expected))
+        on_mesh(
+            shape,
+            lambda mesh, seed=seed, expected=expected: crossings.check(seed, None, mesh, expected),
+        )
 
 
 @pytest.mark.one_in(7)
@@ -60,7 +63,11 @@ def test_nested_grad_of_a_plain_argument(mesh: sm.DeviceMesh) -> None:
     first = sm.grad(lambda x: f(x).sum())
     second = sm.grad(lambda x: first(x).sum())
     third = sm.grad(lambda x: second(x).sum())
-    for found, wanted in [(first(X), 3 * X**2), (second(X), 6 * X), (third(X), torch.full_like(X, 6))]:
+    for found, wanted in [
+        (first(X), 3 * X**2),
+        (second(X), 6 * X),
+        (third(X), torch.full_like(X, 6)),
+    ]:
         torch.testing.assert_close(found, wanted)
 
 
@@ -84,15 +91,23 @@ def test_the_functions_of_torch_autograd_functional(mesh: sm.DeviceMesh) -> None
     torch.testing.assert_close(functional.hessian(loss, X), torch.diag(6 * X))
     torch.testing.assert_close(functional.hvp(loss, X, DIRECTION)[1], 6 * X * DIRECTION)
     torch.testing.assert_close(functional.vhp(loss, X, DIRECTION)[1], 6 * X * DIRECTION)
-    torch.testing.assert_close(functional.jvp(lambda x: f(x).full_tensor(), X, DIRECTION)[1], 3 * X**2 * DIRECTION)
+    torch.testing.assert_close(
+        functional.jvp(lambda x: f(x).full_tensor(), X, DIRECTION)[1], 3 * X**2 * DIRECTION
+    )
 
 
 BOUNDARIES = {
     "mapped": lambda mesh, x: cube(mesh)(x).full_tensor(),
-    "from_local": lambda mesh, x: sm.from_local(x, mesh, P()).redistribute(P("a")).pow(3).full_tensor(),
+    "from_local": lambda mesh, x: (
+        sm.from_local(x, mesh, P()).redistribute(P("a")).pow(3).full_tensor()
+    ),
     "device_put": lambda mesh, x: (sm.device_put(x, mesh, P("a")) ** 3).full_tensor(),
     "implicit": lambda mesh, x: _implicit(place(mesh, X.sin(), sm.Shard(0)), x).full_tensor(),
-    "to_local": lambda mesh, x: sm.from_local(sm.device_put(x, mesh, P()).to_local() ** 3, mesh, P()).redistribute(P("a")).full_tensor(),
+    "to_local": lambda mesh, x: (
+        sm.from_local(sm.device_put(x, mesh, P()).to_local() ** 3, mesh, P())
+        .redistribute(P("a"))
+        .full_tensor()
+    ),
 }
 
 
@@ -123,10 +138,19 @@ def test_meta_learning() -> None:
     expected = sm.grad(lambda w: _adapted_loss(w, lambda w: (data @ w).sin().sum()))(w)
 
     def program(mesh: sm.DeviceMesh) -> None:
-        by_rank = sm.shard_map(lambda w, x: sm.psum((x @ w).sin().sum(), "a"), mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
+        by_rank = sm.shard_map(
+            lambda w, x: sm.psum((x @ w).sin().sum(), "a"),
+            mesh=mesh,
+            in_specs=(P(), P("a")),
+            out_specs=P(),
+        )
         x = place(mesh, data, sm.Shard(0))
-        torch.testing.assert_close(sm.grad(lambda w: _adapted_loss(w, lambda w: by_rank(w, x).full_tensor()))(w), expected)
-        torch.testing.assert_close(sm.grad(lambda w: _adapted_loss(w, lambda w: by_rank(w, x)))(w), expected)
+        torch.testing.assert_close(
+            sm.grad(lambda w: _adapted_loss(w, lambda w: by_rank(w, x).full_tensor()))(w), expected
+        )
+        torch.testing.assert_close(
+            sm.grad(lambda w: _adapted_loss(w, lambda w: by_rank(w, x)))(w), expected
+        )
 
     on_mesh((3,), program)
 
@@ -156,7 +180,13 @@ def test_a_gradient_penalty_by_backward(mesh: sm.DeviceMesh) -> None:
 def test_pending_parts_of_any_kind(kind: str) -> None:
     """Each rank's part has its own gradients, to every order."""
     parts = torch.tensor([[1.0, 2.0, 3.0], [2.0, 1.0, 4.0]], dtype=torch.float64)
-    combine = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax, "min": torch.amin, "product": torch.prod}[kind]
+    combine = {
+        "sum": torch.sum,
+        "avg": torch.mean,
+        "max": torch.amax,
+        "min": torch.amin,
+        "product": torch.prod,
+    }[kind]
 
     def three(loss: Any, by: Tensor) -> list[Tensor]:
         found = []
@@ -226,7 +256,11 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
     def program(mesh: sm.DeviceMesh) -> None:
         x = torch.tensor([1, 2, 3], dtype=dtype, requires_grad=True)
-        for found, wanted in zip(two((sm.from_local(x, mesh, P()).redistribute(P("a")) ** 3).sum(), x), expected, strict=True):
+        for found, wanted in zip(
+            two((sm.from_local(x, mesh, P()).redistribute(P("a")) ** 3).sum(), x),
+            expected,
+            strict=True,
+        ):
             torch.testing.assert_close(found, wanted)
 
     on_mesh((2,), program)
@@ -236,7 +270,9 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("source", [0, 1, None])
-@pytest.mark.parametrize("spec", [P(), P("a"), P("b"), P(("b", "a")), P(unreduced={"a"}), P("b", unreduced={"a": "max"})])
+@pytest.mark.parametrize(
+    "spec", [P(), P("a"), P("b"), P(("b", "a")), P(unreduced={"a"}), P("b", unreduced={"a": "max"})]
+)
 def test_device_put_is_differentiable(spec: P, source: int | None) -> None:
     """Every rank's tensor gets the whole gradient, although the values come from one rank."""
 
@@ -265,7 +301,9 @@ def test_distribute_tensor_of_a_differentiated_tensor_raises() -> None:
     def program(mesh: sm.DeviceMesh) -> None:
         sm.grad(lambda w: (sm.distribute_tensor(w, mesh, P("a")) ** 2).sum())(X)
 
-    assert "use device_put(t, mesh, placements) to stay in the graph" in same_error((2,), program, RuntimeError)
+    assert "use device_put(t, mesh, placements) to stay in the graph" in same_error(
+        (2,), program, RuntimeError
+    )
 
 
 @every_rank(2)

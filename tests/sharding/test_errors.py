@@ -137,7 +137,12 @@ BAD = {
     ),
     "redistribution to another mesh": (
         lambda m: x(m).redistribute(m["a"], [Shard(0)]),
-        ["f32[5, 3] @ P('a', None) on (a=2, b=2)", "DeviceMesh(cpu, a=2)", "one mesh", "x.full_tensor()"],
+        [
+            "f32[5, 3] @ P('a', None) on (a=2, b=2)",
+            "DeviceMesh(cpu, a=2)",
+            "one mesh",
+            "x.full_tensor()",
+        ],
     ),
     "two meshes of one shape": (
         lambda m: x(m) + place(other_order(), X, Shard(0), Replicate()),
@@ -166,7 +171,12 @@ BAD = {
     # plain tensors
     "mixed": (
         lambda m: x(m) + X,
-        ["add", "f32[5, 3]", "distribute_tensor(t, mesh, placements)", "sm.ops.implicit_replication()"],
+        [
+            "add",
+            "f32[5, 3]",
+            "distribute_tensor(t, mesh, placements)",
+            "sm.ops.implicit_replication()",
+        ],
     ),
     "mixed, a number that requires grad": (
         lambda m: x(m) + torch.tensor(1.0, requires_grad=True),

@@ -17,7 +17,10 @@ from tests.stand_in.scenarios import SCENARIOS, all_waits
 # What, how often and why: see docs/communication.md.
 EVENT = "Event.synchronize at kernels/transfer/host_copies.py"
 KNOWN = {
-    "FSDP, parameters on the host": {EVENT: 1, "blocking copy to the host at sharding/training/clipping.py": 1},
+    "FSDP, parameters on the host": {
+        EVENT: 1,
+        "blocking copy to the host at sharding/training/clipping.py": 1,
+    },
     "experts": {EVENT: 1},
     "experts with a capacity": {EVENT: 1},
     "GradScaler": {"_local_scalar_dense at sharding/training/scaler.py": 1},
@@ -45,7 +48,10 @@ def test_a_step(name: str, found: dict[str, Any]) -> None:
 
 def recognised() -> dict[str, list[str]]:
     """Return what the mode finds in torch's own functions."""
-    x, pinned = torch.arange(4, device=device.NAME), torch.zeros(4, dtype=torch.int64, pin_memory=True)
+    x, pinned = (
+        torch.arange(4, device=device.NAME),
+        torch.zeros(4, dtype=torch.int64, pin_memory=True),
+    )
     event = torch.get_device_module(device.NAME).Event()
     calls: dict[str, Callable[[], Any]] = {
         "item": lambda: x[0].item(),
@@ -64,7 +70,9 @@ def recognised() -> dict[str, list[str]]:
         "in backward": lambda: _backward(x.double().requires_grad_()),
         "no wait: pinned": lambda: pinned.copy_(x, non_blocking=True),
         "no wait: from pinned": lambda: pinned.to(x.device, non_blocking=True),
-        "no wait: index": lambda: x[x] + x.repeat_interleave(x, output_size=6).sum() + torch.where(x > 1, x, 0),
+        "no wait: index": lambda: (
+            x[x] + x.repeat_interleave(x, output_size=6).sum() + torch.where(x > 1, x, 0)
+        ),
     }
     found = {}
     for name, run in calls.items():
@@ -86,7 +94,11 @@ def test_the_mode_finds_what_waits(found: dict[str, Any]) -> None:
 
 def late() -> list[list[float]]:
     """Return pinned memory before and after the host has waited for an event that follows the copy."""
-    module, x, out = torch.get_device_module(device.NAME), torch.ones(2, device=device.NAME), torch.zeros(2, pin_memory=True)
+    module, x, out = (
+        torch.get_device_module(device.NAME),
+        torch.ones(2, device=device.NAME),
+        torch.zeros(2, pin_memory=True),
+    )
     early, after = module.Event(), module.Event()
     with host_syncs():
         early.record()

@@ -24,7 +24,15 @@ import shardmesh as sm
 from shardmesh import P, Partial, Replicate, Shard, ShardedTensor
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched
-from tests.sharding.test_traps import CLASSES, INTEGERS, LOSSES, ONE_NUMBER, REDUCTIONS, X, as_scalars
+from tests.sharding.test_traps import (
+    CLASSES,
+    INTEGERS,
+    LOSSES,
+    ONE_NUMBER,
+    REDUCTIONS,
+    X,
+    as_scalars,
+)
 
 NESTED, UNEVEN = P(("b", "a")), P("a", "b")
 FEW = torch.tensor([[3.0, -2.0], [-7.0, 5.0]], dtype=torch.float64)  # two rows on four ranks
@@ -73,9 +81,20 @@ EQUAL = {
     "extremes": lambda put: [
         f(put(FEW, spec))
         for spec in (NESTED, P("a"), P(None, ("a", "b")))
-        for f in (torch.amax, torch.max, torch.min, lambda x: x.amin(0), lambda x: x.max(0), lambda x: x.min(1))
+        for f in (
+            torch.amax,
+            torch.max,
+            torch.min,
+            lambda x: x.amin(0),
+            lambda x: x.max(0),
+            lambda x: x.min(1),
+        )
     ],
-    "arguments of extremes": lambda put: [put(FEW, NESTED).argmax(), put(FEW, NESTED).argmin(0), *put(FEW, NESTED).aminmax()],
+    "arguments of extremes": lambda put: [
+        put(FEW, NESTED).argmax(),
+        put(FEW, NESTED).argmin(0),
+        *put(FEW, NESTED).aminmax(),
+    ],
     "infinity norms": lambda put: [
         torch.linalg.vector_norm(put(FEW, spec), order, dim)
         for spec in (NESTED, P(None, "b"))
@@ -83,33 +102,50 @@ EQUAL = {
         for dim in (None, 0, 1)
     ],
     "gradients of extremes": lambda put: [
-        g for f in (torch.amax, torch.max, lambda x: x.norm(p=math.inf)) for g in gradients(lambda x, f=f: f(x), put(FEW, NESTED))
+        g
+        for f in (torch.amax, torch.max, lambda x: x.norm(p=math.inf))
+        for g in gradients(lambda x, f=f: f(x), put(FEW, NESTED))
     ],
     "statistics of half precision": lambda put: [
-        f(put(X.bfloat16() * 300, UNEVEN)).float().round(decimals=-1) for f in (torch.mean, torch.var, torch.std, torch.linalg.norm)
+        f(put(X.bfloat16() * 300, UNEVEN)).float().round(decimals=-1)
+        for f in (torch.mean, torch.var, torch.std, torch.linalg.norm)
     ],
     # -- mean losses
     "cross entropy, a rank all ignored": lambda put: gradients(
-        lambda x: F.cross_entropy(x, put(ALL_IGNORED_ON_ONE_RANK, P("a"))), put(torch.cat([X, X[:1]]), P("a"))
+        lambda x: F.cross_entropy(x, put(ALL_IGNORED_ON_ONE_RANK, P("a"))),
+        put(torch.cat([X, X[:1]]), P("a")),
     ),
     "cross entropy, another number ignored": lambda put: gradients(
-        lambda x: F.cross_entropy(x, put(CLASSES.clamp_min(0), P("a")), ignore_index=1), put(X, P("a"))
+        lambda x: F.cross_entropy(x, put(CLASSES.clamp_min(0), P("a")), ignore_index=1),
+        put(X, P("a")),
     ),
     "cross entropy, weights": lambda put: [
         g
         for kind in ("mean", "sum")
         for g in gradients(
-            lambda x, kind=kind: F.cross_entropy(x, put(CLASSES, NESTED), put(WEIGHTS, P()), reduction=kind), put(X, NESTED)
+            lambda x, kind=kind: F.cross_entropy(
+                x, put(CLASSES, NESTED), put(WEIGHTS, P()), reduction=kind
+            ),
+            put(X, NESTED),
         )
     ],
-    "cross entropy, classes split": lambda put: gradients(lambda x: F.cross_entropy(x, put(CLASSES, P())), put(X, P(None, "a"))),
+    "cross entropy, classes split": lambda put: gradients(
+        lambda x: F.cross_entropy(x, put(CLASSES, P())), put(X, P(None, "a"))
+    ),
     # -- whole numbers
     "shifts": lambda put: [
         y
         for spec in (NESTED, UNEVEN, P())
         for y in (
-            1 << put(WHOLE.abs(), spec), put(WHOLE, spec) >> 1, put(WHOLE, spec) << 2, 1024 >> put(WHOLE.abs(), spec),
-            put(WHOLE, spec) & 6, put(WHOLE, spec) | 1, put(WHOLE, spec) ^ 3, ~put(WHOLE, spec), 5 & put(WHOLE, spec),
+            1 << put(WHOLE.abs(), spec),
+            put(WHOLE, spec) >> 1,
+            put(WHOLE, spec) << 2,
+            1024 >> put(WHOLE.abs(), spec),
+            put(WHOLE, spec) & 6,
+            put(WHOLE, spec) | 1,
+            put(WHOLE, spec) ^ 3,
+            ~put(WHOLE, spec),
+            5 & put(WHOLE, spec),
         )
     ],
     "integer division": lambda put: [
@@ -122,25 +158,49 @@ EQUAL = {
         y
         for spec in (NESTED, UNEVEN)
         for y in (
-            put(WHOLE, spec).sum(), put(WHOLE.int(), spec).sum(0), put(WHOLE > 0, spec).sum(1), put(WHOLE, spec).double().mean(),
-            put(WHOLE, spec).mean(dtype=torch.float64), put(WHOLE, spec).prod(0), put(WHOLE, spec).count_nonzero(),
+            put(WHOLE, spec).sum(),
+            put(WHOLE.int(), spec).sum(0),
+            put(WHOLE > 0, spec).sum(1),
+            put(WHOLE, spec).double().mean(),
+            put(WHOLE, spec).mean(dtype=torch.float64),
+            put(WHOLE, spec).prod(0),
+            put(WHOLE, spec).count_nonzero(),
         )
     ],
     # -- layouts
-    "nested uneven": lambda put: [put(torch.arange(91.0).view(13, 7), spec) for spec in (NESTED, P(None, ("a", "b")), UNEVEN)],
+    "nested uneven": lambda put: [
+        put(torch.arange(91.0).view(13, 7), spec) for spec in (NESTED, P(None, ("a", "b")), UNEVEN)
+    ],
     "of no dims": lambda put: [
-        f(put(torch.tensor(2.5), P())) for f in (torch.exp, torch.sum, lambda x: x * x, torch.mean, torch.linalg.norm)
+        f(put(torch.tensor(2.5), P()))
+        for f in (torch.exp, torch.sum, lambda x: x * x, torch.mean, torch.linalg.norm)
     ],
     "of no elements": lambda put: [
         f(put(torch.zeros(0, 3), spec))
         for spec in (NESTED, UNEVEN)
-        for f in (torch.sum, lambda x: x.sum(0), lambda x: x.sum(1), lambda x: x @ x.T, lambda x: torch.cat([x, x]), torch.mean)
+        for f in (
+            torch.sum,
+            lambda x: x.sum(0),
+            lambda x: x.sum(1),
+            lambda x: x @ x.T,
+            lambda x: torch.cat([x, x]),
+            torch.mean,
+        )
     ],
     "complex": lambda put: [
         y
         for spec in (NESTED, UNEVEN)
         for x in [put(COMPLEX, spec)]
-        for y in (x.sum(0), x.abs().max(), x @ x.mH, x.conj().imag, x.mean(), x.angle(), torch.linalg.vector_norm(x), x.var())
+        for y in (
+            x.sum(0),
+            x.abs().max(),
+            x @ x.mH,
+            x.conj().imag,
+            x.mean(),
+            x.angle(),
+            torch.linalg.vector_norm(x),
+            x.var(),
+        )
     ],
     "orders of norms, one after the other": lambda put: [
         f(put(X, spec), order)
@@ -157,7 +217,9 @@ EQUAL = {
     "corrections, one after the other": lambda put: [
         torch.var(put(X, UNEVEN), correction=correction) for correction in (0.5, 1.5, 2.0)
     ],
-    "gradients of complex": lambda put: gradients(lambda x: (x * x.conj()).real.sum() + (x @ x.mH).abs().sum(), put(COMPLEX, UNEVEN)),
+    "gradients of complex": lambda put: gradients(
+        lambda x: (x * x.conj()).real.sum() + (x @ x.mH).abs().sum(), put(COMPLEX, UNEVEN)
+    ),
     # -- operators that need neighbours or other ranks' numbers
     "convolution": lambda put: [
         g
@@ -165,7 +227,10 @@ EQUAL = {
         for g in gradients(
             lambda x, w: F.conv2d(x, w, padding=1, stride=2).square().sum(),
             put(torch.arange(240.0, dtype=torch.float64).view(3, 4, 5, 4).sin(), spec),
-            put(torch.arange(216.0, dtype=torch.float64).view(6, 4, 3, 3).cos(), P("b") if spec == P("a") else P()),
+            put(
+                torch.arange(216.0, dtype=torch.float64).view(6, 4, 3, 3).cos(),
+                P("b") if spec == P("a") else P(),
+            ),
         )
     ],
     "shapes that depend on values": lambda put: [
@@ -173,7 +238,12 @@ EQUAL = {
         for spec in (NESTED, UNEVEN)
         for x in [put(WHOLE % 4, spec)]
         for y in (
-            x.nonzero(), x[x > 1], torch.unique(x), torch.masked_select(x, x == 3), torch.where(x > 2)[0], x.flatten().bincount(),
+            x.nonzero(),
+            x[x > 1],
+            torch.unique(x),
+            torch.masked_select(x, x == 3),
+            torch.where(x > 2)[0],
+            x.flatten().bincount(),
             torch.unique(x, return_counts=True)[1],
         )
     ],
@@ -187,7 +257,13 @@ EQUAL = {
         y
         for spec in (P("a"), P(None, "a"), NESTED)
         for x in [put(X.t().contiguous(), spec).t()]
-        for y in (x.sum(0), x.contiguous() * 2, x @ x.t(), x.reshape(-1), x.full_tensor() if isinstance(x, ShardedTensor) else x)
+        for y in (
+            x.sum(0),
+            x.contiguous() * 2,
+            x @ x.t(),
+            x.reshape(-1),
+            x.full_tensor() if isinstance(x, ShardedTensor) else x,
+        )
     ],
     "out": lambda put: [
         torch.add(put(X, P("a")), 1, out=put(torch.zeros_like(X), P(None, "a"))),
@@ -196,13 +272,16 @@ EQUAL = {
     ],
     # -- torch's own helpers
     "a vector of parameters": lambda put: [
-        parameters_to_vector(parts(put)), *copied_from(parts(put), put(torch.arange(18.0, dtype=torch.float64), P("a"))),
+        parameters_to_vector(parts(put)),
+        *copied_from(parts(put), put(torch.arange(18.0, dtype=torch.float64), P("a"))),
     ],
     "clipping": lambda put: [
         y
         for clip in (
-            lambda ps: clip_grad_norm_(ps, 0.5), lambda ps: clip_grad_norm_(ps, 0.5, norm_type=math.inf, foreach=False),
-            lambda ps: clip_grad_value_(ps, 0.3), lambda ps: clip_grads_with_norm_(ps, 0.1, get_total_norm([p.grad for p in ps])),
+            lambda ps: clip_grad_norm_(ps, 0.5),
+            lambda ps: clip_grad_norm_(ps, 0.5, norm_type=math.inf, foreach=False),
+            lambda ps: clip_grad_value_(ps, 0.3),
+            lambda ps: clip_grads_with_norm_(ps, 0.1, get_total_norm([p.grad for p in ps])),
         )
         for y in clipped(parts(put), clip)
     ],
@@ -211,8 +290,18 @@ EQUAL = {
         for spec in (NESTED, UNEVEN, P())
         for x in [put(X.to(torch.float8_e4m3fn), spec)]
         for y in (
-            x.clone(), x.view(15), x.t(), torch.cat([x, x]), x.to(torch.bfloat16), x[1], x[:, 1:], x.detach(), x.reshape(3, 5),
-            x.contiguous(), x.float().sum(), torch.stack([x, x]),
+            x.clone(),
+            x.view(15),
+            x.t(),
+            torch.cat([x, x]),
+            x.to(torch.bfloat16),
+            x[1],
+            x[:, 1:],
+            x.detach(),
+            x.reshape(3, 5),
+            x.contiguous(),
+            x.float().sum(),
+            torch.stack([x, x]),
         )
     ],
 }
@@ -240,14 +329,27 @@ def test_equal_to_one_process(world4, name):
     for results in world4(_on_four, name):
         assert len(results) == len(expected)
         for got, want in zip(results, expected, strict=True):
-            exact = isinstance(want, torch.Tensor) and want.dtype in (torch.float64, torch.complex128)
-            torch.testing.assert_close(got, want, equal_nan=True, **({"rtol": 1e-9, "atol": 1e-9} if exact else {}))
+            exact = isinstance(want, torch.Tensor) and want.dtype in (
+                torch.float64,
+                torch.complex128,
+            )
+            torch.testing.assert_close(
+                got, want, equal_nan=True, **({"rtol": 1e-9, "atol": 1e-9} if exact else {})
+            )
 
 
 # -- numbers, losses and reductions of the table of traps --------------------------------------------------------------
 
 
-LAYOUTS = ("pending sum", "pending avg", "pending max", "pending min", "pending product", "replicated", "one element, sharded")
+LAYOUTS = (
+    "pending sum",
+    "pending avg",
+    "pending max",
+    "pending min",
+    "pending product",
+    "replicated",
+    "one element, sharded",
+)
 
 
 def _traps() -> dict[str, object]:
@@ -255,9 +357,15 @@ def _traps() -> dict[str, object]:
     mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("a",))
     found = {}
     for layout, x in as_scalars(mesh).items():
-        found |= {f"{ask} {layout}": ONE_NUMBER[ask](x.reshape(())) for ask in ONE_NUMBER if ask != "torch.tensor"}
+        found |= {
+            f"{ask} {layout}": ONE_NUMBER[ask](x.reshape(()))
+            for ask in ONE_NUMBER
+            if ask != "torch.tensor"
+        }
     for name, loss in LOSSES.items():
-        found[name] = loss(*[sm.device_put(t, mesh, P("a")) for t in (X, X.flip(0), CLASSES)]).item()
+        found[name] = loss(
+            *[sm.device_put(t, mesh, P("a")) for t in (X, X.flip(0), CLASSES)]
+        ).item()
     for name, reduce in REDUCTIONS.items():
         found[f"{name} of whole numbers"] = reduce(sm.device_put(INTEGERS, mesh, P("a"))).tolist()
     return found
@@ -270,7 +378,9 @@ def test_traps_on_real_processes(world4):
         assert all(found[name] == number for found in ranks), name
     number = torch.tensor(45.0, dtype=torch.float64)
     expected = {name: loss(X, X.flip(0), CLASSES).item() for name, loss in LOSSES.items()}
-    expected |= {f"{name} of whole numbers": reduce(INTEGERS).tolist() for name, reduce in REDUCTIONS.items()}
+    expected |= {
+        f"{name} of whole numbers": reduce(INTEGERS).tolist() for name, reduce in REDUCTIONS.items()
+    }
     for name, want in expected.items():
         assert ranks[0][name] == pytest.approx(want, rel=1e-12), name
     for ask in ("item", "float", "int", "tolist", "numpy"):
@@ -300,7 +410,9 @@ def _drawn(name: str, mesh_shape: tuple[int, ...], spec: P) -> torch.Tensor:
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawn_numbers_are_the_same_on_any_mesh(world4, name):
     layouts = ((4,), P("a")), ((2, 2), NESTED), ((2, 2), UNEVEN), ((4,), P())
-    first, *others = [drawn for shape, spec in layouts for drawn in world4(_drawn, name, shape, spec)]
+    first, *others = [
+        drawn for shape, spec in layouts for drawn in world4(_drawn, name, shape, spec)
+    ]
     assert len(first.unique()) > 1
     assert all(torch.equal(first, other) for other in others)
 
@@ -365,9 +477,21 @@ def test_the_same_error_everywhere_before_anything_is_sent(world4, name):
 
 
 LOUD_ONCE_MOVED = {
-    "a view that had to be moved": (lambda mesh: _into_a_view(_x(mesh, UNEVEN)), RuntimeError, "base would not change"),
-    "a view of such a view": (lambda mesh: _into_a_view(_x(mesh, UNEVEN), slice(2, 9)), RuntimeError, "base would not change"),
-    "an out of another shape": (lambda mesh: torch.add(_x(mesh), 1, out=_x(mesh)[0]), NotImplementedError, "out="),
+    "a view that had to be moved": (
+        lambda mesh: _into_a_view(_x(mesh, UNEVEN)),
+        RuntimeError,
+        "base would not change",
+    ),
+    "a view of such a view": (
+        lambda mesh: _into_a_view(_x(mesh, UNEVEN), slice(2, 9)),
+        RuntimeError,
+        "base would not change",
+    ),
+    "an out of another shape": (
+        lambda mesh: torch.add(_x(mesh), 1, out=_x(mesh)[0]),
+        NotImplementedError,
+        "out=",
+    ),
 }
 
 
@@ -429,7 +553,12 @@ def _scales_by_a_number_on_the_device_of_results(mesh):
 
 def test_numbers_that_torch_puts_on_meta_raise():
     def program():
-        with pytest.raises(RuntimeError, match=r"plain tensor on 'meta'.* use sm.training.clip_grad_norm_ or sm.training.GradScaler"):
-            _scales_by_a_number_on_the_device_of_results(sm.init_device_mesh(DEVICE, (2,), axis_names=("x",)))
+        with pytest.raises(
+            RuntimeError,
+            match=r"plain tensor on 'meta'.* use sm.training.clip_grad_norm_ or sm.training.GradScaler",
+        ):
+            _scales_by_a_number_on_the_device_of_results(
+                sm.init_device_mesh(DEVICE, (2,), axis_names=("x",))
+            )
 
     sm.simulate(2)(program)()

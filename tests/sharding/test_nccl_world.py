@@ -22,18 +22,40 @@ CASES: list[tuple[str, str, tuple[Any, ...]]] = [
     ("tensor.test_redistribute", "test_async_of_every_kind_of_pending", ()),
     ("tensor.test_redistribute", "test_gradients_are_moved_in_one_bucket", ()),
     ("tensor.test_redistribute", "test_reductions_of_donated_memory_are_in_place", ()),
-    ("tensor.test_redistribute", "test_a_part_that_is_a_view_of_the_output_is_gathered_in_place", ()),
+    (
+        "tensor.test_redistribute",
+        "test_a_part_that_is_a_view_of_the_output_is_gathered_in_place",
+        (),
+    ),
     ("tensor.test_redistribute", "test_rounds", ()),
-    *[("parallel.data.test_fully_shard", "test_several_forwards", (form,)) for form in ("ddp", "zero1", "fsdp", "hybrid")],
+    *[
+        ("parallel.data.test_fully_shard", "test_several_forwards", (form,))
+        for form in ("ddp", "zero1", "fsdp", "hybrid")
+    ],
     ("parallel.data.test_fully_shard", "test_hooks_that_step_in_backward", ("fsdp",)),
     ("parallel.data.test_fully_shard", "test_autograd_grad_and_retained_graphs", ("zero2",)),
     ("parallel.data.test_accumulation", "test_gradients_of_micro_batches", ("hybrid",)),
     ("parallel.data.test_checkpointing", "test_gradients", ("fsdp", False, _around_inside)),
     ("parallel.data.test_precision", "test_quantized_transport", ()),
-    ("parallel.test_compositions", "test_twenty_steps", (Composition("fsdp", "sp", "plain", EVEN, (2, 1, 2)),)),
-    ("parallel.test_compositions", "test_twenty_steps", (Composition("zero2", "tp", "global", UNEVEN, (2, 2)),)),
-    *[("parallel.context.test_attention", "test_equals_full_attention", ("batch", method)) for method in METHODS],
-    ("parallel.context.test_attention", "test_equals_full_attention", ("ragged, one empty", "ring")),
+    (
+        "parallel.test_compositions",
+        "test_twenty_steps",
+        (Composition("fsdp", "sp", "plain", EVEN, (2, 1, 2)),),
+    ),
+    (
+        "parallel.test_compositions",
+        "test_twenty_steps",
+        (Composition("zero2", "tp", "global", UNEVEN, (2, 2)),),
+    ),
+    *[
+        ("parallel.context.test_attention", "test_equals_full_attention", ("batch", method))
+        for method in METHODS
+    ],
+    (
+        "parallel.context.test_attention",
+        "test_equals_full_attention",
+        ("ragged, one empty", "ring"),
+    ),
     ("parallel.experts.test_experts", "test_equals_the_dense_mixture", ("batch and sequence", 1.0)),
     ("parallel.test_uneven_inputs", "test_loops_without_end", ()),
     ("checkpoint.test_round_trip", "test_random_pairs_of_meshes", (range(5),)),
@@ -42,11 +64,16 @@ CASES: list[tuple[str, str, tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("module", "name", "given"), CASES, ids=lambda x: x if isinstance(x, str) else None)
+@pytest.mark.parametrize(
+    ("module", "name", "given"), CASES, ids=lambda x: x if isinstance(x, str) else None
+)
 def test_like_nccl(module: str, name: str, given: tuple[Any, ...], tmp_path: Path) -> None:
     test = getattr(importlib.import_module(f"tests.sharding.{module}"), name)
     with nccl_world():
-        test(*given, **{"tmp_path": tmp_path} if "tmp_path" in inspect.signature(test).parameters else {})
+        test(
+            *given,
+            **{"tmp_path": tmp_path} if "tmp_path" in inspect.signature(test).parameters else {},
+        )
 
 
 def test_graphs_like_nccl() -> None:

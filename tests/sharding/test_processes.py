@@ -34,7 +34,9 @@ def _random_moves(mesh_shape: tuple[int, ...], count: int) -> int:
     choose, launches = random.Random(0), 0
     for number in range(count):
         shape, kind = choose.choice(SHAPES), choose.choice(KINDS)
-        src = sm.Layout.of(mesh, _random_spec(choose, mesh.axis_names, len(shape), kind), shape, torch.float64)
+        src = sm.Layout.of(
+            mesh, _random_spec(choose, mesh.axis_names, len(shape), kind), shape, torch.float64
+        )
         dst = src.replace(_random_spec(choose, mesh.axis_names, len(shape), kind))
         parts = reference.contributions(mesh, src.spec, shape, seed=number)
         moved = redistribute_local(reference.local_part(parts, src), src, dst)
@@ -53,7 +55,15 @@ def test_random_moves_on_four_processes(world4):
 
 def _dtypes() -> None:
     mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("x",))
-    for dtype in [torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.complex64, torch.float64]:
+    for dtype in [
+        torch.bool,
+        torch.uint8,
+        torch.int16,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.float64,
+    ]:
         whole = torch.arange(30).reshape(6, 5).to(dtype)
         x = sm.distribute_tensor(whole, mesh, [sm.Shard(0)])
         assert torch.equal(x.redistribute([sm.Shard(1)]).full_tensor(), whole), dtype
@@ -67,10 +77,14 @@ def _train(placement) -> list[float]:
     """Run five AdamW steps of a two-layer network; return the losses."""
     torch.manual_seed(0)
     mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("dp", "tp"))
-    layers = torch.nn.Sequential(torch.nn.Linear(10, 14), torch.nn.GELU(), torch.nn.Linear(14, 3)).double()
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(10, 14), torch.nn.GELU(), torch.nn.Linear(14, 3)
+    ).double()
     x, y = torch.randn(7, 10, dtype=torch.float64), torch.randint(0, 3, (7,))
     if placement is not None:
-        layers = distribute_module(layers, mesh, lambda name, module, mesh: _shard_linear(module, mesh, placement))
+        layers = distribute_module(
+            layers, mesh, lambda name, module, mesh: _shard_linear(module, mesh, placement)
+        )
         x, y = sm.device_put(x, mesh, sm.P("dp")), sm.device_put(y, mesh, sm.P("dp"))
     optimizer = torch.optim.AdamW(layers.parameters(), lr=0.05, foreach=True)
     losses = []

@@ -26,7 +26,11 @@ MOST = 600  # elements of any tensor
 
 def _index(x: Any, numbers: list[int]) -> Any:
     index = torch.tensor(numbers)
-    return sm.device_put(index, x.mesh, P(), src_data_rank=None) if isinstance(x, sm.ShardedTensor) else index
+    return (
+        sm.device_put(index, x.mesh, P(), src_data_rank=None)
+        if isinstance(x, sm.ShardedTensor)
+        else index
+    )
 
 
 # Name -> least number of dims, and what makes the step from a random dim, a random place in it and the number of its places.
@@ -45,7 +49,10 @@ STEPS: dict[str, tuple[int, Callable[[int, int, int], Step]]] = {
     "max": (2, lambda d, *_: lambda x: x.max(d).values),
     "topk": (1, lambda d, i, n: lambda x: x.topk(min(2, n), d).values),
     "sort": (1, lambda d, *_: lambda x: x.sort(d).values),
-    "norm": (1, lambda d, *_: lambda x: x / torch.linalg.vector_norm(x, dim=d, keepdim=True).clamp_min(0.1)),
+    "norm": (
+        1,
+        lambda d, *_: lambda x: x / torch.linalg.vector_norm(x, dim=d, keepdim=True).clamp_min(0.1),
+    ),
     "layer_norm": (2, lambda *_: lambda x: F.layer_norm(x, x.shape[-1:])),
     "cumsum": (1, lambda d, *_: lambda x: x.cumsum(d)),
     "matmul": (2, lambda *_: lambda x: x @ x.transpose(-1, -2)),
@@ -81,7 +88,14 @@ def _program(draw: random.Random, x: Tensor, axes: tuple[str, ...]) -> list[tupl
     for name in draw.choices(["redistribute", *STEPS], k=draw.randrange(2, 9)):
         if name == "redistribute":
             spec = _spec(draw, x.ndim, axes)
-            program.append((str(spec), lambda t, spec=spec: t.redistribute(spec) if isinstance(t, sm.ShardedTensor) else t))
+            program.append(
+                (
+                    str(spec),
+                    lambda t, spec=spec: (
+                        t.redistribute(spec) if isinstance(t, sm.ShardedTensor) else t
+                    ),
+                )
+            )
             continue
         least, make = STEPS[name]
         if x.ndim >= least:
@@ -109,7 +123,11 @@ def test_values_and_gradients(seed):
         shape = [draw.choice([1, 2, 3, 4, 5, 6, 7]) for _ in range(draw.randrange(1, 4))]
         mesh_shape = draw.choice(MESHES)
         axes = ("a", "b")[: len(mesh_shape)]
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(math.prod(shape) + number), dtype=torch.float64)
+        x = torch.randn(
+            shape,
+            generator=torch.Generator().manual_seed(math.prod(shape) + number),
+            dtype=torch.float64,
+        )
         spec, program = _spec(draw, len(shape), axes), _program(draw, x, axes)
         x.requires_grad_()
         expected = _run(program, x)
@@ -125,5 +143,9 @@ def test_values_and_gradients(seed):
 
         what = f"{shape} {spec} on {mesh_shape}: {[name for name, _ in program]}"
         for found, grad in on_mesh(mesh_shape, on_rank):
-            torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-9, msg=lambda m, w=what: f"{w}\n{m}")
-            torch.testing.assert_close(grad, expected_grad, rtol=1e-7, atol=1e-8, msg=lambda m, w=what: f"{w}\n{m}")
+            torch.testing.assert_close(
+                found, expected.detach(), rtol=1e-9, atol=1e-9, msg=lambda m, w=what: f"{w}\n{m}"
+            )
+            torch.testing.assert_close(
+                grad, expected_grad, rtol=1e-7, atol=1e-8, msg=lambda m, w=what: f"{w}\n{m}"
+            )

@@ -17,7 +17,13 @@ import shardmesh as sm
 from shardmesh import Layout, P, Partial, Replicate, Shard
 from shardmesh.kernels.box import box_shape, box_size, slices
 from shardmesh.mesh.comm.current_world import current_world
-from shardmesh.sharding.layout.spec import KINDS, Cut, as_spec, placements_to_spec, spec_to_placements
+from shardmesh.sharding.layout.spec import (
+    KINDS,
+    Cut,
+    as_spec,
+    placements_to_spec,
+    spec_to_placements,
+)
 from shardmesh.sharding.redistribute.plan import without_trivial_axes
 from tests.device import DEVICE
 from tests.sharding import reference
@@ -94,18 +100,36 @@ def test_spellings():
     ("make", "kind", "words"),
     [
         (lambda: P("a", sizes={"b": (1, 2)}), ValueError, ["'b'", "first axes that split a dim"]),
-        (lambda: P(("a", "b"), sizes={"b": (1, 2)}), ValueError, ["'b'", "jointly", "sizes={('dp', 'tp')"]),
-        (lambda: P(("a", "b"), sizes={("b", "a"): (1, 2)}), ValueError, ["('b', 'a')", "first axes"]),
+        (
+            lambda: P(("a", "b"), sizes={"b": (1, 2)}),
+            ValueError,
+            ["'b'", "jointly", "sizes={('dp', 'tp')"],
+        ),
+        (
+            lambda: P(("a", "b"), sizes={("b", "a"): (1, 2)}),
+            ValueError,
+            ["('b', 'a')", "first axes"],
+        ),
         (lambda: P("a", sizes={(): (1,)}), ValueError, ["None", "first axes"]),
-        (lambda: P(("a", "b"), sizes={"a": (1,), ("a", "b"): (1,)}), ValueError, ["'a' twice", "keep one"]),
-        (lambda: P("a", sizes={"a": (1, -2)}), ValueError, ["-2", "(1, -2)", "write 0 for an empty part"]),
+        (
+            lambda: P(("a", "b"), sizes={"a": (1,), ("a", "b"): (1,)}),
+            ValueError,
+            ["'a' twice", "keep one"],
+        ),
+        (
+            lambda: P("a", sizes={"a": (1, -2)}),
+            ValueError,
+            ["-2", "(1, -2)", "write 0 for an empty part"],
+        ),
         (lambda: P("a", sizes={"a": 3}), TypeError, ["sizes of 'a'", "(3, 0, 5)", "got 3"]),
         (lambda: P("a", sizes={"a": (1.5,)}), TypeError, ["(1.5,)"]),
         (lambda: P("a", sizes=(3, 5)), TypeError, ["{'dp': (3, 0, 5)}", "got (3, 5)"]),
         (lambda: Shard(0, sizes=(-1, 2)), ValueError, ["Shard(0, sizes=...)", "-1"]),
         (lambda: Shard(0, sizes=2), TypeError, ["Shard(0, sizes=...)", "got 2"]),
         (
-            lambda: placements_to_spec([Shard(0, sizes=(1, 2)), Shard(0, sizes=(3,))], ("a", "b"), 1),
+            lambda: placements_to_spec(
+                [Shard(0, sizes=(1, 2)), Shard(0, sizes=(3,))], ("a", "b"), 1
+            ),
             ValueError,
             ["('a', 'b')", "dim 0", "[(1, 2), (3,)]", "jointly"],
         ),
@@ -128,18 +152,27 @@ def test_spec_errors(make, kind, words):
     [
         (P("a", sizes={"a": (3, 5)}), ["2 sizes for dim 0", "(a=3)", "3 parts", "write 3 sizes"]),
         (P(("a", "b"), sizes={("a", "b"): (3, 5)}), ["2 sizes", "(a=3, b=2)", "write 6 sizes"]),
-        ([Shard(0, sizes=(3, 0, 6)), Replicate()], ["(3, 0, 6)", "9 elements in total", "has 8", "add up to 8"]),
+        (
+            [Shard(0, sizes=(3, 0, 6)), Replicate()],
+            ["(3, 0, 6)", "9 elements in total", "has 8", "add up to 8"],
+        ),
         (P(None, "a", sizes={"a": (3, 0, 5)}), ["dim 1", "[8, 3]", "has 3"]),
     ],
 )
 def test_sizes_that_do_not_match_mesh_or_shape_raise(where, words):
-    text = same_error((3, 2), lambda mesh: sm.distribute_tensor(torch.zeros(8, 3), mesh, where), ValueError)
+    text = same_error(
+        (3, 2), lambda mesh: sm.distribute_tensor(torch.zeros(8, 3), mesh, where), ValueError
+    )
     for word in words:
         assert word in text
 
 
 def test_from_local_with_too_few_sizes():
-    text = same_error((3,), lambda mesh: sm.from_local(torch.zeros(3), mesh, P("a", sizes={"a": (3, 5)})), ValueError)
+    text = same_error(
+        (3,),
+        lambda mesh: sm.from_local(torch.zeros(3), mesh, P("a", sizes={"a": (3, 5)})),
+        ValueError,
+    )
     assert "write 3 sizes" in text
 
 
@@ -154,7 +187,9 @@ def cut_by_torch(layout, coordinate):
             index = 0
             for axis in axes:
                 index = index * mesh.size(axis) + coordinate[mesh.axis_index(axis)]
-            pieces = part.split(sizes, dim) if sizes is not None else part.chunk(mesh.size(axes), dim)
+            pieces = (
+                part.split(sizes, dim) if sizes is not None else part.chunk(mesh.size(axes), dim)
+            )
             part = pieces[index] if index < len(pieces) else part.narrow(dim, 0, 0)
     return part
 
@@ -172,7 +207,12 @@ def test_boxes_tile_the_tensor(layout):
     held = torch.zeros(layout.shape, dtype=torch.int64)
     for _, box in layout.boxes():
         held[slices(box)] += 1
-    assert bool((held == layout.mesh.size() // math.prod(layout.mesh.size(axis) for axis in layout.dim_of)).all())
+    assert bool(
+        (
+            held
+            == layout.mesh.size() // math.prod(layout.mesh.size(axis) for axis in layout.dim_of)
+        ).all()
+    )
 
 
 @given(layouts())
@@ -183,7 +223,9 @@ def test_the_largest_box(layout):
 def test_the_largest_box_of_a_large_mesh():
     """Computed per dim: a hundred thousand boxes are not listed."""
     mesh = sm.AbstractMesh((4096, 32), ("dp", "tp"))
-    layout = Layout.of(mesh, P("dp", "tp", sizes={"dp": [1] * 4095 + [5]}), (4100, 65), torch.float32)
+    layout = Layout.of(
+        mesh, P("dp", "tp", sizes={"dp": [1] * 4095 + [5]}), (4100, 65), torch.float32
+    )
     assert layout.largest_local_numel == 5 * 3
     assert layout.box_at((4095, 31)) == ((4095, 4100), (65, 65))
 
@@ -193,7 +235,9 @@ def test_dual_and_grad_have_the_same_sizes(layout):
     for other in (layout.dual, layout.grad, layout.replace(dtype=torch.float32)):
         assert other.spec.cuts == layout.spec.cuts
         assert list(other.boxes()) == list(layout.boxes())
-    assert without_trivial_axes(layout.dual.dual).spec.cuts == without_trivial_axes(layout).spec.cuts
+    assert (
+        without_trivial_axes(layout.dual.dual).spec.cuts == without_trivial_axes(layout).spec.cuts
+    )
     assert list(without_trivial_axes(layout).boxes()) == list(layout.boxes())
 
 
@@ -213,7 +257,11 @@ def test_equal_boxes_are_one_layout(data, mesh, shape):
     layout = Layout.of(mesh, data.draw(ragged_specs(mesh, shape)), shape)
     spelled = {}
     for dim, axes in enumerate(layout.spec.dims):
-        joint = axes[: data.draw(st.integers(len(layout.spec.cuts[dim][0].axes), len(axes)))] if axes else ()
+        joint = (
+            axes[: data.draw(st.integers(len(layout.spec.cuts[dim][0].axes), len(axes)))]
+            if axes
+            else ()
+        )
         if joint:
             spelled[joint] = joint_lengths(layout, dim, joint)
     other = P(*layout.spec.dims, unreduced=layout.pending, sizes=spelled)
@@ -251,7 +299,10 @@ def test_redundant_sizes_are_dropped(sizes, normal):
 def test_sizes_are_printed():
     layout = Layout.of(sm.AbstractMesh((3,), ("a",)), [Shard(0, sizes=(3, 0, 5))], (8, 2))
     assert str(layout) == "f32[8, 2] @ P('a', None, sizes={'a': (3, 0, 5)}) on (a=3)"
-    assert sm.debug.visualize(layout).splitlines()[2:] == ["rows 0:3         0", "rows 3:8         2"]
+    assert sm.debug.visualize(layout).splitlines()[2:] == [
+        "rows 0:3         0",
+        "rows 3:8         2",
+    ]
     assert layout.placements == (Shard(0, sizes=(3, 0, 5)),)
 
 
@@ -271,7 +322,9 @@ def test_distribute_and_from_local(data, mesh, shape):
             assert torch.equal(x.to_local(), whole[slices(sm.typeof(x).box)])
         again = sm.from_local(x.to_local(), mesh, spec)
         assert sm.typeof(again) is sm.typeof(x)
-        assert sm.typeof(sm.from_local(x.to_local(), mesh, x.placements, shape=shape)) is sm.typeof(x)
+        assert sm.typeof(sm.from_local(x.to_local(), mesh, x.placements, shape=shape)) is sm.typeof(
+            x
+        )
 
     on_mesh(mesh.shape, program)
 
@@ -294,7 +347,9 @@ def test_redistribution_and_its_gradient(move):
     on_mesh(mesh_shape, program)
 
 
-@pytest.mark.parametrize("spec", [ROWS, P("a", sizes={"a": (0, 8, 0)}), P(None, "a", sizes={"a": (0, 1, 2)})])
+@pytest.mark.parametrize(
+    "spec", [ROWS, P("a", sizes={"a": (0, 8, 0)}), P(None, "a", sizes={"a": (0, 1, 2)})]
+)
 def test_new_tensors_are_the_same_as_on_any_layout(spec):
     def program(mesh):
         for make in (sm.zeros, sm.ones, sm.rand, sm.randn):
@@ -304,7 +359,10 @@ def test_new_tensors_are_the_same_as_on_any_layout(spec):
                 made.append(make(8, 3, device_mesh=mesh, placements=where))
             assert sm.typeof(made[0]).spec == spec.padded(2)
             assert torch.equal(made[0].full_tensor(), made[1].full_tensor())
-        assert sm.empty(8, 3, device_mesh=mesh, placements=spec).to_local().shape == made[0].to_local().shape
+        assert (
+            sm.empty(8, 3, device_mesh=mesh, placements=spec).to_local().shape
+            == made[0].to_local().shape
+        )
         for like in (torch.zeros_like, torch.rand_like):
             assert sm.typeof(like(made[0])) is sm.typeof(made[0])
 
@@ -327,12 +385,18 @@ def test_one_rank_may_hold_all(mesh):
 def test_rank_outside_the_mesh_gets_the_shape_from_the_sizes():
     def rank():
         mesh = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",))
-        x = sm.from_local(torch.ones((1, 7, 2)[current_world().rank], 3), mesh, P("a", sizes={"a": (1, 7)}))
+        x = sm.from_local(
+            torch.ones((1, 7, 2)[current_world().rank], 3), mesh, P("a", sizes={"a": (1, 7)})
+        )
         y = (x + sm.zeros(8, 3, device_mesh=mesh)).sum(1)
         return x.shape, y.spec, tuple(y.to_local().shape)
 
     kept = P("a", sizes={"a": (1, 7)})
-    assert sm.simulate(3)(rank)() == [((8, 3), kept, (1,)), ((8, 3), kept, (7,)), ((8, 3), kept, (0,))]
+    assert sm.simulate(3)(rank)() == [
+        ((8, 3), kept, (1,)),
+        ((8, 3), kept, (7,)),
+        ((8, 3), kept, (0,)),
+    ]
 
 
 # -- parts that are not cut as torch.chunk cuts -----------------------------------------------------------------------
@@ -343,7 +407,12 @@ def test_rank_outside_the_mesh_gets_the_shape_from_the_sizes():
     [
         ((2,), (2, 3), P("a"), [Shard(0, sizes=(2, 3))]),
         ((3,), (0, 5, 0), P("a"), [Shard(0, sizes=(0, 5, 0))]),
-        ((2, 2), (1, 3, 0, 1), P(("b", "a")), [Shard(0, 1, (1, 0, 3, 1)), Shard(0, 0, (1, 0, 3, 1))]),
+        (
+            (2, 2),
+            (1, 3, 0, 1),
+            P(("b", "a")),
+            [Shard(0, 1, (1, 0, 3, 1)), Shard(0, 0, (1, 0, 3, 1))],
+        ),
         ((2, 2), (2, 1, 4, 3), P(("a", "b")), [Shard(0, sizes=(3, 7)), Shard(0)]),
     ],
 )
@@ -400,7 +469,10 @@ def test_optimizers_equal_one_process(how):
 
     def program(mesh):
         places = (ROWS, P("a", sizes={"a": (0, 8, 0)}))
-        parameters = [nn.Parameter(sm.device_put(x, mesh, spec)) for x, spec in zip((X, X[:, 0]), places, strict=True)]
+        parameters = [
+            nn.Parameter(sm.device_put(x, mesh, spec))
+            for x, spec in zip((X, X[:, 0]), places, strict=True)
+        ]
         layouts = [sm.typeof(p) for p in parameters]
         for p, q, layout in zip(trained(*parameters), plain, layouts, strict=True):
             assert sm.typeof(p) is layout
@@ -418,7 +490,9 @@ def test_state_dicts_copies_and_files(mesh):
     assert sm.typeof(state["weight"]) is sm.typeof(module.weight)
     module.load_state_dict({"weight": X + 1, "bias": module.bias.detach()})
     assert torch.equal(module.weight.detach().full_tensor(), X + 1)
-    module.load_state_dict({"weight": sm.device_put(X, mesh, P(None, "a")), "bias": module.bias.detach()})
+    module.load_state_dict(
+        {"weight": sm.device_put(X, mesh, P(None, "a")), "bias": module.bias.detach()}
+    )
     assert module.weight.spec == ROWS.padded(2)
     for again in (copy.deepcopy(module.weight), saved_and_loaded(module.weight)):
         assert sm.typeof(again) is sm.typeof(module.weight)

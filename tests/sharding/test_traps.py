@@ -52,7 +52,9 @@ def as_scalars(mesh):
         "pending max": sm.from_local(below, mesh, [Partial("max")]),
         "pending min": sm.from_local(45.0 + below * 0 + rank, mesh, [Partial("min")]),
         "pending product": sm.from_local(
-            torch.tensor(45.0 if rank == 1 else 1.0, dtype=torch.float64), mesh, [Partial("product")]
+            torch.tensor(45.0 if rank == 1 else 1.0, dtype=torch.float64),
+            mesh,
+            [Partial("product")],
         ),
         "replicated": place(mesh, one[0]),
         "one element, sharded": place(mesh, one, Shard(0)),
@@ -90,14 +92,18 @@ def test_one_element_of_a_sharded_tensor(mesh):
     assert float(X[4, 2]) in x
 
 
-@pytest.mark.parametrize("ask", [bool, float, int, lambda x: x.item(), lambda x: "yes" if x else "no"])
+@pytest.mark.parametrize(
+    "ask", [bool, float, int, lambda x: x.item(), lambda x: "yes" if x else "no"]
+)
 def test_item_of_many_elements_raises(ask):
     same_error((2,), lambda mesh: ask(place(mesh, X, Shard(0))), RuntimeError)
 
 
 def test_numpy_of_a_tensor_that_requires_grad_raises_as_in_torch():
     for ask in (lambda x: x.numpy(), np.asarray):
-        text = same_error((2,), lambda mesh, ask=ask: ask(place(mesh, X, Shard(0), grad=True)), RuntimeError)
+        text = same_error(
+            (2,), lambda mesh, ask=ask: ask(place(mesh, X, Shard(0), grad=True)), RuntimeError
+        )
         assert "detach" in text
 
 
@@ -128,7 +134,9 @@ REDUCTIONS = {
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", REDUCTIONS)
 @pytest.mark.parametrize(
-    "whole", [INTEGERS, INTEGERS.double(), INTEGERS.float() - 0.5, INTEGERS < -2], ids=["int", "f64", "f32", "bool"]
+    "whole",
+    [INTEGERS, INTEGERS.double(), INTEGERS.float() - 0.5, INTEGERS < -2],
+    ids=["int", "f64", "f32", "bool"],
 )
 def test_empty_parts_are_ignored(whole, name):
     """Two elements on five ranks: three ranks hold nothing."""
@@ -138,7 +146,9 @@ def test_empty_parts_are_ignored(whole, name):
         pytest.skip("torch has no such reduction of this dtype")
 
     def program(mesh):
-        torch.testing.assert_close(REDUCTIONS[name](place(mesh, whole, Shard(0))).full_tensor(), expected)
+        torch.testing.assert_close(
+            REDUCTIONS[name](place(mesh, whole, Shard(0))).full_tensor(), expected
+        )
 
     on_mesh((5,), program)
 
@@ -184,7 +194,9 @@ def test_mean_losses_over_uneven_parts(name, spec):
 
     def program(mesh):
         x = sm.device_put(X, mesh, spec).requires_grad_()
-        loss = LOSSES[name](x, sm.device_put(X.flip(0), mesh, spec), sm.device_put(CLASSES, mesh, P(*spec.dims[:1])))
+        loss = LOSSES[name](
+            x, sm.device_put(X.flip(0), mesh, spec), sm.device_put(CLASSES, mesh, P(*spec.dims[:1]))
+        )
         loss.backward()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
         torch.testing.assert_close(x.grad.full_tensor(), leaf.grad, rtol=1e-10, atol=1e-12)
@@ -200,9 +212,15 @@ TRANSFORMS = {
     "jacfwd": lambda x: torch.func.jacfwd(lambda t: t * t)(x),
     "hessian": lambda x: torch.func.hessian(lambda t: (t * t).sum())(x),
     "forward mode": lambda x: make_dual(x),
-    "closed over, of a number": lambda x: torch.func.grad(lambda s: (x * s).sum())(torch.tensor(2.0)),
-    "closed over, of a batch": lambda x: torch.func.vmap(lambda s: (x * s).sum())(torch.arange(3.0)),
-    "closed over, of a matrix": lambda x: torch.func.grad(lambda w: (x @ w).sum())(torch.ones(3, 2, dtype=X.dtype)),
+    "closed over, of a number": lambda x: torch.func.grad(lambda s: (x * s).sum())(
+        torch.tensor(2.0)
+    ),
+    "closed over, of a batch": lambda x: torch.func.vmap(lambda s: (x * s).sum())(
+        torch.arange(3.0)
+    ),
+    "closed over, of a matrix": lambda x: torch.func.grad(lambda w: (x @ w).sum())(
+        torch.ones(3, 2, dtype=X.dtype)
+    ),
 }
 
 
@@ -225,7 +243,9 @@ def test_functional_call_works(mesh):
     module = sm.parallel.distribute_module(nn.Linear(3, 2).double(), mesh)
     weight = place(mesh, torch.ones(2, 3, dtype=X.dtype), Shard(0))
     y = torch.func.functional_call(
-        module, {"weight": weight, "bias": place(mesh, torch.zeros(2, dtype=X.dtype))}, place(mesh, X)
+        module,
+        {"weight": weight, "bias": place(mesh, torch.zeros(2, dtype=X.dtype))},
+        place(mesh, X),
     )
     torch.testing.assert_close(y.full_tensor(), X.sum(1, keepdim=True).expand(5, 2))
 

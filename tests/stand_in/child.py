@@ -1,6 +1,6 @@
 """Call a function in a process that has the device "standin": `call(function, *args)`; arguments and result as JSON.
 
-    python -m tests.stand_in.child module function arguments
+python -m tests.stand_in.child module function arguments
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
     """Return `function(*args)`, called in another process. It must be at the top level of its module."""
     if shutil.which("g++") is None:
         pytest.skip("the stand-in for a GPU is compiled by g++, which is not here")
-    command = [sys.executable, "-m", "tests.stand_in.child", function.__module__, function.__name__, json.dumps(args)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.stand_in.child",
+        function.__module__,
+        function.__name__,
+        json.dumps(args),
+    ]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_LIMIT_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout.rpartition(_RESULT)[2])

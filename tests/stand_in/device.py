@@ -34,14 +34,33 @@ def register() -> None:
 def _compiled() -> Path:
     """Return the library, compiled once for each torch and source."""
     root = Path(torch.__file__).parent
-    key = hashlib.sha256(f"{torch.__version__} {root} {_SOURCE.read_text()}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{torch.__version__} {root} {_SOURCE.read_text()}".encode()).hexdigest()[
+        :16
+    ]
     made = Path(tempfile.gettempdir()) / f"shardmesh-stand-in-{key}.so"
     if not made.exists():
         include, lib = root / "include", root / "lib"
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "device.so"
-            flags = ["-O0", "-shared", "-fPIC", "-std=c++20", f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", f"-L{lib}"]
-            command = ["g++", *flags, str(_SOURCE), "-o", str(out), "-Wl,--no-as-needed", "-lc10", "-ltorch_cpu"]
+            flags = [
+                "-O0",
+                "-shared",
+                "-fPIC",
+                "-std=c++20",
+                f"-I{include}",
+                f"-I{include / 'torch/csrc/api/include'}",
+                f"-L{lib}",
+            ]
+            command = [
+                "g++",
+                *flags,
+                str(_SOURCE),
+                "-o",
+                str(out),
+                "-Wl,--no-as-needed",
+                "-lc10",
+                "-ltorch_cpu",
+            ]
             subprocess.run(command, check=True, capture_output=True, text=True)
             ready = made.with_suffix(f".{next(_numbers)}-{threading.get_native_id()}")
             ready.write_bytes(out.read_bytes())

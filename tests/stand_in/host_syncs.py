@@ -42,17 +42,30 @@ class HostSyncs(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        here = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and _is_device(x.device)]
+        here = [
+            x
+            for x in pytree.tree_leaves((args, kwargs))
+            if isinstance(x, Tensor) and _is_device(x.device)
+        ]
         if here and self._reads(func, name, args, kwargs):
             self.on_wait(name)
         self._check_order(here)
         if name == "copy_" and args[0].device != args[1].device:
-            return self._copy(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        if name == "_to_copy" and args[0].device.type != str(kwargs.get("device") or args[0].device).split(":")[0]:
+            return self._copy(
+                args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            )
+        if (
+            name == "_to_copy"
+            and args[0].device.type != str(kwargs.get("device") or args[0].device).split(":")[0]
+        ):
             return self._to_copy(func, args[0], kwargs)
-        if name == "_foreach_copy_" and any(a.device != b.device for a, b in zip(*args[:2], strict=True)):
+        if name == "_foreach_copy_" and any(
+            a.device != b.device for a, b in zip(*args[:2], strict=True)
+        ):
             for a, b in zip(*args[:2], strict=True):
-                a.copy_(b, *args[2:], **kwargs) if a.device == b.device else self._copy(a, b, (*args[2:], *kwargs.values(), False)[0])
+                a.copy_(b, *args[2:], **kwargs) if a.device == b.device else self._copy(
+                    a, b, (*args[2:], *kwargs.values(), False)[0]
+                )
             return args[0]
         out = func(*args, **kwargs)
         if name == "lift_fresh" and _is_device(out.device):
@@ -60,7 +73,11 @@ class HostSyncs(TorchDispatchMode):
         stream = device.current_stream()
         number = stream.step()
         for x in pytree.tree_leaves(out):
-            if isinstance(x, Tensor) and _is_device(x.device) and (_writes(func) or all(x is not y for y in here)):
+            if (
+                isinstance(x, Tensor)
+                and _is_device(x.device)
+                and (_writes(func) or all(x is not y for y in here))
+            ):
                 self.writers.setdefault(x.untyped_storage().data_ptr(), (stream, number))
                 if _writes(func):
                     self.writers[x.untyped_storage().data_ptr()] = stream, number
@@ -76,7 +93,9 @@ class HostSyncs(TorchDispatchMode):
     def _check_order(self, tensors: list[Tensor]) -> None:
         seen = device.current_stream().seen
         for x in tensors:
-            stream, number = self.writers.get(x.untyped_storage().data_ptr(), (device.current_stream(), 0))
+            stream, number = self.writers.get(
+                x.untyped_storage().data_ptr(), (device.current_stream(), 0)
+            )
             if number > seen.get(stream, 0):
                 self.on_wait("race between streams")
 
@@ -84,10 +103,16 @@ class HostSyncs(TorchDispatchMode):
         host = src if _is_device(dst.device) else dst
         if not host.numel():
             return dst
-        if not (non_blocking and host.is_pinned() and src.dtype is dst.dtype):  # torch casts into pageable memory
-            self.on_wait(f"{'pageable' if non_blocking else 'blocking'} copy to the {'device' if host is src else 'host'}")
+        if not (
+            non_blocking and host.is_pinned() and src.dtype is dst.dtype
+        ):  # torch casts into pageable memory
+            self.on_wait(
+                f"{'pageable' if non_blocking else 'blocking'} copy to the {'device' if host is src else 'host'}"
+            )
         elif host is dst:
-            values = src.cpu().to(dst.dtype)  # of now: later writes come after the copy in the stream
+            values = src.cpu().to(
+                dst.dtype
+            )  # of now: later writes come after the copy in the stream
             _spoil(dst)
             device.delay_copy(lambda: dst.copy_(values))
             return dst
@@ -99,7 +124,9 @@ class HostSyncs(TorchDispatchMode):
         out = func(x, **options)
         non_blocking = kwargs.get("non_blocking", False)
         if non_blocking and _is_device(x.device):
-            out = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, pin_memory=True)  # as torch does on CUDA
+            out = torch.empty_strided(
+                out.shape, out.stride(), dtype=out.dtype, pin_memory=True
+            )  # as torch does on CUDA
         return self._copy(out, x, non_blocking)
 
     def on_wait(self, what: str) -> None:

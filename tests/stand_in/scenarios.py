@@ -36,7 +36,10 @@ def sharded(mesh: sm.DeviceMesh, spec: P, *shape: int, grad: bool = False) -> An
 
 
 def mlp() -> nn.Sequential:
-    blocks = [nn.Sequential(nn.LayerNorm(D), nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D)) for _ in range(3)]
+    blocks = [
+        nn.Sequential(nn.LayerNorm(D), nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D))
+        for _ in range(3)
+    ]
     return nn.Sequential(*blocks).to(DEVICE)
 
 
@@ -71,7 +74,10 @@ def zero(**axes: Any) -> Step:
 def scaled() -> Step:
     mesh = mesh_of(4, names=("dp",))
     model, x = fully_shard(mlp(), mesh, units="*"), randn(BATCH, D)
-    optimizer, scaler = torch.optim.AdamW(model.parameters(), foreach=True), sm.training.GradScaler(DEVICE)
+    optimizer, scaler = (
+        torch.optim.AdamW(model.parameters(), foreach=True),
+        sm.training.GradScaler(DEVICE),
+    )
 
     def step() -> None:
         scaler.scale(model(x).square().mean()).backward()
@@ -114,7 +120,11 @@ def accumulated() -> Step:
 
 def tensor_parallel(stream: P) -> Step:
     mesh = mesh_of(2, 2, names=("dp", "tp"))
-    plan = {"*.0": sm.parallel.sequence_parallel(1, out=P()), "*.1": sm.parallel.colwise(), "*.3": sm.parallel.rowwise(out=stream)}
+    plan = {
+        "*.0": sm.parallel.sequence_parallel(1, out=P()),
+        "*.1": sm.parallel.colwise(),
+        "*.3": sm.parallel.rowwise(out=stream),
+    }
     model = sm.parallel.parallelize(mlp(), mesh, plan, src_data_rank=None)
     return training(model, sharded(mesh, P("dp"), BATCH, SEQUENCE, D))
 
@@ -122,14 +132,25 @@ def tensor_parallel(stream: P) -> Step:
 def attention(spec: P, **options: Any) -> Step:
     mesh = mesh_of(4, names=("cp",))
     leaves = [sharded(mesh, spec, 2, 4, SEQUENCE, D, grad=True) for _ in range(3)]
-    given = [sm.parallel.balance_sequence(x, 2, "cp") if options.get("balanced") else x for x in leaves]
-    return lambda: sm.parallel.context_parallel_attention(*given, axis="cp", **options).sum().backward(inputs=given)
+    given = [
+        sm.parallel.balance_sequence(x, 2, "cp") if options.get("balanced") else x for x in leaves
+    ]
+    return lambda: (
+        sm.parallel.context_parallel_attention(*given, axis="cp", **options)
+        .sum()
+        .backward(inputs=given)
+    )
 
 
 def experts(capacity: float | None) -> Step:
     mesh = mesh_of(4, names=("ep",))
-    x, router = sharded(mesh, P("ep"), BATCH, SEQUENCE, D), sharded(mesh, P(), D, EXPERTS, grad=True)
-    up, down = (sharded(mesh, P("ep"), EXPERTS, *shape, grad=True) for shape in ((D, HIDDEN), (HIDDEN, D)))
+    x, router = (
+        sharded(mesh, P("ep"), BATCH, SEQUENCE, D),
+        sharded(mesh, P(), D, EXPERTS, grad=True),
+    )
+    up, down = (
+        sharded(mesh, P("ep"), EXPERTS, *shape, grad=True) for shape in ((D, HIDDEN), (HIDDEN, D))
+    )
 
     def expert(rows: Tensor, params: Any) -> Tensor:
         return F.silu(rows @ params[0]) @ params[1]
@@ -147,13 +168,36 @@ def experts(capacity: float | None) -> Step:
 
 def operators() -> Step:
     mesh = mesh_of(2, 2, names=("a", "b"))
-    w, logits = sharded(mesh, P("b", "a"), 16, 8, grad=True), sharded(mesh, P("a", "b"), 8, 16, grad=True)
-    index = sm.distribute_tensor(torch.zeros(8, dtype=torch.int64, device=DEVICE), mesh, P("a"), src_data_rank=None)
-    picked = sm.distribute_tensor(torch.zeros(2, dtype=torch.int64, device=DEVICE), mesh, P(), src_data_rank=None)
+    w, logits = (
+        sharded(mesh, P("b", "a"), 16, 8, grad=True),
+        sharded(mesh, P("a", "b"), 8, 16, grad=True),
+    )
+    index = sm.distribute_tensor(
+        torch.zeros(8, dtype=torch.int64, device=DEVICE), mesh, P("a"), src_data_rank=None
+    )
+    picked = sm.distribute_tensor(
+        torch.zeros(2, dtype=torch.int64, device=DEVICE), mesh, P(), src_data_rank=None
+    )
 
     def step() -> None:
-        found = [w[3:9], w.roll(1, 0), w.softmax(0), w.cumsum(0), w.sort(0).values, torch.cat([w, w]), w.view(4, 4, 8), w[picked]]
-        found += [w.flip(0), w.topk(2, 0).values, w.var(0), w.max(), w.norm(), F.dropout(F.embedding(index, w), 0.1)]
+        found = [
+            w[3:9],
+            w.roll(1, 0),
+            w.softmax(0),
+            w.cumsum(0),
+            w.sort(0).values,
+            torch.cat([w, w]),
+            w.view(4, 4, 8),
+            w[picked],
+        ]
+        found += [
+            w.flip(0),
+            w.topk(2, 0).values,
+            w.var(0),
+            w.max(),
+            w.norm(),
+            F.dropout(F.embedding(index, w), 0.1),
+        ]
         (F.cross_entropy(logits, index) + sum(x.sum() for x in found)).backward()
 
     return step
@@ -219,7 +263,9 @@ SCENARIOS: dict[str, Callable[[], Step]] = {
     "ZeRO-3": partial(zero, parameter="dp", gradient="dp", optimizer="dp"),
     "data parallel": zero,
     "FSDP": partial(fsdp, 4),
-    "FSDP, bfloat16": partial(fsdp, 4, mp_policy=sm.parallel.MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "FSDP, bfloat16": partial(
+        fsdp, 4, mp_policy=sm.parallel.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    ),
     "FSDP, 8 bits": partial(fsdp, 4, transport="int8"),
     "hybrid": partial(fsdp, 2, 2),
     "FSDP, parameters on the host": partial(fsdp, 4, offload_policy=sm.parallel.CPUOffloadPolicy()),
@@ -230,7 +276,9 @@ SCENARIOS: dict[str, Callable[[], Step]] = {
     "tensor parallel": partial(tensor_parallel, P()),
     "tensor and sequence parallel": partial(tensor_parallel, P(None, "tp")),
     "ring attention": partial(attention, P(None, None, "cp"), method="ring", is_causal=True),
-    "balanced ring attention": partial(attention, P(None, None, "cp"), method="ring", is_causal=True, balanced=True),
+    "balanced ring attention": partial(
+        attention, P(None, None, "cp"), method="ring", is_causal=True, balanced=True
+    ),
     "attention by all_to_all": partial(attention, P(None, None, "cp"), method="all_to_all"),
     "experts": partial(experts, None),
     "experts with a capacity": partial(experts, 1.0),
@@ -246,7 +294,6 @@ SCENARIOS: dict[str, Callable[[], Step]] = {
 
 def waits(make: Callable[[], Step]) -> dict[str, int] | str:
     """Return what the host waited for in the second call of a step, or an error."""
-
 
     def rank() -> dict[str, int]:
         torch.manual_seed(0)

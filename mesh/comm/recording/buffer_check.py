@@ -35,12 +35,22 @@ class Guarded(Work):
 
     __slots__ = ("_before", "_error", "_number", "_over", "_recorder", "_version", "_work", "_x")
 
-    def __init__(self, work: Work, x: Tensor, in_place: bool, recorder: Recorder, number: int, over: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        work: Work,
+        x: Tensor,
+        in_place: bool,
+        recorder: Recorder,
+        number: int,
+        over: Callable[[], None],
+    ) -> None:
         self._work, self._recorder, self._number, self._over = work, recorder, number, over
         self._x: Tensor | None = x
         self._error: CollectiveError | None = None
         self._before = _bytes(x).clone() if _settings.mode == "full" and not in_place else None
-        self._version = -1 if x.is_inference() or x.nbytes < x.untyped_storage().nbytes() else x._version
+        self._version = (
+            -1 if x.is_inference() or x.nbytes < x.untyped_storage().nbytes() else x._version
+        )
 
     def wait(self) -> None:
         if self._x is None:  # waited for before

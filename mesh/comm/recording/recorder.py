@@ -121,8 +121,14 @@ class Recorder:
     def __init__(self, group: Group, buffer: TraceBuffer, monitor: Monitor | None) -> None:
         self.group, self.buffer, self.monitor, self.world = group, buffer, monitor, group.world
         self.words: Any = buffer.words
-        self._data, self._numbers, self._comm_context = buffer.data, buffer.numbers, group.world.comm_context
-        self.key = stable_hash(f"{group.ranks} {group.world.epoch}{getattr(group, 'backend_label', '')}")
+        self._data, self._numbers, self._comm_context = (
+            buffer.data,
+            buffer.numbers,
+            group.world.comm_context,
+        )
+        self.key = stable_hash(
+            f"{group.ranks} {group.world.epoch}{getattr(group, 'backend_label', '')}"
+        )
         self._calls: dict[Any, _CachedCall] = {}
         self.number = self._number_bits = self._last = self._called_at = 0
         self.tag: CommTag | None = None
@@ -132,7 +138,15 @@ class Recorder:
         self.stream_mark: Mark | None = None
 
     def enter(
-        self, op: str, how: str, dtype: Any, size: int, sent: int, received: int, tag: CommTag | None = None, route: int = 0
+        self,
+        op: str,
+        how: str,
+        dtype: Any,
+        size: int,
+        sent: int,
+        received: int,
+        tag: CommTag | None = None,
+        route: int = 0,
     ) -> int:
         """Record a collective before it moves any data; return the number of its record.
 
@@ -165,7 +179,11 @@ class Recorder:
             try:
                 frame = _frame(call.depth)
                 user: Any = frame.f_back
-                if user.f_lasti == call.instruction and user.f_code is call.user and frame.f_code is call.code:
+                if (
+                    user.f_lasti == call.instruction
+                    and user.f_code is call.user
+                    and frame.f_code is call.code
+                ):
                     line = call.line
             except (ValueError, AttributeError):  # the stack is shallower this time
                 pass
@@ -215,7 +233,9 @@ class Recorder:
         if self.monitor is None or self.row is None or len(sent) > MOST_SPLITS:
             return
         self.buffer.write_splits(number, sent, expected)
-        self.words[self.row + (self.called - 1 & self._last) * SLOT_WORDS + 3] = 1  # from now on other ranks may read them
+        self.words[self.row + (self.called - 1 & self._last) * SLOT_WORDS + 3] = (
+            1  # from now on other ranks may read them
+        )
         self.monitor.compare_splits(self, self.called - 1)
 
     def record_of(self, sequence: int) -> int:
@@ -257,15 +277,31 @@ class Recorder:
         me, size = self.group.rank, self.group.size
         near = range(1, size) if size <= _SMALL else (1, size - 1)
         neighbours = (directory.buffer_of(self.group.ranks[(me + step) % size]) for step in near)
-        found = [(buffer, buffer.find_group(self.key)) for buffer in neighbours if buffer is not None]
-        self.others = [(buffer.words, row_of(at), slots_of(at) - 1, called_at(at)) for buffer, at in found if at is not None]
+        found = [
+            (buffer, buffer.find_group(self.key)) for buffer in neighbours if buffer is not None
+        ]
+        self.others = [
+            (buffer.words, row_of(at), slots_of(at) - 1, called_at(at))
+            for buffer, at in found
+            if at is not None
+        ]
 
-    def _new_call(self, op: str, how: str, dtype: Any, size: int, tag: CommTag | None) -> _CachedCall:
+    def _new_call(
+        self, op: str, how: str, dtype: Any, size: int, tag: CommTag | None
+    ) -> _CachedCall:
         if self.row is None and not self._calls:
             self._claim_row()
-        fields = [op, how, str(dtype).removeprefix("torch."), "" if size < 0 else str(size), "" if tag is None else tag.text]
+        fields = [
+            op,
+            how,
+            str(dtype).removeprefix("torch."),
+            "" if size < 0 else str(size),
+            "" if tag is None else tag.text,
+        ]
         text = "\t".join(fields)
-        call = self._calls[op, how, dtype, size, tag] = _CachedCall(self.buffer.text(text), _fingerprint(text))
+        call = self._calls[op, how, dtype, size, tag] = _CachedCall(
+            self.buffer.text(text), _fingerprint(text)
+        )
         if len(self._calls) > 1_024:  # a program whose sizes always change
             self._calls.clear()
         return call
@@ -280,7 +316,9 @@ class Recorder:
             self._number_bits = NO_GROUP << 48
 
     def _find_row(self) -> int | None:
-        return self.buffer.add_group(self.key, f"{self._name()}\t{','.join(map(str, self.group.ranks))}")
+        return self.buffer.add_group(
+            self.key, f"{self._name()}\t{','.join(map(str, self.group.ranks))}"
+        )
 
     def _name(self) -> str:
         """Return what the group is called in messages."""
@@ -289,7 +327,10 @@ class Recorder:
     def _find_line(self, call: _CachedCall) -> int:
         """Find the line of the user's program that calls, and remember it in `call`; return the text's place in the trace buffer."""
         frame, depth = user_frame(2)
-        call.depth, call.code = depth - 1, _frame(depth).f_code  # seen from `enter`, which is one lower
+        call.depth, call.code = (
+            depth - 1,
+            _frame(depth).f_code,
+        )  # seen from `enter`, which is one lower
         call.user, call.instruction = frame.f_code, frame.f_lasti
         call.line = self.buffer.text(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         return call.line
@@ -338,13 +379,17 @@ def same_call(one: int, other: int) -> bool:
 def unlike(one: int, other: int) -> bool:
     """Return whether two recorded lineages seem to belong to different values; 0 is unknown.
 
-        16 bits line | 16 order | 16 since | 16 layout      see `sharding/lineage.py`
+    16 bits line | 16 order | 16 since | 16 layout      see `sharding/lineage.py`
     """
     different = one ^ other
-    return bool(one and other and different >> 48 and different >> 32 & _HASH and different >> 16 & _HASH)
+    return bool(
+        one and other and different >> 48 and different >> 32 & _HASH and different >> 16 & _HASH
+    )
 
 
-def differ(one: int, buffer: TraceBuffer | None, other: int, other_buffer: TraceBuffer | None) -> bool:
+def differ(
+    one: int, buffer: TraceBuffer | None, other: int, other_buffer: TraceBuffer | None
+) -> bool:
     """Return whether two recorded lineages belong to different values, given the lines on which both ranks have made tensors.
 
     If two ranks have made tensors on different lines, and one on more lines than the other, a value computed from two such tensors

@@ -25,14 +25,19 @@ from typing import Any, NamedTuple
 from ...text import printable
 
 GROUPS, SLOTS, SLOT_WORDS = 256, 64, 4  # groups beyond these are recorded, but not compared
-LONG_ROWS, LONG_SLOTS = 16, 1024  # the first groups have longer rows: CUDA queues about 1000 launches, so far apart may hosts be
+LONG_ROWS, LONG_SLOTS = (
+    16,
+    1024,
+)  # the first groups have longer rows: CUDA queues about 1000 launches, so far apart may hosts be
 RECORDS, RECORD_WORDS = 4096, 8
 HEADER_BYTES, STACK_BYTES, TEXT_BYTES = 1024, 31 * 1024, 1 << 20
 GROUP_TABLE = (HEADER_BYTES + STACK_BYTES) // 8  # in words, like the next ones
 GROUP_WORDS = 3
 SLOT_AREA = GROUP_TABLE + GROUPS * GROUP_WORDS
 RING = SLOT_AREA + (LONG_ROWS * LONG_SLOTS + (GROUPS - LONG_ROWS) * SLOTS) * SLOT_WORDS
-SPLITS = RING + RECORDS * RECORD_WORDS  # splits of the last few all_to_alls that no layouts describe
+SPLITS = (
+    RING + RECORDS * RECORD_WORDS
+)  # splits of the last few all_to_alls that no layouts describe
 SPLIT_ENTRIES, MOST_SPLITS = 16, 64
 _SPLIT_WORDS = 2 * MOST_SPLITS
 LINE_BITS = 192
@@ -42,7 +47,9 @@ IDLE = 1 << 32  # in Header.PAUSED
 _TEXT = (SPLITS + SPLIT_ENTRIES * _SPLIT_WORDS) * 8  # in bytes
 BUFFER_BYTES = _TEXT + TEXT_BYTES
 SIZE_BITS = 24
-MAGIC = (0x7368617264 << SIZE_BITS) + BUFFER_BYTES  # "shard"; another version of the layout has another size
+MAGIC = (
+    0x7368617264 << SIZE_BITS
+) + BUFFER_BYTES  # "shard"; another version of the layout has another size
 
 _NO_ROOM = 8  # offset of the first text, "?", which stands for texts without room
 _LONGEST_TEXT = 4096
@@ -58,16 +65,26 @@ class Header:
 
     MAGIC, RANK, SIZE, PID, BORN, CLOCK = range(6)
     HEARTBEAT, STATE, DOING = 6, 7, 8  # DOING: a text
-    BLOCKED, BLOCKED_SINCE = 9, 10  # number of the record that the main thread is blocked in, plus 1, and the bits ON_DEVICE, MAY_GO_ON
+    BLOCKED, BLOCKED_SINCE = (
+        9,
+        10,
+    )  # number of the record that the main thread is blocked in, plus 1, and the bits ON_DEVICE, MAY_GO_ON
     RECORDS, TEXT_END, GROUPS = 11, 12, 13
     STACK_WANTED, STACK_GIVEN, STACK_BYTES = 14, 15, 16
-    PAUSED, STEP = 17, 18  # PAUSED: how many debuggers it is in, and how many waits of `idle`, each of which counts as IDLE
+    PAUSED, STEP = (
+        17,
+        18,
+    )  # PAUSED: how many debuggers it is in, and how many waits of `idle`, each of which counts as IDLE
     PID_SPACE = 19  # process ids are valid only within it; 0 in the copy of another host's buffer
     HOST = 20  # a text
     EXIT_S = 21  # seconds after a verdict in which the process exits; 0 if nothing may end it
-    AWARE = 22  # whether the watchdog thread has read the verdict, and so ends the process by itself
+    AWARE = (
+        22  # whether the watchdog thread has read the verdict, and so ends the process by itself
+    )
     CHANNELS = 23  # number of channels for messages that the program sends by torch
-    UNMATCHED = 24  # whether some of these are numbered differently than by their sender or receiver
+    UNMATCHED = (
+        24  # whether some of these are numbered differently than by their sender or receiver
+    )
     SEED, DRAWN = 25, 26  # of the random number generator, see `sharding/tensor/random.py`
     THREAD_ERROR = 27  # a text: which thread raised what
     RESUMED = 28  # when the last pause ended
@@ -116,7 +133,11 @@ class TraceBuffer:
 
     def begin(self, rank: int, size: int) -> None:
         words = self.words
-        words[Header.RANK], words[Header.SIZE], words[Header.TEXT_END] = rank, size, 8  # offset 0 means no text
+        words[Header.RANK], words[Header.SIZE], words[Header.TEXT_END] = (
+            rank,
+            size,
+            8,
+        )  # offset 0 means no text
         self._texts["?"] = self._append(b"?")
         words[Header.MAGIC] = MAGIC
 
@@ -190,11 +211,17 @@ class TraceBuffer:
             return ""
         (length,) = struct.unpack_from("I", self.data, _TEXT + start)
         length = min(length, _LONGEST_TEXT)
-        return printable(bytes(self.data[_TEXT + start + 4 : _TEXT + start + 4 + length]).decode(errors="replace"))
+        return printable(
+            bytes(self.data[_TEXT + start + 4 : _TEXT + start + 4 + length]).decode(
+                errors="replace"
+            )
+        )
 
     def read_stack(self) -> str:
         length = min(self.words[Header.STACK_BYTES], STACK_BYTES)
-        return printable(bytes(self.data[HEADER_BYTES : HEADER_BYTES + length]).decode(errors="replace"))
+        return printable(
+            bytes(self.data[HEADER_BYTES : HEADER_BYTES + length]).decode(errors="replace")
+        )
 
     def ask_for_stack(self, seconds: float) -> str:
         """Ask the rank's watchdog thread where the main thread is; "" when it does not answer within so many seconds."""
@@ -266,7 +293,11 @@ class TraceBuffer:
 
 def row_of(number: int) -> int:
     """Return where the row of a group begins in a trace buffer, in words."""
-    before = number * LONG_SLOTS if number < LONG_ROWS else LONG_ROWS * LONG_SLOTS + (number - LONG_ROWS) * SLOTS
+    before = (
+        number * LONG_SLOTS
+        if number < LONG_ROWS
+        else LONG_ROWS * LONG_SLOTS + (number - LONG_ROWS) * SLOTS
+    )
     return SLOT_AREA + before * SLOT_WORDS
 
 

@@ -1,11 +1,11 @@
 """Find out from the records of a group's ranks why one of its collectives cannot complete.
 
-    mismatch   two ranks call different collectives          the smaller party is at fault; no rank if votes are equal
-    left       one has ended its program                     the smaller of those that left and those that wait
-    lost       one has died
-    deadlock   each waits for one that waits elsewhere       as for a mismatch
-    messages   of a permute or an all_to_all do not fit      the rank with the largest share of messages that do not
-    stall      one keeps the others waiting too long
+mismatch   two ranks call different collectives          the smaller party is at fault; no rank if votes are equal
+left       one has ended its program                     the smaller of those that left and those that wait
+lost       one has died
+deadlock   each waits for one that waits elsewhere       as for a mismatch
+messages   of a permute or an all_to_all do not fit      the rank with the largest share of messages that do not
+stall      one keeps the others waiting too long
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ if TYPE_CHECKING:
 
 _LOW32 = (1 << 32) - 1
 _TO_COME_NS = 10_000_000_000  # how long to wait for ranks whose votes may still decide which of those that differ is the outlier
-_TO_END_NS = 500_000_000  # how long to wait, after one has ended its program, for others to end or arrive
+_TO_END_NS = (
+    500_000_000  # how long to wait, after one has ended its program, for others to end or arrive
+)
 
 
-def diagnose(monitor: Monitor, recorder: Recorder, sequence: int, since: int, is_waiting: bool = True) -> Verdict | None:
+def diagnose(
+    monitor: Monitor, recorder: Recorder, sequence: int, since: int, is_waiting: bool = True
+) -> Verdict | None:
     """Return the verdict on a collective that this rank has called at the time `since`; None if nothing is known to be wrong.
 
     Args:
@@ -53,8 +57,14 @@ def diagnose(monitor: Monitor, recorder: Recorder, sequence: int, since: int, is
     found = members(monitor, recorder, sequence)
     waited = monotonic_ns() - since
     if not agree(found):
-        return verdict_text.mismatch(recorder, sequence, found, outliers(found)) if _is_decided(found, waited) else None
-    if any(m.buffer is not None and m.buffer.words[Header.STATE] == RankState.LOST for m in found):  # what it sent may have been lost
+        return (
+            verdict_text.mismatch(recorder, sequence, found, outliers(found))
+            if _is_decided(found, waited)
+            else None
+        )
+    if any(
+        m.buffer is not None and m.buffer.words[Header.STATE] == RankState.LOST for m in found
+    ):  # what it sent may have been lost
         return lost(monitor, recorder, sequence)
     missing = [m for m in found if m.came is False and (m.buffer is not None or monitor.sees_all)]
     if not missing:
@@ -68,7 +78,9 @@ def diagnose(monitor: Monitor, recorder: Recorder, sequence: int, since: int, is
 
 def first_missed(recorder: Recorder, sequence: int, missing: Iterable[Member]) -> int:
     """Return the first collective up to this one that one of these ranks has not called: where devices wait while their hosts run ahead."""
-    buffers = [(m.buffer, m.buffer.find_group(recorder.key)) for m in missing if m.buffer is not None]
+    buffers = [
+        (m.buffer, m.buffer.find_group(recorder.key)) for m in missing if m.buffer is not None
+    ]
     called = [0 if number is None else buffer.group_called(number) for buffer, number in buffers]
     first = min([sequence, *called])
     return first if recorder.keeps(first) else sequence
@@ -87,12 +99,19 @@ def _may_come(m: Member) -> bool:
     if m.buffer is None:
         return True
     words = m.buffer.words
-    is_blocked = not words[Header.BLOCKED] & ON_DEVICE and blocked_for_long(m.buffer) is not None  # a device may only be slow
+    is_blocked = (
+        not words[Header.BLOCKED] & ON_DEVICE and blocked_for_long(m.buffer) is not None
+    )  # a device may only be slow
     return words[Header.STATE] == RankState.RUNNING and not is_blocked and not is_dead(m.buffer)
 
 
 def _gone(
-    monitor: Monitor, recorder: Recorder, sequence: int, found: Sequence[Member], missing: Sequence[Member], waited: int
+    monitor: Monitor,
+    recorder: Recorder,
+    sequence: int,
+    found: Sequence[Member],
+    missing: Sequence[Member],
+    waited: int,
 ) -> Verdict | None:
     """Return the verdict on members that will never arrive."""
     if any(map(is_lost, missing)):
@@ -104,13 +123,19 @@ def _gone(
     sequence = first_missed(recorder, sequence, left)
     found = members(monitor, recorder, sequence)
     waiting = [m.rank for m in found if m.came]
-    return verdict_text.left(recorder, sequence, found, left, minority([waiting, [m.rank for m in left]]))
+    return verdict_text.left(
+        recorder, sequence, found, left, minority([waiting, [m.rank for m in left]])
+    )
 
 
 def lost(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
     """Return the verdict on all ranks of the job that died or cannot be reached, if there are any."""
     gone = lost_ranks(monitor.directory)
-    return verdict_text.lost(recorder, sequence, members(monitor, recorder, sequence), gone) if gone else None
+    return (
+        verdict_text.lost(recorder, sequence, members(monitor, recorder, sequence), gone)
+        if gone
+        else None
+    )
 
 
 def wrong_route(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
@@ -119,20 +144,30 @@ def wrong_route(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict 
     messages = [(src, dst, _fits(found, src, dst)) for src, dst in _messages(found)]
     if all(fits for *_, fits in messages):
         return None
-    return verdict_text.wrong_route(recorder, sequence, found, worst_correspondent([m.rank for m in found], messages))
+    return verdict_text.wrong_route(
+        recorder, sequence, found, worst_correspondent([m.rank for m in found], messages)
+    )
 
 
 def wrong_splits(monitor: Monitor, recorder: Recorder, sequence: int) -> Verdict | None:
     """Return the verdict on ranks of this all_to_all that send what others do not expect, among those that have arrived."""
     found = members(monitor, recorder, sequence)
     shown = {
-        place: m.buffer.splits(m.number, len(found)) for place, m in enumerate(found) if m.came and m.route and m.buffer is not None
+        place: m.buffer.splits(m.number, len(found))
+        for place, m in enumerate(found)
+        if m.came and m.route and m.buffer is not None
     }
     pairs = [(src, dst, shown[src][0][dst], shown[dst][1][src]) for src in shown for dst in shown]
-    messages = [(src, dst, sent == expected) for src, dst, sent, expected in pairs if sent != expected or (sent and src != dst)]
+    messages = [
+        (src, dst, sent == expected)
+        for src, dst, sent, expected in pairs
+        if sent != expected or (sent and src != dst)
+    ]
     if all(fits for *_, fits in messages):
         return None
-    return verdict_text.wrong_splits(recorder, sequence, found, shown, worst_correspondent([m.rank for m in found], messages))
+    return verdict_text.wrong_splits(
+        recorder, sequence, found, shown, worst_correspondent([m.rank for m in found], messages)
+    )
 
 
 def _messages(found: Sequence[Member]) -> set[tuple[int, int]]:
@@ -182,13 +217,23 @@ def _cycle(monitor: Monitor, ahead: list[Member]) -> Verdict | None:
         if not found:
             return None  # it still runs, or nothing is known of it
         ahead += found
-    stuck = [(rank, buffer.stuck) for rank in sorted(reached) if (buffer := monitor.directory.buffer_of(rank)) is not None]
-    return verdict_text.deadlock(monitor.directory, [(rank, record) for rank, record in stuck if record is not None])
+    stuck = [
+        (rank, buffer.stuck)
+        for rank in sorted(reached)
+        if (buffer := monitor.directory.buffer_of(rank)) is not None
+    ]
+    return verdict_text.deadlock(
+        monitor.directory, [(rank, record) for rank, record in stuck if record is not None]
+    )
 
 
-def _stall(monitor: Monitor, recorder: Recorder, sequence: int, missing: Sequence[Member], since: int) -> Verdict | None:
+def _stall(
+    monitor: Monitor, recorder: Recorder, sequence: int, missing: Sequence[Member], since: int
+) -> Verdict | None:
     timeout_ns = settings().timeout * 1e9
     if monotonic_ns() - since < timeout_ns or monitor.ns_since(since) < timeout_ns:
         return None
     sequence = first_missed(recorder, sequence, missing)
-    return verdict_text.stall(monitor, recorder, sequence, members(monitor, recorder, sequence), monotonic_ns() - since)
+    return verdict_text.stall(
+        monitor, recorder, sequence, members(monitor, recorder, sequence), monotonic_ns() - since
+    )

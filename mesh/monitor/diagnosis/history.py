@@ -1,8 +1,8 @@
 """Find the first call in which the histories of a job's ranks differ.
 
-    rank 0   all_reduce dp    all_reduce dp     barrier ...
-    rank 1   all_reduce dp    barrier ...
-    rank 2   all_reduce dp    barrier ...            after the last call that all made, the first that differs: rank 0 is the outlier
+rank 0   all_reduce dp    all_reduce dp     barrier ...
+rank 1   all_reduce dp    barrier ...
+rank 2   all_reduce dp    barrier ...            after the last call that all made, the first that differs: rank 0 is the outlier
 """
 
 from __future__ import annotations
@@ -34,15 +34,32 @@ def left_the_order(buffers: Mapping[int, TraceBuffer], stuck: Mapping[int, int])
             ranks that do not run the same program have always differed. Later calls, of hosts that run ahead of a device, do not count.
     """
     most = max(p.words[Header.RECORDS] for p in buffers.values())
-    calls = {rank: _calls(buffer, max(0, most - _HISTORY), stuck.get(rank, most)) for rank, buffer in buffers.items()}
+    calls = {
+        rank: _calls(buffer, max(0, most - _HISTORY), stuck.get(rank, most))
+        for rank, buffer in buffers.items()
+    }
     calls = _since_all_met(calls, len(buffers))
-    blamed = _outliers(buffers, {rank: [call for call in its if _is_for_all(buffers[rank], call)] for rank, its in calls.items()}, stuck)
+    blamed = _outliers(
+        buffers,
+        {
+            rank: [call for call in its if _is_for_all(buffers[rank], call)]
+            for rank, its in calls.items()
+        },
+        stuck,
+    )
     return _outliers(buffers, calls, stuck, only_messages=True) or () if blamed is None else blamed
 
 
 def _calls(buffer: TraceBuffer, first: int, last: int) -> list[_CachedCall]:
-    found = [buffer.record(number) for number in range(min(first, last), min(last + 1, buffer.words[Header.RECORDS]))]
-    return [(record, _step_of(buffer, record), buffer.group_key(record.group)) for record in found if record is not None]
+    found = [
+        buffer.record(number)
+        for number in range(min(first, last), min(last + 1, buffer.words[Header.RECORDS]))
+    ]
+    return [
+        (record, _step_of(buffer, record), buffer.group_key(record.group))
+        for record in found
+        if record is not None
+    ]
 
 
 def _step_of(buffer: TraceBuffer, record: Record) -> _Step:
@@ -54,12 +71,20 @@ def _is_for_all(buffer: TraceBuffer, call: _CachedCall) -> bool:
     record, (op, axes), _ = call
     if op in MESSAGES:
         return False
-    return not axes.startswith(_TORCHS) or buffer.group_text(record.group).count(",") + 1 == buffer.words[Header.SIZE]
+    return (
+        not axes.startswith(_TORCHS)
+        or buffer.group_text(record.group).count(",") + 1 == buffer.words[Header.SIZE]
+    )
 
 
-def _since_all_met(calls: Mapping[int, list[_CachedCall]], ranks: int) -> dict[int, list[_CachedCall]]:
+def _since_all_met(
+    calls: Mapping[int, list[_CachedCall]], ranks: int
+) -> dict[int, list[_CachedCall]]:
     """Return the calls after the last one that all ranks made in one group, in any order; all calls where there is none."""
-    places = {rank: {(key, record.sequence): at for at, (record, _, key) in enumerate(its)} for rank, its in calls.items()}
+    places = {
+        rank: {(key, record.sequence): at for at, (record, _, key) in enumerate(its)}
+        for rank, its in calls.items()
+    }
     shared = set.intersection(*(set(found) for found in places.values()))
     if not shared:
         return dict(calls)
@@ -69,7 +94,10 @@ def _since_all_met(calls: Mapping[int, list[_CachedCall]], ranks: int) -> dict[i
 
 
 def _outliers(
-    buffers: Mapping[int, TraceBuffer], calls: Mapping[int, Sequence[_CachedCall]], stuck: Mapping[int, int], only_messages: bool = False
+    buffers: Mapping[int, TraceBuffer],
+    calls: Mapping[int, Sequence[_CachedCall]],
+    stuck: Mapping[int, int],
+    only_messages: bool = False,
 ) -> tuple[int, ...] | None:
     """Return the ranks that differ first, none if votes are equal; None if no rank differs."""
     for step in zip(*(calls[rank] for rank in buffers), strict=False):
@@ -77,7 +105,14 @@ def _outliers(
         parties = parties_by(here, lambda rank: here[rank][1])  # noqa: B023
         if len(parties) > 1:
             blamed = minority(parties)
-            if only_messages and not (len(parties) == 2 and any(here[rank][1][0] in MESSAGES for rank in max(parties, key=len))):
+            if only_messages and not (
+                len(parties) == 2
+                and any(here[rank][1][0] in MESSAGES for rank in max(parties, key=len))
+            ):
                 return ()
-            return blamed if all(here[rank][0].number >= stuck.get(rank, 0) - 1 for rank in blamed) else ()
+            return (
+                blamed
+                if all(here[rank][0].number >= stuck.get(rank, 0) - 1 for rank in blamed)
+                else ()
+            )
     return None

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 # A device completes one of these only together with those of all ranks of the group.
 _OF_ALL = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
-STABLE_NS = 500_000_000  # ranks that have waited on each other for so long are taken to wait for good
+STABLE_NS = (
+    500_000_000  # ranks that have waited on each other for so long are taken to wait for good
+)
 
 
 class Member(NamedTuple):
@@ -79,7 +81,9 @@ def member(directory: JobDirectory, group_key: int, rank: int, sequence: int) ->
 
 def members(monitor: Monitor, recorder: Recorder, sequence: int) -> list[Member]:
     """Return the state of each rank of the group in the collective `sequence`, in the group's order."""
-    return [member(monitor.directory, recorder.key, rank, sequence) for rank in recorder.group.ranks]
+    return [
+        member(monitor.directory, recorder.key, rank, sequence) for rank in recorder.group.ranks
+    ]
 
 
 def have_all_come(found: Iterable[Member]) -> bool:
@@ -113,7 +117,9 @@ def agree(found: Iterable[Member]) -> bool:
 
 
 def _differ(one: Member, other: Member) -> bool:
-    return not same_call(one.word, other.word) or differ(one.lineage, one.buffer, other.lineage, other.buffer)
+    return not same_call(one.word, other.word) or differ(
+        one.lineage, one.buffer, other.lineage, other.buffer
+    )
 
 
 def outliers(found: Iterable[Member]) -> tuple[int, ...]:
@@ -136,14 +142,19 @@ def _everyone(directory: JobDirectory) -> list[Member]:
 
 
 def has_ended(m: Member) -> bool:
-    return m.buffer is not None and m.buffer.words[Header.STATE] in (RankState.ENDED, RankState.CLOSED)
+    return m.buffer is not None and m.buffer.words[Header.STATE] in (
+        RankState.ENDED,
+        RankState.CLOSED,
+    )
 
 
 def is_lost(m: Member) -> bool:
     if m.buffer is None:
         return False
     state = m.buffer.words[Header.STATE]
-    return state == RankState.LOST or (state in (RankState.RUNNING, RankState.RAISED) and is_dead(m.buffer))
+    return state == RankState.LOST or (
+        state in (RankState.RUNNING, RankState.RAISED) and is_dead(m.buffer)
+    )
 
 
 def awaited(directory: JobDirectory, rank: int) -> list[Member]:
@@ -155,7 +166,11 @@ def awaited(directory: JobDirectory, rank: int) -> list[Member]:
     record = None if buffer is None else _stuck_for_long(buffer)
     if buffer is None or record is None:
         return []
-    ranks = [int(r) for r in buffer.group_text(record.group).partition("\t")[2].split(",") if whole_number(r) is not None]
+    ranks = [
+        int(r)
+        for r in buffer.group_text(record.group).partition("\t")[2].split(",")
+        if whole_number(r) is not None
+    ]
     key = buffer.group_key(record.group)
     others = [member(directory, key, r, record.sequence) for r in ranks if r != rank]
     on_device = buffer.words[Header.BLOCKED] & ON_DEVICE and fields_of(record.call)[0] in _OF_ALL
@@ -164,7 +179,9 @@ def awaited(directory: JobDirectory, rank: int) -> list[Member]:
 
 def awaited_ranks(directory: JobDirectory, rank: int) -> list[int]:
     """Return the ranks for which the main thread of this one has been waiting for some time: on the host, or for its device."""
-    return [] if may_go_on(directory.buffer_of(rank)) else [m.rank for m in awaited(directory, rank)]
+    return (
+        [] if may_go_on(directory.buffer_of(rank)) else [m.rank for m in awaited(directory, rank)]
+    )
 
 
 def may_go_on(buffer: TraceBuffer | None) -> bool:
@@ -189,4 +206,8 @@ def blocked_for_long(buffer: TraceBuffer) -> Record | None:
 
 
 def _stuck_for_long(buffer: TraceBuffer) -> Record | None:
-    return buffer.stuck if monotonic_ns() - buffer.words[Header.BLOCKED_SINCE] >= STABLE_NS // 2 else None
+    return (
+        buffer.stuck
+        if monotonic_ns() - buffer.words[Header.BLOCKED_SINCE] >= STABLE_NS // 2
+        else None
+    )

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 # The fields of a record's call, in order; a broadcast has its source in place of the reduction.
 _FIELDS = ("operation", "reduction", "dtype", "shape", "layout")
-_FROZEN_NS = 2_000_000_000  # a process whose watchdog thread has not run for so long counts as frozen
+_FROZEN_NS = (
+    2_000_000_000  # a process whose watchdog thread has not run for so long counts as frozen
+)
 RULE = "Call the same collectives in the same order on every rank of the group."
 OTHER_VALUES = "Look for a call before that was skipped, repeated or swapped: these look alike, but their values were made differently."
 OTHER_STEPS = (
@@ -51,7 +53,9 @@ def _group_text(text: str) -> str:
     return ranks if axes.startswith("ranks ") else f"{axes} ({ranks})"
 
 
-def mismatch(recorder: Recorder, sequence: int, found: Sequence[Member], outliers: tuple[int, ...]) -> Verdict:
+def mismatch(
+    recorder: Recorder, sequence: int, found: Sequence[Member], outliers: tuple[int, ...]
+) -> Verdict:
     """Return the verdict on ranks that called different collectives."""
     here = [m for m in found if m.came]
     steps = {m.rank: step for m in here if (step := m.step) is not None}
@@ -83,10 +87,15 @@ def numbers_drawn(buffers: Mapping[int, TraceBuffer | None]) -> str:
     ranks: dict[tuple[int, int], list[int]] = {}
     for rank, buffer in buffers.items():
         if buffer is not None:
-            ranks.setdefault((buffer.words[Header.SEED], buffer.words[Header.DRAWN]), []).append(rank)
+            ranks.setdefault((buffer.words[Header.SEED], buffer.words[Header.DRAWN]), []).append(
+                rank
+            )
     if len(ranks) < 2:
         return ""
-    states = [f"{ranks_text(members)}: seed {seed}, {count} tensors drawn" for (seed, count), members in ranks.items()]
+    states = [
+        f"{ranks_text(members)}: seed {seed}, {count} tensors drawn"
+        for (seed, count), members in ranks.items()
+    ]
     return f"Seed every rank alike and draw the same tensors on every rank: their random numbers differ ({'; '.join(states)})."
 
 
@@ -136,17 +145,25 @@ def ended(gone: Sequence[Member], size: int) -> Verdict:
     """Return the verdict on ranks that ended the program, noticed in a collective that is not the library's."""
     ranks = [m.rank for m in gone]
     others = [rank for rank in range(size) if rank not in ranks]
-    said = f"{ranks_text(ranks)} ended the program while {ranks_text(others)} communicated with them."
+    said = (
+        f"{ranks_text(ranks)} ended the program while {ranks_text(others)} communicated with them."
+    )
     return _absent("left", minority([ranks, others]), said, _LEFT, [], gone)
 
 
 def _how_they_went(gone: Sequence[Member]) -> str:
-    buffers = [m.buffer for m in gone if m.buffer is not None and m.buffer.words[Header.STATE] == RankState.LOST]
+    buffers = [
+        m.buffer
+        for m in gone
+        if m.buffer is not None and m.buffer.words[Header.STATE] == RankState.LOST
+    ]
     reasons = {buffer.read_text(buffer.words[Header.DOING]) for buffer in buffers}
     return f"cannot be reached ({'; '.join(sorted(reasons))})" if reasons else "died"
 
 
-def lost(recorder: Recorder, sequence: int, found: Sequence[Member], gone: Sequence[Member]) -> Verdict:
+def lost(
+    recorder: Recorder, sequence: int, found: Sequence[Member], gone: Sequence[Member]
+) -> Verdict:
     """Return the verdict on ranks that died or cannot be reached, while others wait in a collective."""
     ranks, said = tuple(m.rank for m in gone), _how_they_went(gone)
     waiting = [rank for rank in _waiting(found) if rank not in ranks] or _waiting(found)
@@ -154,7 +171,13 @@ def lost(recorder: Recorder, sequence: int, found: Sequence[Member], gone: Seque
     return _absent("lost", ranks, said, _LOST, found, gone)
 
 
-def left(recorder: Recorder, sequence: int, found: Sequence[Member], gone: Sequence[Member], blamed: tuple[int, ...]) -> Verdict:
+def left(
+    recorder: Recorder,
+    sequence: int,
+    found: Sequence[Member],
+    gone: Sequence[Member],
+    blamed: tuple[int, ...],
+) -> Verdict:
     """Return the verdict on ranks that ended the program while others wait in a collective."""
     ranks, waiting = [m.rank for m in gone], _waiting(found)
     said = f"{ranks_text(ranks)} ended the program while {_wait(waiting)} in number {sequence} of {group_text(recorder)}"
@@ -171,8 +194,17 @@ def _waiting(found: Iterable[Member]) -> list[int]:
     return [m.rank for m in found if m.came]
 
 
-def _absent(kind: str, blamed: tuple[int, ...], said: str, advice: str, found: Sequence[Member], gone: Sequence[Member]) -> Verdict:
-    seen = [_seen(m.rank, m.record) for m in found if m.came] + [_last_seen(m.rank, m.buffer) for m in gone if m.buffer is not None]
+def _absent(
+    kind: str,
+    blamed: tuple[int, ...],
+    said: str,
+    advice: str,
+    found: Sequence[Member],
+    gone: Sequence[Member],
+) -> Verdict:
+    seen = [_seen(m.rank, m.record) for m in found if m.came] + [
+        _last_seen(m.rank, m.buffer) for m in gone if m.buffer is not None
+    ]
     seen = _blamed_first(seen, blamed)
     return Verdict(kind, blamed, "", tuple(seen), composed(said, advice, _table(seen, blamed)))
 
@@ -182,50 +214,104 @@ def deadlock(directory: JobDirectory, stuck: Sequence[tuple[int, Record]]) -> Ve
 
     At fault are the first ranks to leave the common order of calls, or else those that wait over another axis than most.
     """
-    buffers = {rank: buffer for rank in range(directory.size) if (buffer := directory.buffer_of(rank)) is not None}
-    axes = {rank: _buffer(directory, rank).group_text(record.group).partition("\t")[0] for rank, record in stuck}
+    buffers = {
+        rank: buffer
+        for rank in range(directory.size)
+        if (buffer := directory.buffer_of(rank)) is not None
+    }
+    axes = {
+        rank: _buffer(directory, rank).group_text(record.group).partition("\t")[0]
+        for rank, record in stuck
+    }
     with_messages = any(fields_of(record.call)[0] in MESSAGES for _, record in stuck)
     blamed = left_the_order(buffers, {rank: record.number for rank, record in stuck})
     if not blamed and not with_messages:
         blamed = minority(parties_by(axes, axes.__getitem__))
     seen = [
-        Observation(rank, f"{call_text(record.call)} over {_group_text(_buffer(directory, rank).group_text(record.group))}", record.place)
+        Observation(
+            rank,
+            f"{call_text(record.call)} over {_group_text(_buffer(directory, rank).group_text(record.group))}",
+            record.place,
+        )
         for rank, record in stuck
     ]
     seen = _blamed_first(seen, blamed)
     who = f"; {ranks_text(blamed)} left the order of the others" if blamed else ""
     said = f"ranks are blocked on each other in different groups{who}."
     advice = _EACH_MESSAGE if with_messages else _ONE_ORDER
-    return Verdict("deadlock", blamed, "order", tuple(seen), composed(said, advice, _table(seen, blamed)))
+    return Verdict(
+        "deadlock", blamed, "order", tuple(seen), composed(said, advice, _table(seen, blamed))
+    )
 
 
-def wrong_route(recorder: Recorder, sequence: int, found: Sequence[Member], outliers: tuple[int, ...]) -> Verdict:
+def wrong_route(
+    recorder: Recorder, sequence: int, found: Sequence[Member], outliers: tuple[int, ...]
+) -> Verdict:
     """Return the verdict on messages without a matching receive or send."""
-    return _unfit("route", recorder, sequence, outliers, {m: _route_text(recorder, m) for m in found if m.came})
+    return _unfit(
+        "route",
+        recorder,
+        sequence,
+        outliers,
+        {m: _route_text(recorder, m) for m in found if m.came},
+    )
 
 
 def wrong_splits(
-    recorder: Recorder, sequence: int, found: Sequence[Member], shown: Mapping[int, tuple[list[int], list[int]]], outliers: tuple[int, ...]
+    recorder: Recorder,
+    sequence: int,
+    found: Sequence[Member],
+    shown: Mapping[int, tuple[list[int], list[int]]],
+    outliers: tuple[int, ...],
 ) -> Verdict:
     """Return the verdict on an all_to_all in which sender and receiver expect different sizes."""
-    texts = {found[place]: f"which sends {sent} elements to the ranks and expects {expected}" for place, (sent, expected) in shown.items()}
+    texts = {
+        found[place]: f"which sends {sent} elements to the ranks and expects {expected}"
+        for place, (sent, expected) in shown.items()
+    }
     return _unfit("splits", recorder, sequence, outliers, texts)
 
 
 def too_large(recorder: Recorder, sequence: int, found: Sequence[Member]) -> Verdict:
     """Return the verdict on a message that is larger than the receiver's tensor."""
     seen = [_seen(m.rank, m.record) for m in found]
-    size = [f"{m.record.sent} bytes are sent" if m.record.sent else f"{m.record.received} expected" for m in found if m.record is not None]
+    size = [
+        f"{m.record.sent} bytes are sent" if m.record.sent else f"{m.record.received} expected"
+        for m in found
+        if m.record is not None
+    ]
     said = f"number {sequence} of the {group_text(recorder)} does not fit: {', '.join(size)}."
-    return Verdict("mismatch", (), "shape", tuple(seen), composed(said, "Receive into a tensor of the size that is sent.", _table(seen)))
+    return Verdict(
+        "mismatch",
+        (),
+        "shape",
+        tuple(seen),
+        composed(said, "Receive into a tensor of the size that is sent.", _table(seen)),
+    )
 
 
-def _unfit(field: str, recorder: Recorder, sequence: int, outliers: tuple[int, ...], texts: Mapping[Member, str]) -> Verdict:
+def _unfit(
+    field: str,
+    recorder: Recorder,
+    sequence: int,
+    outliers: tuple[int, ...],
+    texts: Mapping[Member, str],
+) -> Verdict:
     seen = [_seen(m.rank, m.record) for m in texts]
-    seen = _blamed_first([Observation(s.rank, f"{s.call} {text}", s.place) for s, text in zip(seen, texts.values(), strict=True)], outliers)
+    seen = _blamed_first(
+        [
+            Observation(s.rank, f"{s.call} {text}", s.place)
+            for s, text in zip(seen, texts.values(), strict=True)
+        ],
+        outliers,
+    )
     who = f": {ranks_text(outliers)} differs from the others" if outliers else ""
-    said = f"messages between the ranks of {group_text(recorder)}, number {sequence}, do not fit{who}."
-    return Verdict("mismatch", outliers, field, tuple(seen), composed(said, _MESSAGES, _table(seen, outliers)))
+    said = (
+        f"messages between the ranks of {group_text(recorder)}, number {sequence}, do not fit{who}."
+    )
+    return Verdict(
+        "mismatch", outliers, field, tuple(seen), composed(said, _MESSAGES, _table(seen, outliers))
+    )
 
 
 def _route_text(recorder: Recorder, m: Member) -> str:
@@ -236,7 +322,9 @@ def _route_text(recorder: Recorder, m: Member) -> str:
     return f"which sends {to} and expects {f'{received} bytes from rank {ranks[src]}' if src >= 0 else 'nothing'}"
 
 
-def stall(monitor: Monitor, recorder: Recorder, sequence: int, found: Sequence[Member], waited: int) -> Verdict:
+def stall(
+    monitor: Monitor, recorder: Recorder, sequence: int, found: Sequence[Member], waited: int
+) -> Verdict:
     """Return the verdict on ranks that keep the others waiting: those at the end of the chain, which do not wait."""
     missing = tuple(m.rank for m in found if m.came is False)
     blamed = _roots(monitor.directory, missing)
@@ -247,11 +335,16 @@ def stall(monitor: Monitor, recorder: Recorder, sequence: int, found: Sequence[M
     where = f"where {ranks_text(blamed)} {'is' if len(blamed) == 1 else 'are'}"
     advice = f"See below {where}; sm.monitor.watchdog(timeout=) sets how long ranks wait."
     seen = [_seen(m.rank, m.record) for m in found if m.came]
-    seen += [_last_seen(rank, monitor.directory.buffer_of(rank)) for rank in sorted({*missing, *blamed})]
+    seen += [
+        _last_seen(rank, monitor.directory.buffer_of(rank)) for rank in sorted({*missing, *blamed})
+    ]
     seen = _blamed_first(seen, blamed)
     lines = _table(seen, blamed)
     for rank in blamed:
-        lines += [f"rank {rank} is {how_it_is(monitor.directory.buffer_of(rank))}", *monitor.stack_of(rank)]
+        lines += [
+            f"rank {rank} is {how_it_is(monitor.directory.buffer_of(rank))}",
+            *monitor.stack_of(rank),
+        ]
     return Verdict("stall", blamed, "", tuple(seen), composed(said, advice, lines))
 
 
@@ -289,7 +382,9 @@ def interrupted(rank: int, by: str, buffer: TraceBuffer) -> Verdict:
     Args:
         by: a key of `INTERRUPTIONS`.
     """
-    return Verdict("raised", (rank,), by, (_last_seen(rank, buffer),), f"rank {rank} was {INTERRUPTIONS[by]}")
+    return Verdict(
+        "raised", (rank,), by, (_last_seen(rank, buffer),), f"rank {rank} was {INTERRUPTIONS[by]}"
+    )
 
 
 def raised(rank: int, kind: str, message: str, traceback: str, buffer: TraceBuffer) -> Verdict:
@@ -307,14 +402,20 @@ def _buffer(directory: JobDirectory, rank: int) -> TraceBuffer:
 
 
 def _seen(rank: int, record: Record | None) -> Observation:
-    return Observation(rank, "?", "") if record is None else Observation(rank, call_text(record.call), record.place)
+    return (
+        Observation(rank, "?", "")
+        if record is None
+        else Observation(rank, call_text(record.call), record.place)
+    )
 
 
 def _last_seen(rank: int, buffer: TraceBuffer | None) -> Observation:
     record = None if buffer is None else buffer.last
     if record is None:
         return Observation(rank, "has called no collective", "")
-    return Observation(rank, f"last {'called' if record.end else 'entered'} {call_text(record.call)}", record.place)
+    return Observation(
+        rank, f"last {'called' if record.end else 'entered'} {call_text(record.call)}", record.place
+    )
 
 
 def _blamed_first(seen: Sequence[Observation], blamed: Sequence[int]) -> list[Observation]:
@@ -326,4 +427,7 @@ def _table(seen: Sequence[Observation], blamed: Sequence[int] = ()) -> list[str]
     alike: dict[tuple[bool, str, str], list[int]] = {}
     for s in seen:
         alike.setdefault((s.rank in blamed, s.call, s.place), []).append(s.rank)
-    return [f"  {ranks_text(ranks)}: {call}{f' at {place}' if place else ''}" for (_, call, place), ranks in alike.items()]
+    return [
+        f"  {ranks_text(ranks)}: {call}{f' at {place}' if place else ''}"
+        for (_, call, place), ranks in alike.items()
+    ]

@@ -17,13 +17,20 @@ def connected(items: Sequence[T], alike: Callable[[T, T], bool]) -> list[list[T]
     parties: list[list[T]] = []
     for item in items:
         near = [party for party in parties if any(alike(item, other) for other in party)]
-        parties = [party for party in parties if all(party is not p for p in near)] + [[*(x for party in near for x in party), item]]
+        parties = [party for party in parties if all(party is not p for p in near)] + [
+            [*(x for party in near for x in party), item]
+        ]
     return parties
 
 
 def is_divided(parties: Sequence[Sequence[T]], differ: Callable[[T, T], bool]) -> bool:
     """Return whether any two items of different parties are known to differ."""
-    return any(differ(a, b) for one, other in itertools.combinations(parties, 2) for a in one for b in other)
+    return any(
+        differ(a, b)
+        for one, other in itertools.combinations(parties, 2)
+        for a in one
+        for b in other
+    )
 
 
 def parties_by(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
@@ -42,7 +49,9 @@ def minority(parties: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sorted(rank for party in ordered[1:] for rank in party))
 
 
-def worst_correspondent(ranks: Sequence[int], messages: Sequence[tuple[int, int, bool]]) -> tuple[int, ...]:
+def worst_correspondent(
+    ranks: Sequence[int], messages: Sequence[tuple[int, int, bool]]
+) -> tuple[int, ...]:
     """Return the rank with the largest share of mismatched messages; of several, the one with most of them; none if ranks tie.
 
     Args:

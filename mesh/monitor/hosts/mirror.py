@@ -1,8 +1,8 @@
 """Copies of the trace buffers of ranks on other hosts, which the rest of the monitor reads like those of this host.
 
-    buffer of rank 2 on host-b                         copy on host-a
-    header | table | rows | ring | text     ----->     header | table | rows | ring | text
-    a part is sent when it has changed                 times on this host's clock, marked as a copy
+buffer of rank 2 on host-b                         copy on host-a
+header | table | rows | ring | text     ----->     header | table | rows | ring | text
+a part is sent when it has changed                 times on this host's clock, marked as a copy
 """
 
 from __future__ import annotations
@@ -41,11 +41,17 @@ _STACK = GROUP_TABLE * 8 - STACK_BYTES
 _TEXT = BUFFER_BYTES - TEXT_BYTES
 _HEADER_WORDS = 32  # words in use
 _PART_BYTES = 4096  # of the ring, and of the text
-_SENT_RECORDS = 256  # the last ones, of a row as of the ring; earlier ones were sent when they were the last
+_SENT_RECORDS = (
+    256  # the last ones, of a row as of the ring; earlier ones were sent when they were the last
+)
 _PART_RECORDS = _PART_BYTES // (8 * RECORD_WORDS)
 _ROW_PART_BYTES = SLOTS * SLOT_WORDS * 8
 _REASON = TEXT_BYTES - _PART_BYTES  # place in a copy's text that is free for this host's own reason
-_OWN = (Header.STACK_WANTED, Header.STACK_GIVEN, Header.PID_SPACE)  # words that belong to this host's copy
+_OWN = (
+    Header.STACK_WANTED,
+    Header.STACK_GIVEN,
+    Header.PID_SPACE,
+)  # words that belong to this host's copy
 
 
 def parts(buffer: TraceBuffer) -> Iterator[tuple[int, int]]:
@@ -73,8 +79,15 @@ def is_part(start: int, length: int) -> bool:
         return 0 < length <= STACK_BYTES
     if start == GROUP_TABLE * 8:
         return length <= GROUPS * GROUP_WORDS * 8
-    areas = ((SLOT_AREA * 8, RING * 8, _ROW_PART_BYTES), (RING * 8, SPLITS * 8, _PART_BYTES), (_TEXT, _TEXT + _REASON, _PART_BYTES))
-    return any(first <= start < end and (start - first) % size == 0 and length == size for first, end, size in areas)
+    areas = (
+        (SLOT_AREA * 8, RING * 8, _ROW_PART_BYTES),
+        (RING * 8, SPLITS * 8, _PART_BYTES),
+        (_TEXT, _TEXT + _REASON, _PART_BYTES),
+    )
+    return any(
+        first <= start < end and (start - first) % size == 0 and length == size
+        for first, end, size in areas
+    )
 
 
 def checked_header(data: bytes, rank: int, size: int) -> None:
@@ -120,7 +133,9 @@ class BufferCopy:
 
     def missing(self, versions: Mapping[int, int]) -> list[int]:
         """Return where the parts start that are not here yet."""
-        return [start for start, version in versions.items() if self._versions.get(start) != version]
+        return [
+            start for start, version in versions.items() if self._versions.get(start) != version
+        ]
 
     def write(self, found: Mapping[int, bytes], versions: Mapping[int, int]) -> None:
         """Write parts: those that others refer to first, the header last."""
@@ -165,4 +180,8 @@ def make_copy(path: Path) -> BufferCopy:
         TraceBuffer(map_file(make_file(temporary, BUFFER_BYTES), BUFFER_BYTES)).begin(0, 0)
         temporary.replace(path)
     buffer = open_buffer(path)
-    return BufferCopy(TraceBuffer(bytearray(BUFFER_BYTES)) if buffer is None or buffer.words[Header.PID_SPACE] else buffer)
+    return BufferCopy(
+        TraceBuffer(bytearray(BUFFER_BYTES))
+        if buffer is None or buffer.words[Header.PID_SPACE]
+        else buffer
+    )

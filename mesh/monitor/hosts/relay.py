@@ -27,7 +27,15 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import PrefixStore, TCPStore
 
 from ...comm.recording.recorder import Recorder, unlike
-from ...comm.recording.trace_buffer import BUFFER_BYTES, MAY_GO_ON, SLOT_WORDS, Header, RankState, TraceBuffer, slots_of
+from ...comm.recording.trace_buffer import (
+    BUFFER_BYTES,
+    MAY_GO_ON,
+    SLOT_WORDS,
+    Header,
+    RankState,
+    TraceBuffer,
+    slots_of,
+)
 from ...settings import _seconds
 from ...text import ranks_text, shortened
 from ..diagnosis import diagnose
@@ -60,7 +68,9 @@ _MOST_HEAD = 1 << 18  # bytes of a host's state, for each of its ranks
 _FRESH_NS = 1_000_000_000  # a rank whose heartbeat is older does not publish for its host
 _FAREWELL_S = 1.0  # for the others to read the last state of a host
 _LONGEST_STEP_S = 0.5  # time in which this process itself did not run says nothing about others
-_ABOUT_TO_GO = 8  # of the fingerprints of a group: the oldest may be overwritten while they are copied
+_ABOUT_TO_GO = (
+    8  # of the fingerprints of a group: the oldest may be overwritten while they are copied
+)
 
 
 @dataclass
@@ -110,7 +120,12 @@ def start_relay(monitor: Monitor, store: Any) -> Relay | None:
     if not isinstance(inner, TCPStore) or not is_needed(os.environ, monitor.directory.size):
         return None
     job = monitor.directory.folder.name.removeprefix(folder_prefix())
-    relay = Relay(monitor, PrefixStore(f"shardmesh/relay/{job}", store), f"{inner.host}:{inner.port}", shares_store=True)
+    relay = Relay(
+        monitor,
+        PrefixStore(f"shardmesh/relay/{job}", store),
+        f"{inner.host}:{inner.port}",
+        shares_store=True,
+    )
     relay.start()
     return relay
 
@@ -118,7 +133,9 @@ def start_relay(monitor: Monitor, store: Any) -> Relay | None:
 class Relay:
     """Publish for this host when this rank has to, and compare with the neighbours on other hosts."""
 
-    def __init__(self, monitor: Monitor, store: Any, address: str, shares_store: bool = False) -> None:
+    def __init__(
+        self, monitor: Monitor, store: Any, address: str, shares_store: bool = False
+    ) -> None:
         self._monitor, self._directory, self._address = monitor, monitor.directory, address
         self._shares_store = shares_store  # the thread makes a connection of its own, which takes long where names are not resolved
         self._store: Any = store
@@ -127,10 +144,14 @@ class Relay:
         self._mine: tuple[int, ...] = ()
         self._others: list[Host] = []
         self._sources: dict[int, BufferSource] = {}
-        self._exchanged = self._felt = self._answered = 0.0  # clocks that stop while this process is stopped
+        self._exchanged = self._felt = self._answered = (
+            0.0  # clocks that stop while this process is stopped
+        )
         self._looked = self._spoke = time.monotonic()
         self._suspicion: dict[tuple[int, int], int] = {}
-        self._compared: dict[tuple[int, int], int] = {}  # how many collectives of a group have been compared with a neighbour's copy
+        self._compared: dict[
+            tuple[int, int], int
+        ] = {}  # how many collectives of a group have been compared with a neighbour's copy
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardmesh-relay", daemon=True)
 
@@ -191,7 +212,10 @@ class Relay:
         ranks_of: dict[str, list[int]] = {}
         for r, place in enumerate(self._store.multi_get(keys)):
             ranks_of.setdefault(parsed(self._key(f"place/{r}"), place, message), []).append(r)
-        hosts = [Host(parsed(self._key(f"place/{ranks[0]}"), place.encode(), _name_of), tuple(ranks)) for place, ranks in ranks_of.items()]
+        hosts = [
+            Host(parsed(self._key(f"place/{ranks[0]}"), place.encode(), _name_of), tuple(ranks))
+            for place, ranks in ranks_of.items()
+        ]
         mine = next(h.ranks for h in hosts if rank in h.ranks)
         self._others = [h for h in hosts if h.ranks != mine]
         self._mine = mine
@@ -201,14 +225,22 @@ class Relay:
         return (_EAGER_S if waits else _TICK_S) * max(1.0, len(self._others) / _FEW_HOSTS)
 
     def _buffers(self) -> list[TraceBuffer]:
-        return [buffer for rank in self._mine if (buffer := self._directory.buffer_of(rank)) is not None]
+        return [
+            buffer for rank in self._mine if (buffer := self._directory.buffer_of(rank)) is not None
+        ]
 
     def _living(self) -> list[int]:
         """Return the ranks of this host that could publish for it."""
         oldest = time.monotonic_ns() - _FRESH_NS
-        buffers = [buffer for buffer in self._buffers() if buffer.words[Header.STATE] == RankState.RUNNING]
+        buffers = [
+            buffer for buffer in self._buffers() if buffer.words[Header.STATE] == RankState.RUNNING
+        ]
         own = self._directory.buffer
-        return [buffer.words[Header.RANK] for buffer in buffers if buffer is own or buffer.words[Header.HEARTBEAT] > oldest]
+        return [
+            buffer.words[Header.RANK]
+            for buffer in buffers
+            if buffer is own or buffer.words[Header.HEARTBEAT] > oldest
+        ]
 
     def _is_speaker(self) -> bool:
         return self._directory.rank == min(self._living(), default=-1)
@@ -225,19 +257,33 @@ class Relay:
         """Publish the last state of a host. If the job has failed its store may end with it, so not before the others know why."""
         self._publish()
         deadline = time.monotonic() + _FAREWELL_S
-        while self._monitor.standing() is not None and self._unaware() and time.monotonic() < deadline:
+        while (
+            self._monitor.standing() is not None and self._unaware() and time.monotonic() < deadline
+        ):
             time.sleep(_EAGER_S)
             self._exchange()
 
     def _unaware(self) -> list[Host]:
         """Return reachable hosts that have not confirmed the verdict."""
         buffers = {host.head: self._directory.buffer_of(host.ranks[0]) for host in self._others}
-        states = {head: RankState.RUNNING if buffer is None else buffer.words[Header.STATE] for head, buffer in buffers.items()}
-        return [host for host in self._others if not host.is_notified and states[host.head] != RankState.LOST]
+        states = {
+            head: RankState.RUNNING if buffer is None else buffer.words[Header.STATE]
+            for head, buffer in buffers.items()
+        }
+        return [
+            host
+            for host in self._others
+            if not host.is_notified and states[host.head] != RankState.LOST
+        ]
 
     def _publish(self) -> None:
         entries: dict[str, Any] = {}
-        said: dict[str, Any] = {"beat": time.monotonic_ns(), "pages": {}, "wanted": self._wanted(), "answers": self._given()}
+        said: dict[str, Any] = {
+            "beat": time.monotonic_ns(),
+            "pages": {},
+            "wanted": self._wanted(),
+            "answers": self._given(),
+        }
         for buffer in self._buffers():
             rank = buffer.words[Header.RANK]
             source = self._sources.setdefault(rank, BufferSource(buffer))
@@ -270,11 +316,22 @@ class Relay:
 
     def _said(self, host: Host, data: bytes) -> dict[str, Any]:
         """Return the state that a host has published. Raises: StoreValueError."""
-        return parsed(self._key(host.head), data, lambda text: _checked_state(json_object(text), host.ranks), _MOST_HEAD * len(host.ranks))
+        return parsed(
+            self._key(host.head),
+            data,
+            lambda text: _checked_state(json_object(text), host.ranks),
+            _MOST_HEAD * len(host.ranks),
+        )
 
     def _missing(self, host: Host, said: Any) -> list[str]:
-        found = [f"page/{rank}/{start}" for rank, versions in _versions(said) for start in self._copy(host, rank).missing(versions)]
-        if found and not self._store.check(found):  # to ask for a part that is not there waits without end
+        found = [
+            f"page/{rank}/{start}"
+            for rank, versions in _versions(said)
+            for start in self._copy(host, rank).missing(versions)
+        ]
+        if found and not self._store.check(
+            found
+        ):  # to ask for a part that is not there waits without end
             raise bad_value(self._key(host.head), "its state", "it names parts that are not there")
         return found
 
@@ -306,7 +363,14 @@ class Relay:
         host.beat, host.heard = said["beat"], self._exchanged
         for rank, versions in _versions(said):
             mine = f"page/{rank}/"
-            self._copy(host, rank).write({int(key[len(mine) :]): data for key, data in parts.items() if key.startswith(mine)}, versions)
+            self._copy(host, rank).write(
+                {
+                    int(key[len(mine) :]): data
+                    for key, data in parts.items()
+                    if key.startswith(mine)
+                },
+                versions,
+            )
         self._ask(host, said["wanted"])
         for rank, count in said["answers"].get(str(self._mine[0]), {}).items():
             if int(rank) in host.copies:
@@ -319,8 +383,14 @@ class Relay:
 
     def _wanted(self) -> dict[int, int]:
         """Return which stacks ranks of this host ask for from other hosts' ranks."""
-        words = {rank: copy.buffer.words for host in self._others for rank, copy in host.copies.items()}
-        return {rank: w[Header.STACK_WANTED] for rank, w in words.items() if w[Header.STACK_WANTED] != w[Header.STACK_GIVEN]}
+        words = {
+            rank: copy.buffer.words for host in self._others for rank, copy in host.copies.items()
+        }
+        return {
+            rank: w[Header.STACK_WANTED]
+            for rank, w in words.items()
+            if w[Header.STACK_WANTED] != w[Header.STACK_GIVEN]
+        }
 
     def _ask(self, host: Host, wanted: Mapping[str, int]) -> None:
         """Pass another host's requests for stacks on to the ranks of this one."""
@@ -334,7 +404,11 @@ class Relay:
         """Return by host and rank which requests have been answered."""
         words = {buffer.words[Header.RANK]: buffer.words for buffer in self._buffers()}
         return {
-            host.ranks[0]: {rank: number for rank, (at, number) in host.asked.items() if words[rank][Header.STACK_GIVEN] >= at}
+            host.ranks[0]: {
+                rank: number
+                for rank, (at, number) in host.asked.items()
+                if words[rank][Header.STACK_GIVEN] >= at
+            }
             for host in self._others
         }
 
@@ -356,9 +430,15 @@ class Relay:
         for host in self._others:
             silent = self._exchanged - host.heard
             if unanswered > self.lost_after_s:
-                self._lose(host, f"{self._name} has no answer from {store} since {unanswered:.1f} s, and so knows nothing of {host.text}")
+                self._lose(
+                    host,
+                    f"{self._name} has no answer from {store} since {unanswered:.1f} s, and so knows nothing of {host.text}",
+                )
             elif silent > self.lost_after_s:
-                self._lose(host, f"{host.text} is down, frozen or cut off: silent since {silent:.1f} s, while {store} answers {self._name}")
+                self._lose(
+                    host,
+                    f"{host.text} is down, frozen or cut off: silent since {silent:.1f} s, while {store} answers {self._name}",
+                )
 
     def _lose(self, host: Host, reason: str) -> None:
         """Mark all ranks of a host as lost, at once, so that an error names them all."""
@@ -418,14 +498,26 @@ def _checked_state(said: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any]
     return said
 
 
-def _first_difference(recorder: Recorder, neighbour: tuple[Any, int, int, int], first: int, both: int) -> int | None:
+def _first_difference(
+    recorder: Recorder, neighbour: tuple[Any, int, int, int], first: int, both: int
+) -> int | None:
     """Return the first collective from `first` on, of those that both have called and still have, in which a neighbour differs."""
     theirs, row, last, _ = neighbour
     ours, start, kept = recorder.words, recorder.row or 0, slots_of(recorder.number)
-    for sequence in range(max(first, recorder.called - kept + _ABOUT_TO_GO, both - last - 1 + _ABOUT_TO_GO), both):
-        mine, other = start + (sequence & (kept - 1)) * SLOT_WORDS, row + (sequence & last) * SLOT_WORDS
+    for sequence in range(
+        max(first, recorder.called - kept + _ABOUT_TO_GO, both - last - 1 + _ABOUT_TO_GO), both
+    ):
+        mine, other = (
+            start + (sequence & (kept - 1)) * SLOT_WORDS,
+            row + (sequence & last) * SLOT_WORDS,
+        )
         one, two = ours[mine], theirs[other]
-        if one and two and one >> 48 == two >> 48 and (one != two or unlike(ours[mine + 1], theirs[other + 1])):
+        if (
+            one
+            and two
+            and one >> 48 == two >> 48
+            and (one != two or unlike(ours[mine + 1], theirs[other + 1]))
+        ):
             return sequence
     return None
 

@@ -8,12 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from ...text import printable, shortened
-from ..recording.files import folder_prefix, is_being_deleted, job_folders, parent_folder, parent_folders, trace_files
+from ..recording.files import (
+    folder_prefix,
+    is_being_deleted,
+    job_folders,
+    parent_folder,
+    parent_folders,
+    trace_files,
+)
 from .ledger import Ledger
 from .stragglers import StragglerReport
 
 # What reading a trace buffer raises whose bytes are not those of a rank.
-_DAMAGE = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, OSError, struct.error)
+_DAMAGE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    OSError,
+    struct.error,
+)
 EXAMPLE = """\
   python -m shardmesh ledger
   python -m shardmesh ledger --last 5 --trace trace.json --flight-recorder dumps && torchfrtrace dumps
@@ -31,25 +46,51 @@ def add_to(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("folder", metavar="FOLDER", nargs="?", type=Path, help="the job's folder (the newest one on this host)")
-    add("--last", metavar="N", type=int, default=20, help="how many collectives of each rank to show (20)")
+    add(
+        "folder",
+        metavar="FOLDER",
+        nargs="?",
+        type=Path,
+        help="the job's folder (the newest one on this host)",
+    )
+    add(
+        "--last",
+        metavar="N",
+        type=int,
+        default=20,
+        help="how many collectives of each rank to show (20)",
+    )
     add("--stragglers", action="store_true", help="show who waited for whom in each step, instead")
-    add("--trace", metavar="FILE", type=Path, help="write all ranks' collectives for ui.perfetto.dev")
-    add("--flight-recorder", metavar="FOLDER", type=Path, help="write them as torch's Flight Recorder does, for torchfrtrace")
+    add(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="write all ranks' collectives for ui.perfetto.dev",
+    )
+    add(
+        "--flight-recorder",
+        metavar="FOLDER",
+        type=Path,
+        help="write them as torch's Flight Recorder does, for torchfrtrace",
+    )
     parser.set_defaults(run=lambda arguments: _run(parser, arguments))
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     folder = arguments.folder or newest_job()
     if folder is None:
-        parser.error(f"no folder {parent_folder() / folder_prefix()}* of a job on this host; pass the folder if it is elsewhere")
+        parser.error(
+            f"no folder {parent_folder() / folder_prefix()}* of a job on this host; pass the folder if it is elsewhere"
+        )
     try:
         found = Ledger.read(folder)
         report = StragglerReport.of(found) if arguments.stragglers else found.report(arguments.last)
     except FileNotFoundError as error:
         parser.error(str(error))
     except _DAMAGE as error:
-        parser.error(f"the trace buffers in {shortened(str(folder))} are damaged ({type(error).__name__}: {shortened(str(error))})")
+        parser.error(
+            f"the trace buffers in {shortened(str(folder))} are damaged ({type(error).__name__}: {shortened(str(error))})"
+        )
     print(f"{printable(str(folder))}\n\n{report}")
     try:
         if arguments.trace is not None:
@@ -57,9 +98,13 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         if arguments.flight_recorder is not None:
             found.save_flight_recorder(arguments.flight_recorder)
     except OSError as error:
-        parser.error(f"{shortened(str(error.filename or ''))} cannot be written: {error.strerror or error}")
+        parser.error(
+            f"{shortened(str(error.filename or ''))} cannot be written: {error.strerror or error}"
+        )
     except _DAMAGE as error:
-        parser.error(f"the trace buffers in {shortened(str(folder))} are damaged ({type(error).__name__}: {shortened(str(error))})")
+        parser.error(
+            f"the trace buffers in {shortened(str(folder))} are damaged ({type(error).__name__}: {shortened(str(error))})"
+        )
     if found.damage:
         parser.exit(1, f"{parser.prog}: error: {found.damage}\n")
     return 0

@@ -1,7 +1,7 @@
 """Export the ledger in the format of torch's Flight Recorder, which `torchfrtrace` and other tools read: a pickle per rank.
 
-    trace_rank_0  trace_rank_1 ...      what `torch.distributed.flight_recorder.fr_trace` reads
-    rank_0.json   rank_1.json  ...      the same as JSON, under a name that it ignores
+trace_rank_0  trace_rank_1 ...      what `torch.distributed.flight_recorder.fr_trace` reads
+rank_0.json   rank_1.json  ...      the same as JSON, under a name that it ignores
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 _VERSION = "2.10"
 # Operations that torch has, too. Others are exported as an all_to_all of the bytes that move, as far as torchfrtrace can compare that.
-_KNOWN = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier"})
+_KNOWN = frozenset(
+    {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier"}
+)
 
 
 def save(ledger: Ledger, folder: str | Path) -> None:
@@ -54,9 +56,16 @@ def _dump(entries: Sequence[LedgerEntry], names: Mapping[int, str]) -> dict[str,
     return {
         "version": _VERSION,
         "comm_lib_version": "",
-        "pg_config": {_uid(key): {"name": _uid(key), "desc": names[key], "ranks": str(list(r))} for key, r in groups.items()},
-        "pg_status": {_uid(key): _status(e for e in entries if e.group_key == key) for key in groups},
-        "entries": [_entry(entry, places[entry.group_key], names[entry.group_key]) for entry in entries],
+        "pg_config": {
+            _uid(key): {"name": _uid(key), "desc": names[key], "ranks": str(list(r))}
+            for key, r in groups.items()
+        },
+        "pg_status": {
+            _uid(key): _status(e for e in entries if e.group_key == key) for key in groups
+        },
+        "entries": [
+            _entry(entry, places[entry.group_key], names[entry.group_key]) for entry in entries
+        ],
     }
 
 
@@ -68,7 +77,11 @@ def _status(entries: Iterable[LedgerEntry]) -> dict[str, int]:
     called = list(entries)
     done = [entry.sequence + 1 for entry in called if not entry.is_under_way]
     last = called[-1].sequence + 1
-    return {"last_enqueued_collective": last, "last_started_collective": last, "last_completed_collective": max(done, default=-1)}
+    return {
+        "last_enqueued_collective": last,
+        "last_started_collective": last,
+        "last_completed_collective": max(done, default=-1),
+    }
 
 
 def _entry(entry: LedgerEntry, group: int, name: str) -> dict[str, Any]:
@@ -111,7 +124,13 @@ def _sizes(entry: LedgerEntry) -> tuple[list[int], list[int]]:
     if not _is_known(entry) or entry.elements is None:
         item = _item_bytes(entry.dtype)
         return [entry.bytes_sent // item], [entry.bytes_received // item]
-    return [size], [size * n if entry.op == "all_gather" else size // n if entry.op == "reduce_scatter" else size]
+    return [size], [
+        size * n
+        if entry.op == "all_gather"
+        else size // n
+        if entry.op == "reduce_scatter"
+        else size
+    ]
 
 
 def _frame(entry: LedgerEntry) -> dict[str, Any]:

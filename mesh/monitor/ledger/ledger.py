@@ -23,7 +23,14 @@ from ...comm.recording.recorder import step_bits
 from ...comm.recording.trace_buffer import GROUPS, RECORDS, Header, RankState, Record, TraceBuffer
 from ...text import shortened, table_lines, whole_number
 from ..recording.files import trace_files
-from ..recording.job_directory import is_dead, is_local, is_near, is_stopped, open_buffer, read_verdict
+from ..recording.job_directory import (
+    is_dead,
+    is_local,
+    is_near,
+    is_stopped,
+    open_buffer,
+    read_verdict,
+)
 from ..torch_calls import recorder as torch_recorder
 from ..verdict import Verdict
 from . import flight_recorder, trace_export
@@ -141,7 +148,9 @@ class RankLedger:
         if self.blocked is None or self.blocked_since is None:
             return []
         entry, waited = self.blocked, max(0.0, self.seen - self.blocked_since)
-        return [f"waiting for {waited:.1f} s in number {entry.sequence} over {entry.group}: {entry.text} at {entry.place}"]
+        return [
+            f"waiting for {waited:.1f} s in number {entry.sequence} over {entry.group}: {entry.text} at {entry.place}"
+        ]
 
     def __str__(self) -> str:
         return self.report()
@@ -158,7 +167,12 @@ class Ledger:
 
     damage = ""
 
-    def __init__(self, buffers: Mapping[int, TraceBuffer], rank: int | None = None, verdict: Verdict | None = None) -> None:
+    def __init__(
+        self,
+        buffers: Mapping[int, TraceBuffer],
+        rank: int | None = None,
+        verdict: Verdict | None = None,
+    ) -> None:
         self.rank, self.verdict = rank, verdict
         self._buffers = buffers
         self._own = None if rank is None else read_buffer(buffers[rank])
@@ -195,7 +209,11 @@ class Ledger:
         Those of ranks on other hosts are copies, about 0.1 s old, in which the oldest collectives may be missing. In simulated and
         null worlds there is only the caller's rank.
         """
-        found = {rank: read_buffer(buffer) for rank, buffer in sorted(self._buffers.items()) if rank != self.rank}
+        found = {
+            rank: read_buffer(buffer)
+            for rank, buffer in sorted(self._buffers.items())
+            if rank != self.rank
+        }
         if self._own is not None:
             found[self._own.rank] = self._own
         return dict(sorted(found.items()))
@@ -205,7 +223,11 @@ class Ledger:
         """This rank's collectives, the oldest first; those of all ranks in a ledger that was read from a folder."""
         if self._own is not None:
             return self._own.entries
-        return tuple(sorted((e for found in self.ranks.values() for e in found.entries), key=lambda e: e.start))
+        return tuple(
+            sorted(
+                (e for found in self.ranks.values() for e in found.entries), key=lambda e: e.start
+            )
+        )
 
     def collectives(self) -> Iterator[dict[int, LedgerEntry]]:
         """Yield each collective as a dict from rank to its entry, for the ranks that have called it."""
@@ -262,7 +284,11 @@ def ledger() -> Ledger:
     monitor = world.monitor
     if monitor is None:
         return Ledger({world.rank: world.trace_buffer}, world.rank)
-    buffers = {rank: buffer for rank in range(world.size) if (buffer := monitor.directory.buffer_of(rank)) is not None}
+    buffers = {
+        rank: buffer
+        for rank in range(world.size)
+        if (buffer := monitor.directory.buffer_of(rank)) is not None
+    }
     return Ledger(buffers, world.rank, monitor.standing())
 
 
@@ -323,7 +349,12 @@ def read_buffer(buffer: TraceBuffer) -> RankLedger:
         pid=words[Header.PID],
         state=_state(buffer),
         doing=buffer.read_text(words[Header.DOING]),
-        seen=max([((words[Header.HEARTBEAT] or time.monotonic_ns()) + clock) / 1e9, *(e.end or e.start for e in entries[-1:])]),
+        seen=max(
+            [
+                ((words[Header.HEARTBEAT] or time.monotonic_ns()) + clock) / 1e9,
+                *(e.end or e.start for e in entries[-1:]),
+            ]
+        ),
         blocked=None if blocked is None else reader.entry(blocked),
         blocked_since=None if blocked is None else (since + clock) / 1e9,
         entries=entries,
@@ -351,7 +382,11 @@ def _marks(buffer: TraceBuffer) -> list[tuple[int, int, int]]:
 def _state(buffer: TraceBuffer) -> str:
     said = buffer.words[Header.STATE]
     if said == RankState.RUNNING:
-        return "alive" if not buffer.words[Header.PID] or not is_near(buffer) else _state_of_process(buffer)
+        return (
+            "alive"
+            if not buffer.words[Header.PID] or not is_near(buffer)
+            else _state_of_process(buffer)
+        )
     return {RankState.RAISED: "raised", RankState.LOST: "lost"}.get(said, "ended")
 
 
@@ -371,7 +406,11 @@ class _Group(NamedTuple):
     @staticmethod
     def read(buffer: TraceBuffer, number: int) -> _Group:
         axes, _, ranks = buffer.group_text(number).partition("\t")
-        return _Group(axes, tuple(whole_number(rank) or 0 for rank in ranks.split(",") if rank), buffer.group_key(number))
+        return _Group(
+            axes,
+            tuple(whole_number(rank) or 0 for rank in ranks.split(",") if rank),
+            buffer.group_key(number),
+        )
 
 
 _NO_GROUP = _Group("?", (), 0)
@@ -380,15 +419,22 @@ _NO_GROUP = _Group("?", (), 0)
 class _Reader:
     """Convert the records of one trace buffer to ledger entries."""
 
-    def __init__(self, rank: int, clock: int, groups: Sequence[_Group], marks: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(
+        self, rank: int, clock: int, groups: Sequence[_Group], marks: Sequence[tuple[int, int, int]]
+    ) -> None:
         self._rank, self._clock, self._groups = rank, clock, groups
         self._steps: list[int | None] = [None, *(step for step, _, _ in marks)]
         self._firsts = [first for _, first, _ in marks]
         self._calls: dict[str, tuple[str, str, str, int | None, str]] = {}
 
     def entry(self, record: Record) -> LedgerEntry:
-        axes, ranks, key = self._groups[record.group] if record.group < len(self._groups) else _NO_GROUP
-        start, end = (record.start + self._clock) / 1e9, (record.end + self._clock) / 1e9 if record.end else None
+        axes, ranks, key = (
+            self._groups[record.group] if record.group < len(self._groups) else _NO_GROUP
+        )
+        start, end = (
+            (record.start + self._clock) / 1e9,
+            (record.end + self._clock) / 1e9 if record.end else None,
+        )
         return LedgerEntry(
             self._rank, record.number, axes, ranks, key, record.sequence, *self._call(record.call), record.lineage, record.sent,
             record.received, record.place, start, end, self._step(record.number),
@@ -416,7 +462,15 @@ def table(entries: Sequence[LedgerEntry]) -> list[str]:
 def _row(entry: LedgerEntry) -> tuple[str, ...]:
     took = "under way" if entry.end is None else f"{(entry.end - entry.start) * 1e3:.3f}"
     moved = (str(entry.bytes_sent), str(entry.bytes_received))
-    return (_clock(entry.start), took, str(entry.sequence), entry.group, entry.text, *moved, entry.place)
+    return (
+        _clock(entry.start),
+        took,
+        str(entry.sequence),
+        entry.group,
+        entry.text,
+        *moved,
+        entry.place,
+    )
 
 
 def _clock(seconds: float) -> str:

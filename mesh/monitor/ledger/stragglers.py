@@ -1,8 +1,8 @@
 """Find stragglers: which rank waited for which, step by step, from the ledger alone.
 
-    rank 0   all_reduce |========|                   waits  8 ms
-    rank 1     all_reduce |======|                   waits  6 ms        both wait for rank 2, which arrived last
-    rank 2             all_reduce |                  0
+rank 0   all_reduce |========|                   waits  8 ms
+rank 1     all_reduce |======|                   waits  6 ms        both wait for rank 2, which arrived last
+rank 2             all_reduce |                  0
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class StragglerReport:
         for wait in waits:
             self.all.add(wait)
             self.steps.setdefault(wait.entry.step, Waits()).add(wait)
-            lines.setdefault((wait.entry.place, f"{wait.entry.op} over {wait.entry.group}"), Waits()).add(wait)
+            lines.setdefault(
+                (wait.entry.place, f"{wait.entry.op} over {wait.entry.group}"), Waits()
+            ).add(wait)
         self.lines = dict(sorted(lines.items(), key=lambda found: -found[1].total))
 
     @staticmethod
@@ -104,7 +106,9 @@ class StragglerReport:
                 left_out += 1
             else:
                 waits += _waits(parts)
-        return StragglerReport(list(found.ranks), sorted(waits, key=lambda wait: wait.entry.start), left_out)
+        return StragglerReport(
+            list(found.ranks), sorted(waits, key=lambda wait: wait.entry.start), left_out
+        )
 
     def report(self) -> str:
         """Return three tables in milliseconds: each step; who waited for whom in all of them; the lines with the longest waits.
@@ -113,8 +117,15 @@ class StragglerReport:
         """
         if not self.steps:
             return f"no collective that all ranks have come to ({self.left_out} others)"
-        left_out = f"\nleft out, as not all ranks have come to them: {self.left_out}" if self.left_out else ""
-        return "\n\n".join(["\n".join(part) for part in (self._steps(), self._ranks(), self._lines())]) + left_out
+        left_out = (
+            f"\nleft out, as not all ranks have come to them: {self.left_out}"
+            if self.left_out
+            else ""
+        )
+        return (
+            "\n\n".join(["\n".join(part) for part in (self._steps(), self._ranks(), self._lines())])
+            + left_out
+        )
 
     def _shown(self) -> list[int]:
         late = self.all.for_rank
@@ -124,18 +135,27 @@ class StragglerReport:
         shown = self._shown()
         heads = ["step", "waited for", "share", "all wait ms", *(f"rank {rank}" for rank in shown)]
         named = [*self.steps.items(), ("all", self.all)]
-        rows = [["" if step is None else str(step), *_most(waits), *_cells(waits.by_rank, shown)] for step, waits in named]
+        rows = [
+            ["" if step is None else str(step), *_most(waits), *_cells(waits.by_rank, shown)]
+            for step, waits in named
+        ]
         return table_lines([heads, *rows], range(2, len(heads)))
 
     def _ranks(self) -> list[str]:
         between, shown = self.all.between, self._shown()
         heads = ["ms waited by", *(f"for rank {rank}" for rank in shown)]
-        rows = [[f"rank {rank}", *(_ms(between.get((rank, other), 0.0)) for other in shown)] for rank in shown]
+        rows = [
+            [f"rank {rank}", *(_ms(between.get((rank, other), 0.0)) for other in shown)]
+            for rank in shown
+        ]
         return table_lines([heads, *rows], range(1, len(heads)))
 
     def _lines(self) -> list[str]:
         heads = ["collective", "waited for", "share", "all wait ms", "line"]
-        rows = [[what, *_most(waits), place] for (place, what), waits in list(self.lines.items())[:_LINES]]
+        rows = [
+            [what, *_most(waits), place]
+            for (place, what), waits in list(self.lines.items())[:_LINES]
+        ]
         return table_lines([heads, *rows], (2, 3))
 
     def __str__(self) -> str:
@@ -149,7 +169,12 @@ def _waits(parts: Mapping[int, LedgerEntry]) -> list[Wait]:
     """Return each rank's wait for the last one to arrive; a rank that left before that (the source of a broadcast) waited until it left."""
     last = max(parts.values(), key=lambda entry: entry.start)
     return [
-        Wait(rank, last.rank, max(0.0, (last.start if e.end is None else min(last.start, e.end)) - e.start), e)
+        Wait(
+            rank,
+            last.rank,
+            max(0.0, (last.start if e.end is None else min(last.start, e.end)) - e.start),
+            e,
+        )
         for rank, e in parts.items()
         if e is not last
     ]
@@ -158,7 +183,11 @@ def _waits(parts: Mapping[int, LedgerEntry]) -> list[Wait]:
 def _most(waits: Waits) -> list[str]:
     """Return the rank that was waited for longest, its share of all waiting, and the total."""
     total, who = waits.total, waits.straggler
-    return ["-", "", _ms(0.0)] if who is None else [f"rank {who}", f"{waits.for_rank[who] / total:.0%}", _ms(total)]
+    return (
+        ["-", "", _ms(0.0)]
+        if who is None
+        else [f"rank {who}", f"{waits.for_rank[who] / total:.0%}", _ms(total)]
+    )
 
 
 def _cells(seconds: Mapping[int, float], ranks: Sequence[int]) -> list[str]:

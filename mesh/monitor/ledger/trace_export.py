@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from .ledger import Ledger, LedgerEntry, RankLedger
 
 _STEPS = 0  # thread of a rank's steps; those of groups follow
-_Lane = tuple[int, int]  # a group, and which of its threads: collectives that overlap are on several
+_Lane = tuple[
+    int, int
+]  # a group, and which of its threads: collectives that overlap are on several
 
 
 def save_trace(ledger: Ledger, path: str | Path) -> None:
@@ -53,8 +55,15 @@ class _RankTrace:
 
     def events(self) -> Iterator[dict[str, Any]]:
         its = self._ledger
-        yield self._named("process_name", 0, f"rank {its.rank} ({its.host or 'simulated'}, {its.state})")
-        yield {"name": "process_sort_index", "ph": "M", "pid": its.rank, "args": {"sort_index": its.rank}}
+        yield self._named(
+            "process_name", 0, f"rank {its.rank} ({its.host or 'simulated'}, {its.state})"
+        )
+        yield {
+            "name": "process_sort_index",
+            "ph": "M",
+            "pid": its.rank,
+            "args": {"sort_index": its.rank},
+        }
         for thread, name in self._names.items():
             yield self._named("thread_name", thread, name)
         for entry in its.entries:
@@ -62,18 +71,40 @@ class _RankTrace:
         yield from self._steps()
 
     def _named(self, what: str, thread: int, name: str) -> dict[str, Any]:
-        return {"name": what, "ph": "M", "pid": self._ledger.rank, "tid": thread, "args": {"name": name}}
+        return {
+            "name": what,
+            "ph": "M",
+            "pid": self._ledger.rank,
+            "tid": thread,
+            "args": {"name": name},
+        }
 
     def _event(self, entry: LedgerEntry) -> dict[str, Any]:
         name = entry.op if not entry.layout else f"{entry.op} ({entry.layout})"
-        event = trace_event(name, entry.op, entry.rank, self.threads[entry.record], entry.start * 1e6, _details(entry))
+        event = trace_event(
+            name,
+            entry.op,
+            entry.rank,
+            self.threads[entry.record],
+            entry.start * 1e6,
+            _details(entry),
+        )
         return event | {"dur": (self.end(entry) - entry.start) * 1e6}
 
     def _steps(self) -> Iterator[dict[str, Any]]:
         steps = self._ledger.steps
-        ends = [step.start for step in steps[1:]] + [max(self._ledger.seen, *(self.end(e) for e in self._ledger.entries), 0.0)]
+        ends = [step.start for step in steps[1:]] + [
+            max(self._ledger.seen, *(self.end(e) for e in self._ledger.entries), 0.0)
+        ]
         for step, end in zip(steps, ends, strict=False):
-            event = trace_event(f"step {step.number}", "step", self._ledger.rank, _STEPS, step.start * 1e6, {"step": step.number})
+            event = trace_event(
+                f"step {step.number}",
+                "step",
+                self._ledger.rank,
+                _STEPS,
+                step.start * 1e6,
+                {"step": step.number},
+            )
             yield event | {"dur": max(0.0, end - step.start) * 1e6}
 
 
@@ -106,5 +137,12 @@ def _arrows(ledger: Ledger, ranks: Mapping[int, _RankTrace]) -> Iterator[dict[st
                 yield arrow | _end_of_arrow("f", entry, ranks, last.start) | {"bp": "e"}
 
 
-def _end_of_arrow(phase: str, entry: LedgerEntry, ranks: Mapping[int, _RankTrace], when: float) -> dict[str, Any]:
-    return {"ph": phase, "pid": entry.rank, "tid": ranks[entry.rank].threads[entry.record], "ts": when * 1e6}
+def _end_of_arrow(
+    phase: str, entry: LedgerEntry, ranks: Mapping[int, _RankTrace], when: float
+) -> dict[str, Any]:
+    return {
+        "ph": phase,
+        "pid": entry.rank,
+        "tid": ranks[entry.rank].threads[entry.record],
+        "ts": when * 1e6,
+    }

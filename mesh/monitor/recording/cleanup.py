@@ -53,7 +53,11 @@ def remove_jobs_of(pids: Collection[int]) -> None:
     for parent in parent_folders():
         for _, folder in job_folders(parent):
             headers = _headers(folder)
-            if headers and all(header.words[Header.PID] in pids for header in headers) and _are_gone(headers):
+            if (
+                headers
+                and all(header.words[Header.PID] in pids for header in headers)
+                and _are_gone(headers)
+            ):
                 _remove(folder)
 
 
@@ -66,7 +70,9 @@ def is_left(folder: Path, changed: float) -> bool:
     headers = _headers(folder)
     if not _are_gone(headers):
         return False
-    is_whole = bool(headers) and len(headers) >= max(header.words[Header.SIZE] for header in headers)
+    is_whole = bool(headers) and len(headers) >= max(
+        header.words[Header.SIZE] for header in headers
+    )
     return (is_whole and not is_being_deleted(folder)) or time.time() - changed > _NEW_S
 
 

@@ -19,13 +19,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _SHARED_MEMORY = Path("/dev/shm")
-_LARGEST_SHARE = 4  # a job uses at most a quarter of the free shared memory: data loaders and NCCL need it too
+_LARGEST_SHARE = (
+    4  # a job uses at most a quarter of the free shared memory: data loaders and NCCL need it too
+)
 _GONE = ".gone"  # suffix of a folder that is being deleted
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_NO_FOLLOW = (
+    getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+)
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _FOLDER = re.compile(r"[0-9A-Za-z_-]+(\.gone)?")  # of a job, after the prefix
 _TRACE = re.compile(r"rank[0-9]+\.trace")
-_FILES = re.compile(r"rank[0-9]+\.(trace|[0-9]+)|alarm|verdict\.(json|[0-9]+)")  # all that are ever in a job's folder
+_FILES = re.compile(
+    r"rank[0-9]+\.(trace|[0-9]+)|alarm|verdict\.(json|[0-9]+)"
+)  # all that are ever in a job's folder
 _start_folder = os.getcwd()  # a program may change its folder before it makes its first mesh
 
 
@@ -73,13 +79,17 @@ def open_own(path: Path | str, flags: int = os.O_RDONLY, folder: int | None = No
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or not is_own(found):
         os.close(file)
-        raise PermissionError(errno.EPERM, "it is not a plain file that only this user can write", str(path))
+        raise PermissionError(
+            errno.EPERM, "it is not a plain file that only this user can write", str(path)
+        )
     return file
 
 
 def is_own(found: os.stat_result) -> bool:
     """Return whether a file or folder belongs to this user, and nobody else can write to it."""
-    return not hasattr(os, "geteuid") or (found.st_uid == os.geteuid() and not found.st_mode & _WRITABLE_BY_OTHERS)
+    return not hasattr(os, "geteuid") or (
+        found.st_uid == os.geteuid() and not found.st_mode & _WRITABLE_BY_OTHERS
+    )
 
 
 def make_own_folder(path: Path) -> None:
@@ -91,11 +101,17 @@ def make_own_folder(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     above = os.stat(path.parent)
     if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
-        raise PermissionError(errno.EPERM, "everybody may rename files in it (chmod +t, or set SHARDMESH_WATCH_DIR)", str(path.parent))
+        raise PermissionError(
+            errno.EPERM,
+            "everybody may rename files in it (chmod +t, or set SHARDMESH_WATCH_DIR)",
+            str(path.parent),
+        )
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     if not is_own_folder(path):
-        raise PermissionError(errno.EPERM, "it is not a folder that only this user can write to", str(path))
+        raise PermissionError(
+            errno.EPERM, "it is not a folder that only this user can write to", str(path)
+        )
 
 
 def is_own_folder(path: Path) -> bool:
@@ -165,7 +181,9 @@ def make_file(path: Path, size: int) -> Path:
 
     Raises: OSError where there is no room, or the folder cannot be written to.
     """
-    file = open_own(path, os.O_RDWR | os.O_CREAT)  # never shorter than it was: another rank may have it mapped
+    file = open_own(
+        path, os.O_RDWR | os.O_CREAT
+    )  # never shorter than it was: another rank may have it mapped
     try:
         there = os.fstat(file).st_size
         if there >= size:

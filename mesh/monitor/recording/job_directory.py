@@ -1,9 +1,9 @@
 """The trace buffers of a job's ranks on this host, in one folder, and the verdict that ends the job.
 
-    /dev/shm/shardmesh-1000-5f3a.../     named by the user and the job
-        rank0.trace  rank1.trace ...     written by their ranks; those of other hosts' ranks are copies written by `relay.py`
-        alarm                            whether there is a verdict, and its text
-        verdict.json                     the same, for reading it later
+/dev/shm/shardmesh-1000-5f3a.../     named by the user and the job
+    rank0.trace  rank1.trace ...     written by their ranks; those of other hosts' ranks are copies written by `relay.py`
+    alarm                            whether there is a verdict, and its text
+    verdict.json                     the same, for reading it later
 """
 
 from __future__ import annotations
@@ -96,7 +96,11 @@ class JobDirectory:
             raise
         words = buffer.words
         buffer.begin(self.rank, self.size)
-        words[Header.PID], words[Header.BORN], words[Header.PID_SPACE] = os.getpid(), born(os.getpid()), pid_space()
+        words[Header.PID], words[Header.BORN], words[Header.PID_SPACE] = (
+            os.getpid(),
+            born(os.getpid()),
+            pid_space(),
+        )
         words[Header.CLOCK] = time.time_ns() - time.monotonic_ns()
         words[Header.HEARTBEAT] = time.monotonic_ns()
         words[Header.HOST] = buffer.text(socket.gethostname())
@@ -133,7 +137,9 @@ class JobDirectory:
     def _write(self, verdict: Verdict) -> None:
         encoded = verdict.to_json().encode()
         if len(encoded) > ALARM_BYTES - _VERDICT:
-            encoded = replace(verdict, seen=(), text=verdict.text[:_LONGEST_TEXT]).to_json().encode()
+            encoded = (
+                replace(verdict, seen=(), text=verdict.text[:_LONGEST_TEXT]).to_json().encode()
+            )
         self._alarm[_VERDICT : _VERDICT + len(encoded)] = encoded
         self.alarm[1] = len(encoded)
 
@@ -191,8 +197,14 @@ class JobDirectory:
         if verdict is not None and not verdict.is_interruption:
             return
         with contextlib.suppress(OSError):  # the folder has been deleted
-            buffers = [buffer for path in trace_files(self.folder) if (buffer := open_buffer(path)) is not None and is_near(buffer)]
-            if len(buffers) >= ranks_here(self.size) and all(buffer.words[Header.STATE] != RankState.RUNNING for buffer in buffers):
+            buffers = [
+                buffer
+                for path in trace_files(self.folder)
+                if (buffer := open_buffer(path)) is not None and is_near(buffer)
+            ]
+            if len(buffers) >= ranks_here(self.size) and all(
+                buffer.words[Header.STATE] != RankState.RUNNING for buffer in buffers
+            ):
                 remove_folder(self.folder)
 
 

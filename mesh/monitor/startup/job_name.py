@@ -1,9 +1,9 @@
 """Find a name for the job of a default process group in the group's store, without waiting for other ranks.
 
-    shardmesh/job/0           the name, chosen by the first rank
-    shardmesh/job/0/rank2     the rank info of the process that is rank 2
-    shardmesh/job/0/stale     set by a rank that finds another process, or a dead one, there: an earlier attempt of a restarted job
-    shardmesh/job/1           left them, since torchrun keeps one store for all attempts. The next name is this attempt's
+shardmesh/job/0           the name, chosen by the first rank
+shardmesh/job/0/rank2     the rank info of the process that is rank 2
+shardmesh/job/0/stale     set by a rank that finds another process, or a dead one, there: an earlier attempt of a restarted job
+shardmesh/job/1           left them, since torchrun keeps one store for all attempts. The next name is this attempt's
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ def find_name(store: Any, rank: int) -> tuple[str, str] | None:
             record = f"shardmesh/job/{number}"
             name = parsed(record, store.compare_set(record, "", secrets.token_hex(8)), job_name)
             if not store.check([f"{record}/stale"]) and _is_ours(store, record, info):
-                _joined[name] += 1  # a store that is used for several default groups keeps the name, but not the trace buffers
-                return (name if _joined[name] == 1 else f"{name}-{_joined[name]}"), f"{record}/stale"
+                _joined[name] += (
+                    1  # a store that is used for several default groups keeps the name, but not the trace buffers
+                )
+                return (
+                    name if _joined[name] == 1 else f"{name}-{_joined[name]}"
+                ), f"{record}/stale"
     except StoreValueError:
         raise
     except (RuntimeError, AttributeError):  # the "fake" backend's store; no store at all under MPI
@@ -61,4 +65,7 @@ def _others_are_gone(store: Any, record: str, info: RankInfo) -> bool:
     if keys and not store.check(keys):
         raise bad_value(here, store.get(here), "it names ranks that have not come")
     infos = store.multi_get(keys) if keys else []
-    return any(parsed(key, text, RankInfo.from_json).is_gone() for key, text in zip(keys, infos, strict=True))
+    return any(
+        parsed(key, text, RankInfo.from_json).is_gone()
+        for key, text in zip(keys, infos, strict=True)
+    )

@@ -79,13 +79,28 @@ class RankInfo:
     @staticmethod
     def from_json(text: str | bytes) -> RankInfo:
         """Return the rank info in a text that anybody may have written. Raises: ValueError."""
-        found = has_fields(json_object(text if isinstance(text, str) else text.decode()), RankInfo.__dataclass_fields__)
+        found = has_fields(
+            json_object(text if isinstance(text, str) else text.decode()),
+            RankInfo.__dataclass_fields__,
+        )
         names = ("host", "machine", "job", "device")
         texts = {name: shortened(checked(found[name], str)) for name in names}
-        alike = {shortened(key): shortened(checked(value, str)) for key, value in checked(found["alike"], dict).items()}
+        alike = {
+            shortened(key): shortened(checked(value, str))
+            for key, value in checked(found["alike"], dict).items()
+        }
         rank, pid = whole(found["rank"], MOST_RANKS - 1), whole(found["pid"], _MOST_PID)
         numbers = whole(found["born"]), whole(found["start"])
-        return RankInfo(rank, texts["host"], pid, texts["machine"], *numbers, texts["job"], alike, texts["device"])
+        return RankInfo(
+            rank,
+            texts["host"],
+            pid,
+            texts["machine"],
+            *numbers,
+            texts["job"],
+            alike,
+            texts["device"],
+        )
 
     @property
     def place(self) -> str:
@@ -106,9 +121,21 @@ class RankInfo:
         return found is None or found[0] in "ZX" or found[1] != self.born
 
 
-def own_rank_info(rank: int, alike: Mapping[str, str], start: int, env: Mapping[str, str], device: str = "") -> RankInfo:
+def own_rank_info(
+    rank: int, alike: Mapping[str, str], start: int, env: Mapping[str, str], device: str = ""
+) -> RankInfo:
     pid = os.getpid()
-    return RankInfo(rank, socket.gethostname(), pid, machine(), born(pid), start, job_of(env), dict(alike), device)
+    return RankInfo(
+        rank,
+        socket.gethostname(),
+        pid,
+        machine(),
+        born(pid),
+        start,
+        job_of(env),
+        dict(alike),
+        device,
+    )
 
 
 def job_of(env: Mapping[str, str]) -> str:
@@ -129,14 +156,20 @@ def file_store_fault(store: Any, rank: int) -> str:
     holder = parsed(key, store.compare_set(key, "", mine.to_json()), RankInfo.from_json)
     if holder.is_same_process(mine):
         return ""
-    was = "has ended, so the file was left by a job that was killed" if holder.is_gone() else "has the same rank"
+    was = (
+        "has ended, so the file was left by a job that was killed"
+        if holder.is_gone()
+        else "has the same rank"
+    )
     return (
         f"rank {rank} ({mine.place}) is already registered in the file store of init_process_group: {holder.place} {was}. Remove the "
-        "file before each start, or let torchrun find the ranks (init_method=\"env://\")."
+        'file before each start, or let torchrun find the ranks (init_method="env://").'
     )
 
 
-def what_must_agree(size: int, device_type: str, backend: str, env: Mapping[str, str]) -> dict[str, str]:
+def what_must_agree(
+    size: int, device_type: str, backend: str, env: Mapping[str, str]
+) -> dict[str, str]:
     """Return name and value of everything that must be the same on all ranks."""
     found = {
         "WORLD_SIZE": str(size),
@@ -150,7 +183,9 @@ def what_must_agree(size: int, device_type: str, backend: str, env: Mapping[str,
         from torch.cuda import nccl
 
         found["NCCL"] = ".".join(map(str, nccl.version()))
-    names = sorted(name for name in env if name in ALIKE or (name.startswith(_OWN) and name not in _PER_HOST))
+    names = sorted(
+        name for name in env if name in ALIKE or (name.startswith(_OWN) and name not in _PER_HOST)
+    )
     return found | {name: env[name] for name in names if not is_secret(name)}
 
 
@@ -169,7 +204,9 @@ def disagreement(infos: Sequence[RankInfo], missing: Sequence[int] = ()) -> str:
     who = "the ranks do not agree"
     if outliers:
         who = f"{ranks_text(sorted(outliers))} {'does' if len(outliers) == 1 else 'do'} not fit the others"
-    processes = [f"  rank {info.rank} is {info.place}" for info in infos if info.rank in outliers][:_NAMED]
+    processes = [f"  rank {info.rank} is {info.place}" for info in infos if info.rank in outliers][
+        :_NAMED
+    ]
     if missing and "WORLD_SIZE" not in differing:
         processes.append(f"  {ranks_text(missing)} had not come yet")
     return "\n".join([f"{who}:", *(_line(infos, name) for name in differing), *processes, _ADVICE])
@@ -181,17 +218,25 @@ def shared_device(infos: Sequence[RankInfo]) -> str:
     for info in sorted(infos, key=lambda info: info.rank):
         if info.device:
             by_device.setdefault((info.host, info.device), []).append(info.rank)
-    shared = [f"  {ranks_text(ranks)}: device {device} of host {host}" for (host, device), ranks in by_device.items() if len(ranks) > 1]
+    shared = [
+        f"  {ranks_text(ranks)}: device {device} of host {host}"
+        for (host, device), ranks in by_device.items()
+        if len(ranks) > 1
+    ]
     if not shared:
         return ""
-    return "\n".join(["ranks share a device, but NCCL needs one for each:", *shared[:_NAMED], _ONE_DEVICE_EACH])
+    return "\n".join(
+        ["ranks share a device, but NCCL needs one for each:", *shared[:_NAMED], _ONE_DEVICE_EACH]
+    )
 
 
 _ONE_DEVICE_EACH = (
     "Start at most as many processes on a machine as it has devices, each with its own LOCAL_RANK, and set CUDA_VISIBLE_DEVICES to the "
     "same devices for all of them or to one device for each."
 )
-_ADVICE = "Start every rank with the same number of ranks, versions, device type, backend and settings."
+_ADVICE = (
+    "Start every rank with the same number of ranks, versions, device type, backend and settings."
+)
 
 
 def _parties(infos: Sequence[RankInfo], name: str) -> list[list[RankInfo]]:
@@ -206,6 +251,8 @@ def _line(infos: Sequence[RankInfo], name: str) -> str:
     said = []
     for party in _parties(infos, name):
         value = party[0].alike.get(name)
-        said.append(f"{ranks_text([info.rank for info in party])} {'has' if len(party) == 1 else 'have'} {value or 'nothing'}")
+        said.append(
+            f"{ranks_text([info.rank for info in party])} {'has' if len(party) == 1 else 'have'} {value or 'nothing'}"
+        )
     tie = "" if _outliers(infos, name) else " (no majority)"
     return f"  {name}: {', '.join(said)}{tie}"

@@ -1,8 +1,8 @@
 """Check that all ranks make the same meshes in the same order, without waiting for any of them.
 
-    rank 0   mesh 0 is (dp=2, tp=2)   first in the store: the reference
-    rank 1   mesh 0 is (dp=2, tp=2)   the same
-    rank 2   mesh 0 is (dp=4)         differs: waits a moment for other ranks, and finds the outliers by votes
+rank 0   mesh 0 is (dp=2, tp=2)   first in the store: the reference
+rank 1   mesh 0 is (dp=2, tp=2)   the same
+rank 2   mesh 0 is (dp=4)         differs: waits a moment for other ranks, and finds the outliers by votes
 """
 
 from __future__ import annotations
@@ -94,12 +94,16 @@ def compare(mesh: DeviceMesh) -> None:
     made = MeshCall(world.rank, repr(mesh), fields, f"{line[0]}:{line[1]}")
     keys = PrefixStore(str(len(meshes.known)), meshes.store)
     meshes.known.add(key)
-    with contextlib.suppress(dist.DistError):  # the store is gone: the next collective tells what happened
+    with contextlib.suppress(
+        dist.DistError
+    ):  # the store is gone: the next collective tells what happened
         _compare(world, keys, key, made, len(meshes.known))
 
 
 def _fields_of(mesh: DeviceMesh) -> dict[str, Any]:
-    order = hashlib.sha1(mesh.ranks.tobytes(), usedforsecurity=False).hexdigest()  # a list of thousands of ranks would fill the store
+    order = hashlib.sha1(
+        mesh.ranks.tobytes(), usedforsecurity=False
+    ).hexdigest()  # a list of thousands of ranks would fill the store
     backends = [backend.name for backend in mesh.backends]
     values = mesh.device_type, list(mesh.shape), list(mesh.axis_names), order, backends
     return dict(zip(_FIELDS, values, strict=True))
@@ -131,7 +135,11 @@ def _compare(world: World, keys: Any, key: str, made: MeshCall, number: int) -> 
     meshes = _all_made(world, keys)
     if all(one.fields == made.fields for one in meshes):
         raise bad_value(f"{_KEYS}/first", first, "no rank has made such a mesh")
-    verdict = parsed(f"{_KEYS}/verdict", keys.compare_set("verdict", "", _diagnosed(meshes, number).to_json()), Verdict.from_json)
+    verdict = parsed(
+        f"{_KEYS}/verdict",
+        keys.compare_set("verdict", "", _diagnosed(meshes, number).to_json()),
+        Verdict.from_json,
+    )
     monitor = monitor_of(world)
     raise verdict.error() if monitor is None else monitor.failed(verdict)
 
@@ -155,10 +163,17 @@ def _diagnosed(made: list[MeshCall], number: int) -> Verdict:
     usual, other = parties[-1][0].fields, parties[0][0].fields
     field = next(name for name in _FIELDS if usual[name] != other[name])
     rest = [one.rank for one in made if one.rank not in outliers]
-    who = f"{ranks_text(outliers)} made another mesh than {ranks_text(rest)}" if outliers else "the ranks made different meshes"
+    who = (
+        f"{ranks_text(outliers)} made another mesh than {ranks_text(rest)}"
+        if outliers
+        else "the ranks made different meshes"
+    )
     seen = sorted(made, key=lambda one: one.rank not in outliers)
     said = f"{who} as mesh {number} of the program: they differ in {field}."
-    lines = [f"  {ranks_text([one.rank for one in party])}: {party[0].text} at {party[0].place}" for party in parties]
+    lines = [
+        f"  {ranks_text([one.rank for one in party])}: {party[0].text} at {party[0].place}"
+        for party in parties
+    ]
     advice = (
         "Call init_device_mesh for the same meshes in the same order on every rank. A mesh over some of the ranks is "
         "DeviceMesh(device_type, array_of_ranks), which only those need."

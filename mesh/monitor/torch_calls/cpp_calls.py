@@ -72,7 +72,11 @@ class InnerGroup(_ProcessGroup):
         super().__init__(real.rank(), real.size())
         self._real = weakref.ref(real)
         self._to_wait_for: list[Any] = []
-        backend = getattr(dist.ProcessGroup.BackendType, dist.get_backend(real).upper(), dist.ProcessGroup.BackendType.CUSTOM)
+        backend = getattr(
+            dist.ProcessGroup.BackendType,
+            dist.get_backend(real).upper(),
+            dist.ProcessGroup.BackendType.CUSTOM,
+        )
         for device in real._device_types:
             self._register_backend(device, backend, real._get_backend(device))
         self._set_default_backend(backend)
@@ -82,7 +86,9 @@ class InnerGroup(_ProcessGroup):
     def _call(self, name: str, args: tuple[Any, ...]) -> Any:
         real = self._real()
         if real is None:
-            raise RuntimeError("this process group was destroyed (torch.distributed.destroy_process_group)")
+            raise RuntimeError(
+                "this process group was destroyed (torch.distributed.destroy_process_group)"
+            )
         work = getattr(real, name)(*args)
         self._wait_before_backward_ends(work)
         return InnerWork(work)
@@ -111,7 +117,9 @@ for _name in _METHODS:
     setattr(InnerGroup, _name, _method(_name))
 
 
-def install(put: Callable[[Any, str, Callable[[Any], Any]], None], find: Callable[[Any], Any]) -> None:
+def install(
+    put: Callable[[Any, str, Callable[[Any], Any]], None], find: Callable[[Any], Any]
+) -> None:
     """Replace the groups that C++ gets by those that stand in for monitored ones.
 
     Args:
@@ -130,7 +138,9 @@ def install(put: Callable[[Any, str, Callable[[Any], Any]], None], find: Callabl
 
     def with_inner(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return original(*map(inner_of, args), **{name: inner_of(value) for name, value in kwargs.items()})
+            return original(
+                *map(inner_of, args), **{name: inner_of(value) for name, value in kwargs.items()}
+            )
 
         return call
 
@@ -152,8 +162,16 @@ def _install_kernels(inner_of: Callable[[Any], Any]) -> None:
 
 def _operators() -> list[Any]:
     """Return torch's functional collectives: the operators that take a group."""
-    schemas = (schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith(f"{_OPERATORS}::"))
-    names = [schema.name.partition("::")[2] for schema in schemas if any(argument.name == _GROUP for argument in schema.arguments)]
+    schemas = (
+        schema
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith(f"{_OPERATORS}::")
+    )
+    names = [
+        schema.name.partition("::")[2]
+        for schema in schemas
+        if any(argument.name == _GROUP for argument in schema.arguments)
+    ]
     return [getattr(getattr(torch.ops, _OPERATORS), name).default for name in names]
 
 

@@ -38,7 +38,14 @@ def all_reduce(recorder: TorchRecorder, tensors: Any, options: Any = dist.Reduce
 
 def all_reduce_coalesced(recorder: TorchRecorder, tensors: Any, options: Any) -> int:
     moved = 2 * (recorder.size - 1) * _bytes(tensors) // recorder.size
-    return recorder.enter("all_reduce_coalesced", _reduction(options), tensors[0].dtype, _elements(tensors), moved, moved)
+    return recorder.enter(
+        "all_reduce_coalesced",
+        _reduction(options),
+        tensors[0].dtype,
+        _elements(tensors),
+        moved,
+        moved,
+    )
 
 
 def broadcast(recorder: TorchRecorder, tensors: Any, options: Any) -> int:
@@ -49,7 +56,11 @@ def broadcast(recorder: TorchRecorder, tensors: Any, options: Any) -> int:
 
 def reduce(recorder: TorchRecorder, tensors: Any, options: Any, op: Any = dist.ReduceOp.SUM) -> int:
     x = tensors[0] if isinstance(tensors, list) else tensors
-    root, how = (options, _reduction(op)) if isinstance(options, int) else (options.rootRank, _reduction(options))
+    root, how = (
+        (options, _reduction(op))
+        if isinstance(options, int)
+        else (options.rootRank, _reduction(options))
+    )
     return recorder.enter("reduce", f"{how}, dst={root}", x.dtype, x.numel(), x.nbytes, x.nbytes)
 
 
@@ -84,32 +95,60 @@ def scatter(recorder: TorchRecorder, outs: Any, ins: Any, options: Any) -> int:
     return recorder.enter("scatter", f"src={root}", x.dtype, x.numel(), x.nbytes, x.nbytes)
 
 
-def reduce_scatter(recorder: TorchRecorder, outs: Any, ins: Any, options: Any = dist.ReduceOp.SUM) -> int:
+def reduce_scatter(
+    recorder: TorchRecorder, outs: Any, ins: Any, options: Any = dist.ReduceOp.SUM
+) -> int:
     """Record a reduce_scatter, into parts of different sizes where the backend allows that."""
     x, parts = (outs[0], ins[0]) if isinstance(outs, list) else (outs, ins)
-    size = x.numel() if all(part.numel() == x.numel() for part in parts) else sum(part.numel() for part in parts)
+    size = (
+        x.numel()
+        if all(part.numel() == x.numel() for part in parts)
+        else sum(part.numel() for part in parts)
+    )
     moved = (recorder.size - 1) * x.nbytes
     return recorder.enter("reduce_scatter", _reduction(options), x.dtype, size, moved, moved)
 
 
-def reduce_scatter_flat(recorder: TorchRecorder, out: Any, x: Any, options: Any = dist.ReduceOp.SUM) -> int:
+def reduce_scatter_flat(
+    recorder: TorchRecorder, out: Any, x: Any, options: Any = dist.ReduceOp.SUM
+) -> int:
     moved = (recorder.size - 1) * out.nbytes
-    return recorder.enter("reduce_scatter", _reduction(options), out.dtype, out.numel(), moved, moved)
+    return recorder.enter(
+        "reduce_scatter", _reduction(options), out.dtype, out.numel(), moved, moved
+    )
 
 
-def reduce_scatter_coalesced(recorder: TorchRecorder, outs: Any, ins: Any, options: Any = dist.ReduceOp.SUM) -> int:
+def reduce_scatter_coalesced(
+    recorder: TorchRecorder, outs: Any, ins: Any, options: Any = dist.ReduceOp.SUM
+) -> int:
     """Record a reduce_scatter of several tensors; of one, as the functional reduce_scatter calls it, as that of the tensor."""
     if len(outs) == 1:
         return reduce_scatter_flat(recorder, outs[0], None, options)
     moved = (recorder.size - 1) * _bytes(outs)
-    return recorder.enter("reduce_scatter_coalesced", _reduction(options), outs[0].dtype, _elements(outs), moved, moved)
+    return recorder.enter(
+        "reduce_scatter_coalesced",
+        _reduction(options),
+        outs[0].dtype,
+        _elements(outs),
+        moved,
+        moved,
+    )
 
 
-def all_to_all_flat(recorder: TorchRecorder, out: Any, x: Any, out_splits: Any = None, in_splits: Any = None, options: Any = None) -> int:
+def all_to_all_flat(
+    recorder: TorchRecorder,
+    out: Any,
+    x: Any,
+    out_splits: Any = None,
+    in_splits: Any = None,
+    options: Any = None,
+) -> int:
     """Record an all_to_all of one tensor; splits count rows, as torch's do."""
     rows = x.shape[0] if x.dim() else 0, out.shape[0] if out.dim() else 0
     both = zip((in_splits, out_splits), rows, strict=True)
-    sent, expected = ([*given] if given else [count // recorder.size] * recorder.size for given, count in both)
+    sent, expected = (
+        [*given] if given else [count // recorder.size] * recorder.size for given, count in both
+    )
     number = recorder.enter("all_to_all", "", x.dtype, -1, x.nbytes, out.nbytes)
     recorder.show_splits(number, sent, expected)
     return number

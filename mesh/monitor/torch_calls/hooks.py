@@ -51,7 +51,12 @@ _has_shared = False  # whether `as_ours` has been called
 
 def monitor_calls(monitor: Monitor | None) -> None:
     """Monitor the program's calls on torch's groups from now on, until the monitor ends; no-op if the settings turn it off."""
-    if monitor is None or not _settings.torch_calls or _settings.mode == "off" or not dist.is_available():
+    if (
+        monitor is None
+        or not _settings.torch_calls
+        or _settings.mode == "off"
+        or not dist.is_available()
+    ):
         return
     if _installed is None or _installed.monitor is not monitor:
         stop()
@@ -83,7 +88,9 @@ def refuse_calls() -> None:
             setattr(dist.ProcessGroup, name, _refused_in_child(original, name, rank, groups))
 
 
-def _refused_in_child(original: Callable[..., Any], name: str, rank: int, groups: set[int]) -> Callable[..., Any]:
+def _refused_in_child(
+    original: Callable[..., Any], name: str, rank: int, groups: set[int]
+) -> Callable[..., Any]:
     """Return a method of ProcessGroup that raises on the rank's groups, which `keep_groups` keeps, so that their ids stay theirs."""
     parent = os.getppid()
 
@@ -127,7 +134,9 @@ class _Installed:
         """Replace an attribute by `make(attribute)`; no-op where torch has no such attribute."""
         if name in vars(owner):
             made = make(getattr(owner, name))
-            self._undo.append((owner, name, vars(owner)[name], made))  # the attribute itself: a method of C++ is not a function that binds
+            self._undo.append(
+                (owner, name, vars(owner)[name], made)
+            )  # the attribute itself: a method of C++ is not a function that binds
             setattr(owner, name, made)
 
     def undo(self) -> None:
@@ -140,21 +149,29 @@ class _Installed:
         with self._lock:
             ranks = tuple(distributed_c10d._world.pg_group_ranks.get(handle, ()))
             name = distributed_c10d._world.pg_names.get(handle, OWN_PREFIX)
-            is_known = len(ranks) > 1 and self.monitor.directory.rank in ranks and not name.startswith(OWN_PREFIX)
+            is_known = (
+                len(ranks) > 1
+                and self.monitor.directory.rank in ranks
+                and not name.startswith(OWN_PREFIX)
+            )
             recorder = TorchRecorder(handle, ranks, self.monitor) if is_known else None
             if recorder is not None:
                 self.monitor.recorders.append(recorder)
             self.recorders[id(handle)] = _ref(handle), recorder
             return recorder
 
-    def channel(self, handle: Any, recorder: TorchRecorder, is_sending: bool, peer: int, tag: int) -> MessageRecorder:
+    def channel(
+        self, handle: Any, recorder: TorchRecorder, is_sending: bool, peer: int, tag: int
+    ) -> MessageRecorder:
         mine, other = recorder.world.rank, recorder.group.ranks[peer]
         src, dst = (mine, other) if is_sending else (other, mine)
         key = id(recorder), src, dst, tag
         found = self._channels.get(key)
         if found is None:
             with self._lock:
-                found = self._channels[key] = MessageRecorder(handle, recorder.label, src, dst, tag, self.monitor)
+                found = self._channels[key] = MessageRecorder(
+                    handle, recorder.label, src, dst, tag, self.monitor
+                )
                 self.monitor.recorders.append(found)
         return found
 
@@ -163,12 +180,20 @@ def _install(monitor: Monitor) -> None:
     global _installed
     made = _installed = _Installed(monitor)
     for name, enter in ENTER.items():
-        made.put(dist.ProcessGroup, name, lambda original, enter=enter: _collective(original, enter, made))
+        made.put(
+            dist.ProcessGroup,
+            name,
+            lambda original, enter=enter: _collective(original, enter, made),
+        )
     made.put(dist.ProcessGroup, "monitored_barrier", _monitored_barrier)
     made.put(dist.ProcessGroup, "send", lambda original: _message(original, "send"))
     made.put(dist.ProcessGroup, "recv", lambda original: _message(original, "recv"))
     made.put(dist.ProcessGroup, "recv_anysource", _from_anywhere)
-    made.put(distributed_c10d, "_new_group_with_tag", lambda original: waiting_for_members(original, CreationRecorders(monitor)))
+    made.put(
+        distributed_c10d,
+        "_new_group_with_tag",
+        lambda original: waiting_for_members(original, CreationRecorders(monitor)),
+    )
     made.put(dist.Work, "wait", _wait)
     made.put(dist.Work, "get_future", _get_future)
     cpp_calls.install(made.put, _recorder_of)
@@ -181,7 +206,11 @@ def _recorder_of(handle: Any) -> TorchRecorder | None:
         return None
     known = here.recorders.get(id(handle))
     recorder = known[1] if known is not None and known[0]() is handle else here.new_recorder(handle)
-    return recorder if recorder is None or not (_has_shared and thread_context.own_torch_call) else None
+    return (
+        recorder
+        if recorder is None or not (_has_shared and thread_context.own_torch_call)
+        else None
+    )
 
 
 def _collective(original: Callable[..., Any], enter: Enter, here: _Installed) -> Callable[..., Any]:
@@ -189,8 +218,14 @@ def _collective(original: Callable[..., Any], enter: Enter, here: _Installed) ->
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         known = recorders.get(id(group))
-        recorder = known[1] if known is not None and known[0]() is group else here.new_recorder(group)
-        if recorder is None or here_settings.mode == "off" or (_has_shared and thread_context.own_torch_call):
+        recorder = (
+            known[1] if known is not None and known[0]() is group else here.new_recorder(group)
+        )
+        if (
+            recorder is None
+            or here_settings.mode == "off"
+            or (_has_shared and thread_context.own_torch_call)
+        ):
             return original(group, *args, **kwargs)
         sequence = recorder.called
         number = enter(recorder, *args, **kwargs)
@@ -202,7 +237,12 @@ def _collective(original: Callable[..., Any], enter: Enter, here: _Installed) ->
         if work is None:
             recorder.end(sequence, number)
             return None
-        recorder.under_way[sequence & _LAST] = _pending[id(work)] = sequence, _ref(work), recorder, number
+        recorder.under_way[sequence & _LAST] = _pending[id(work)] = (
+            sequence,
+            _ref(work),
+            recorder,
+            number,
+        )
         if not sequence & _OFTEN:
             _forget_dropped()
         return work
@@ -210,7 +250,15 @@ def _collective(original: Callable[..., Any], enter: Enter, here: _Installed) ->
     return call
 
 
-def _started(recorder: TorchRecorder, sequence: int, number: int, original: Any, group: Any, args: Any, kwargs: Any) -> Any:
+def _started(
+    recorder: TorchRecorder,
+    sequence: int,
+    number: int,
+    original: Any,
+    group: Any,
+    args: Any,
+    kwargs: Any,
+) -> Any:
     """Start torch's work and record that it is under way."""
     try:
         work = original(group, *args, **kwargs)
@@ -220,7 +268,12 @@ def _started(recorder: TorchRecorder, sequence: int, number: int, original: Any,
     if work is None:
         recorder.end(sequence, number)
         return work
-    recorder.under_way[sequence & _LAST] = _pending[id(work)] = sequence, _ref(work), recorder, number
+    recorder.under_way[sequence & _LAST] = _pending[id(work)] = (
+        sequence,
+        _ref(work),
+        recorder,
+        number,
+    )
     return work
 
 
@@ -277,7 +330,12 @@ def _get_future(original: Callable[..., Any]) -> Callable[..., Any]:
         entry = _pending.pop(id(work), None)
         if entry is not None and entry[1]() is work:
             at, _, recorder, number = entry
-            recorder.under_way[at & _LAST] = _pending[id(work)] = at, (lambda: work), recorder, number
+            recorder.under_way[at & _LAST] = _pending[id(work)] = (
+                at,
+                (lambda: work),
+                recorder,
+                number,
+            )
         return original(work)
 
     return get_future
@@ -295,7 +353,11 @@ def _monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
         recorder.begin(sequence)
         try:
             limit = timeout if timeout else timedelta(microseconds=recorder.timeout_ns / 1000)
-            return original(group, timeout if recorder.wait_for_all(sequence, limit) else _IN_TIME, wait_all_ranks)
+            return original(
+                group,
+                timeout if recorder.wait_for_all(sequence, limit) else _IN_TIME,
+                wait_all_ranks,
+            )
         except RuntimeError as error:
             recorder.mark(error, sequence)
             raise
@@ -314,7 +376,14 @@ def _message(original: Callable[..., Any], op: str) -> Callable[..., Any]:
         x = tensors[0]
         sent, received = (x.nbytes, 0) if op == "send" else (0, x.nbytes)
         sequence = channel.called
-        number = channel.enter(op, f"{'to' if op == 'send' else 'from'} rank {channel.peer}", x.dtype, x.numel(), sent, received)
+        number = channel.enter(
+            op,
+            f"{'to' if op == 'send' else 'from'} rank {channel.peer}",
+            x.dtype,
+            x.numel(),
+            sent,
+            received,
+        )
         channel.compare(sequence)
         return _started(channel, sequence, number, original, group, (tensors, peer, tag), {})
 

@@ -46,7 +46,11 @@ class CreationRecorders:
         """Return the recorder for a new group of these ranks; None if making it waits for nobody, or fails."""
         directory = self._monitor.directory
         members = tuple(range(directory.size)) if ranks is None else tuple(sorted(ranks))
-        if directory.rank not in members or len(members) < 2 or not 0 <= members[0] <= members[-1] < directory.size:
+        if (
+            directory.rank not in members
+            or len(members) < 2
+            or not 0 <= members[0] <= members[-1] < directory.size
+        ):
             return None
         if members not in self._by_ranks:
             recorder = self._by_ranks[members] = CreationRecorder(members, self._monitor)
@@ -54,14 +58,18 @@ class CreationRecorders:
         return self._by_ranks[members]
 
 
-def waiting_for_members(original: Callable[..., Any], recorders: CreationRecorders) -> Callable[..., Any]:
+def waiting_for_members(
+    original: Callable[..., Any], recorders: CreationRecorders
+) -> Callable[..., Any]:
     """Return torch's function that makes a group, as one that waits until all members of the group have called it.
 
     Raises: WatchError where one of them never will.
     """
 
     def new_group_with_tag(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        is_local = kwargs.get("use_local_synchronization", False)  # also the library's own groups, which wait by themselves
+        is_local = kwargs.get(
+            "use_local_synchronization", False
+        )  # also the library's own groups, which wait by themselves
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
         recorder = None if is_local or is_lazy or _settings.mode == "off" else recorders.of(ranks)
         if recorder is None or not recorder.on_cpu:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from ..monitor import Monitor
 
 _MOST_CHANNELS = 128  # rows for channels in a trace buffer, which the library's groups need, too
-_ALIKE = 3  # the fingerprint of all messages: the receiver may pass a larger tensor, of another dtype
+_ALIKE = (
+    3  # the fingerprint of all messages: the receiver may pass a larger tensor, of another dtype
+)
 
 
 class MessageRecorder(TorchRecorder):
@@ -35,7 +37,9 @@ class MessageRecorder(TorchRecorder):
     __slots__ = ("dst", "src")
     is_channel = True
 
-    def __init__(self, handle: Any, label: str, src: int, dst: int, tag: int, monitor: Monitor) -> None:
+    def __init__(
+        self, handle: Any, label: str, src: int, dst: int, tag: int, monitor: Monitor
+    ) -> None:
         super().__init__(handle, tuple(sorted((src, dst))), monitor)
         self._comm_context = UNMARKED  # a sender may be steps ahead
         self.src, self.dst = src, dst
@@ -52,7 +56,9 @@ class MessageRecorder(TorchRecorder):
     def find_neighbours(self, directory: Any) -> None:
         Recorder.find_neighbours(self, directory)
 
-    def wait(self, sequence: int, work: Any, timeout: timedelta | None, plainly: Callable[..., Any]) -> Any:
+    def wait(
+        self, sequence: int, work: Any, timeout: timedelta | None, plainly: Callable[..., Any]
+    ) -> Any:
         """Wait as in a collective. Gloo can only wait for messages without interruption, so the other rank must have called first."""
         monitor = self.monitor
         if monitor is None or not self.on_cpu or self.row is None:
@@ -68,11 +74,19 @@ class MessageRecorder(TorchRecorder):
 
     def _has_come(self, monitor: Monitor, sequence: int) -> bool:
         found = member(monitor.directory, self.key, self.peer, sequence)
-        return found.came is not False or self._is_unmatched() or (found.buffer is not None and not is_near(found.buffer))
+        return (
+            found.came is not False
+            or self._is_unmatched()
+            or (found.buffer is not None and not is_near(found.buffer))
+        )
 
     def _is_unmatched(self) -> bool:
         """Return whether sender and receiver may number messages differently."""
-        buffers = [] if self.monitor is None else [self.monitor.directory.buffer_of(rank) for rank in (self.src, self.dst)]
+        buffers = (
+            []
+            if self.monitor is None
+            else [self.monitor.directory.buffer_of(rank) for rank in (self.src, self.dst)]
+        )
         return any(buffer is not None and buffer.words[Header.UNMATCHED] for buffer in buffers)
 
     def compare(self, sequence: int) -> None:
@@ -86,7 +100,9 @@ class MessageRecorder(TorchRecorder):
         if sent is not None and expected is not None and sent.sent > expected.received:
             raise monitor.failed(verdict_text.too_large(self, sequence, found))
 
-    def _new_call(self, op: str, how: str, dtype: Any, size: int, tag: CommTag | None) -> _CachedCall:
+    def _new_call(
+        self, op: str, how: str, dtype: Any, size: int, tag: CommTag | None
+    ) -> _CachedCall:
         call = super()._new_call(op, how, dtype, size, tag)
         call.fingerprint = _ALIKE
         return call

@@ -33,7 +33,9 @@ _CPU = torch.device("cpu")
 _SOON = timedelta(seconds=1)  # for torch to report by itself that its time has run out
 _LAST = SLOTS - 1
 _NONE: tuple[int, Callable[[], Any] | None, Any, int] = (-1, None, None, 0)
-_NOT_COME = "_shardmesh_not_come"  # an attribute of errors: the recorder, and the number of the call
+_NOT_COME = (
+    "_shardmesh_not_come"  # an attribute of errors: the recorder, and the number of the call
+)
 
 
 class MarkedContext(threading.local):
@@ -77,7 +79,9 @@ class TorchRecorder(Recorder):
         name = distributed_c10d._world.pg_names.get(handle, "")
         self.key = stable_hash(f"torch {name} {ranks}")
         self.label = TORCHS_DEFAULT if handle is dist.group.WORLD else f"torch's group {name}"
-        self.on_cpu = all(handle._get_backend(device).name() == "gloo" for device in handle._device_types)
+        self.on_cpu = all(
+            handle._get_backend(device).name() == "gloo" for device in handle._device_types
+        )
         self.timeout_ns = _timeout_ns(handle)
         self.under_way = [_NONE] * SLOTS
 
@@ -99,7 +103,9 @@ class TorchRecorder(Recorder):
         if work is None:
             return True
         found = work()
-        if found is not None and not (is_done(found) if self.on_cpu and not self.is_channel else found.is_completed()):
+        if found is not None and not (
+            is_done(found) if self.on_cpu and not self.is_channel else found.is_completed()
+        ):
             return True
         self.end(sequence, number)
         return False
@@ -111,7 +117,9 @@ class TorchRecorder(Recorder):
     def is_on_stream(self) -> bool:
         return not self.on_cpu and self.called > 0 and self.is_open(self.called - 1)
 
-    def wait(self, sequence: int, work: Any, timeout: timedelta | None, plainly: Callable[..., Any]) -> Any:
+    def wait(
+        self, sequence: int, work: Any, timeout: timedelta | None, plainly: Callable[..., Any]
+    ) -> Any:
         """Wait for torch's work, checking the other ranks now and then.
 
         Args:
@@ -132,7 +140,10 @@ class TorchRecorder(Recorder):
         """Wait until all ranks have made the call; return whether they have, in this time. Raises: WatchError."""
         monitor = self.monitor
         return monitor is None or monitor.wait_until(
-            self, sequence, lambda: have_all_come(members(monitor, self, sequence)), timeout.total_seconds() * 1e9
+            self,
+            sequence,
+            lambda: have_all_come(members(monitor, self, sequence)),
+            timeout.total_seconds() * 1e9,
         )
 
     def explain(self, sequence: int, error: RuntimeError) -> None:
@@ -143,7 +154,9 @@ class TorchRecorder(Recorder):
 
     def mark(self, error: BaseException, sequence: int) -> None:
         """Record on an error of torch's that other ranks had not arrived, as when torch's own timeout has expired."""
-        if self.monitor is not None and any(m.came is False for m in members(self.monitor, self, sequence)):
+        if self.monitor is not None and any(
+            m.came is False for m in members(self.monitor, self, sequence)
+        ):
             error.__dict__[_NOT_COME] = self, sequence
 
     # -- the row -------------------------------------------------------------------------------------------------------
@@ -175,8 +188,12 @@ def out_of_time(monitor: Monitor, error: BaseException | None) -> Verdict | None
 
 def _stand_in(ranks: Sequence[int], monitor: Monitor) -> Any:
     """Return the data of a group and its world that a recorder needs."""
-    world = SimpleNamespace(rank=monitor.directory.rank, epoch=0, comm_context=monitor.torch_context)
-    return SimpleNamespace(ranks=tuple(ranks), rank=tuple(ranks).index(world.rank), size=len(ranks), world=world)
+    world = SimpleNamespace(
+        rank=monitor.directory.rank, epoch=0, comm_context=monitor.torch_context
+    )
+    return SimpleNamespace(
+        ranks=tuple(ranks), rank=tuple(ranks).index(world.rank), size=len(ranks), world=world
+    )
 
 
 def _timeout_ns(handle: Any) -> int:

@@ -23,7 +23,9 @@ if dist.is_available():
         "min": dist.ReduceOp.MIN,
         "product": dist.ReduceOp.PRODUCT,
     }
-_NEW_NAMES = hasattr(getattr(dist, "ProcessGroup", None), "all_gather_single")  # torch 2.13 renamed three methods
+_NEW_NAMES = hasattr(
+    getattr(dist, "ProcessGroup", None), "all_gather_single"
+)  # torch 2.13 renamed three methods
 
 
 def all_gather(out: Tensor, x: Tensor, *, group: Any, async_op: bool) -> Any:
@@ -44,11 +46,26 @@ def all_reduce(x: Tensor, op: str, *, group: Any, async_op: bool) -> Any:
 
 
 def all_to_all(
-    out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, *, group: Any, async_op: bool
+    out: Tensor,
+    x: Tensor,
+    out_splits: Sequence[int] | None,
+    in_splits: Sequence[int] | None,
+    *,
+    group: Any,
+    async_op: bool,
 ) -> Any:
     """Start an all_to_all, as `all_gather`."""
     call = group.all_to_all_single if _NEW_NAMES else group.alltoall_base
-    return _started(call(out, x, list(out_splits or ()), list(in_splits or ()), _options("AllToAllOptions", async_op)), async_op)
+    return _started(
+        call(
+            out,
+            x,
+            list(out_splits or ()),
+            list(in_splits or ()),
+            _options("AllToAllOptions", async_op),
+        ),
+        async_op,
+    )
 
 
 def broadcast(x: Tensor, src: int, *, group: Any, async_op: bool) -> Any:

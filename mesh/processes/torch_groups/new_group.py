@@ -16,12 +16,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-_times_made: Counter[tuple[str, tuple[int, ...]]] = Counter()  # by job, so that a failure in one does not affect the next
+_times_made: Counter[tuple[str, tuple[int, ...]]] = (
+    Counter()
+)  # by job, so that a failure in one does not affect the next
 _lock = threading.Lock()
 
 
 def new_group(
-    ranks: Sequence[int], job: str, timeout: timedelta | None, backends: str | None = None, options: Any = None
+    ranks: Sequence[int],
+    job: str,
+    timeout: timedelta | None,
+    backends: str | None = None,
+    options: Any = None,
 ) -> dist.ProcessGroup:
     """Return a new process group; called by these ranks only. NCCL runs on streams of high priority, so that it overlaps with computation.
 
@@ -41,7 +47,11 @@ def new_group(
         timeout = options._timeout
     with _lock, _names_from_ranks(job), _no_bound_device():
         made: dist.ProcessGroup = dist.new_group(  # type: ignore[assignment]
-            list(ranks), backend=backends, use_local_synchronization=True, timeout=timeout, pg_options=options
+            list(ranks),
+            backend=backends,
+            use_local_synchronization=True,
+            timeout=timeout,
+            pg_options=options,
         )
     return made
 
@@ -64,7 +74,13 @@ def without_host(backends: str) -> str | None:
     """
     parts = backends.split(",")
     others = [part for part in parts if part != "cpu:gloo"]
-    return ",".join(others) if len(others) < len(parts) and others and not any(part.endswith(":gloo") for part in others) else None
+    return (
+        ",".join(others)
+        if len(others) < len(parts)
+        and others
+        and not any(part.endswith(":gloo") for part in others)
+        else None
+    )
 
 
 def has_host(backends: str) -> bool:
@@ -94,7 +110,9 @@ def add_host(group: dist.ProcessGroup, timeout: timedelta) -> None:
     Communication: waits for all ranks of the group.
     """
     store = distributed_c10d._world.pg_map[group][1]
-    made = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), group.rank(), group.size(), timeout)
+    made = dist.ProcessGroupGloo(
+        dist.PrefixStore("cpu/", store), group.rank(), group.size(), timeout
+    )
     made.options.global_ranks_in_group = dist.get_process_group_ranks(group)
     made.options.group_name = group.group_name
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, made)

@@ -36,7 +36,9 @@ class TorchWork(Work):
 
     __slots__ = ("_buffers", "_number", "_recorder", "_works")
 
-    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder | None = None
+    ) -> None:
         self._works, self._recorder = works, recorder
         self._number = None if recorder is None else recorder.record_of(recorder.called - 1)
         self._buffers: tuple[Tensor, ...] = buffers
@@ -60,7 +62,9 @@ class WatchedWork(TorchWork):
 
     __slots__ = ("_seat", "_sequence", "_watch")
 
-    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder, watch: Monitor) -> None:
+    def __init__(
+        self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder, watch: Monitor
+    ) -> None:
         super().__init__(works, buffers)
         self._seat, self._sequence, self._watch = recorder, recorder.called - 1, watch
 
@@ -83,7 +87,12 @@ class WatchedMessages(WatchedWork):
     __slots__ = ("_places",)
 
     def __init__(
-        self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder, watch: Monitor, places: Sequence[int | None]
+        self,
+        works: list[Any],
+        buffers: tuple[Tensor, ...],
+        recorder: Recorder,
+        watch: Monitor,
+        places: Sequence[int | None],
     ) -> None:
         super().__init__(works, buffers, recorder, watch)
         self._places = places

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 
-_POLYNOMIAL = 0xEDB88320  # of zlib and zip, bits reversed: the highest bit is the coefficient of x**0
+_POLYNOMIAL = (
+    0xEDB88320  # of zlib and zip, bits reversed: the highest bit is the coefficient of x**0
+)
 _ONE = 1 << 31
 
 

@@ -32,7 +32,9 @@ _BUFFER = 1 << 20
 _TOKEN_BYTES = 8  # of the random part of a temporary name
 _LEFT_S = 60.0  # a temporary file of this age that nobody has locked was left by a process that was killed
 _LONGEST_NAME = 255  # bytes, of a file's name
-_COMBINED = 1 << 16  # from this number of bytes on, combining checksums is faster than computing one
+_COMBINED = (
+    1 << 16
+)  # from this number of bytes on, combining checksums is faster than computing one
 
 
 class Sink:
@@ -51,7 +53,9 @@ class Sink:
         self._file = io.BufferedWriter(self._raw, _BUFFER)
         self.position = self.crc = 0
         self._error: OSError | MemoryError | None = None
-        self._elements: int | None = None  # bytes of the tensor that is being saved, whose CRC-32 `torch.save` computes
+        self._elements: int | None = (
+            None  # bytes of the tensor that is being saved, whose CRC-32 `torch.save` computes
+        )
         self._waiting: Any = None  # these bytes, until the CRC-32 after them is written
 
     def __enter__(self) -> Sink:
@@ -83,7 +87,9 @@ class Sink:
         `torch.save` computes the CRC-32 of the elements, which takes most of the time, and writes it after them; `crc` reuses it instead
         of reading the elements again.
         """
-        self._elements = x.nbytes if x.nbytes >= _COMBINED and torch.serialization.get_crc32_options() else None
+        self._elements = (
+            x.nbytes if x.nbytes >= _COMBINED and torch.serialization.get_crc32_options() else None
+        )
         torch_save(x, self)
         self._add_waiting(None)
         self._elements = None
@@ -100,7 +106,11 @@ class Sink:
         """Add the last written elements to the checksum, by their own CRC-32 if that is known."""
         data, self._waiting = self._waiting, None
         if data is not None:
-            self.crc = zlib.crc32(data, self.crc) if crc is None else crc32_combine(self.crc, crc, memoryview(data).nbytes)
+            self.crc = (
+                zlib.crc32(data, self.crc)
+                if crc is None
+                else crc32_combine(self.crc, crc, memoryview(data).nbytes)
+            )
 
     def flush(self) -> None:
         """Do nothing; `torch.save` calls it. See `sync`."""
@@ -122,7 +132,9 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 def _crc_after(data: Any, length: int) -> int | None:
     """Return the CRC-32 in a zip data descriptor after that many bytes; None if the data is not one."""
-    signature, crc, size = struct.unpack_from("<4sII", data) if memoryview(data).nbytes >= 12 else (b"", 0, 0)
+    signature, crc, size = (
+        struct.unpack_from("<4sII", data) if memoryview(data).nbytes >= 12 else (b"", 0, 0)
+    )
     return crc if signature == b"PK\x07\x08" and size == length & 0xFFFFFFFF else None
 
 

@@ -70,7 +70,11 @@ def complete(folder: Path) -> dict[int, Checkpoint]:
 
 def without_manifest(folder: Path) -> dict[int, Path]:
     """Return by step the folders with the name of a complete checkpoint but without a manifest."""
-    return {step: path for step, state, path in _entries(folder) if not state and not (path / MANIFEST).is_file()}
+    return {
+        step: path
+        for step, state, path in _entries(folder)
+        if not state and not (path / MANIFEST).is_file()
+    }
 
 
 def _entries(folder: Path) -> list[tuple[int, str, Path]]:
@@ -114,7 +118,9 @@ def commit_folder(unfinished: Path, step: int, nonce: str) -> list[Path]:
 
 def retire_old(folder: Path, keep: int, step: int) -> list[Path]:
     """Rename for removal all but `keep` complete checkpoints: that of `step` and the newest others. Return the renamed ones."""
-    others = sorted((found for found in complete(folder).values() if found.step != step), reverse=True)
+    others = sorted(
+        (found for found in complete(folder).values() if found.step != step), reverse=True
+    )
     return [mark_for_removal(found.path) for found in others[keep - 1 :]]
 
 

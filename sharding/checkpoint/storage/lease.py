@@ -75,7 +75,9 @@ class Lease:
     def begin(self) -> None:
         """Begin a save: touch the file regularly from now on."""
         self.saving, self._ended = True, threading.Event()
-        threading.Thread(target=self._beat, args=(self._ended,), name="shardmesh-lease", daemon=True).start()
+        threading.Thread(
+            target=self._beat, args=(self._ended,), name="shardmesh-lease", daemon=True
+        ).start()
 
     def end(self) -> None:
         """End the save."""
@@ -112,7 +114,10 @@ class Lease:
         finally:
             temporary.unlink(missing_ok=True)
         owners = {number for number, is_file in _numbers(self.folder).items() if is_file}
-        if owners - {last, self._number}:  # another process started again from 1 after `last` was released
+        if owners - {
+            last,
+            self._number,
+        }:  # another process started again from 1 after `last` was released
             path.unlink(missing_ok=True)
             return False
         for left in self.folder.glob(".owner-*"):
@@ -157,7 +162,11 @@ def _is_valid(lease: Lease) -> bool:
     if lease.is_there():
         return True
     _, owner = _newest(lease.folder)
-    if owner is not None and not owner.card.is_gone() and not owner.card.is_same_process(lease.owner.card):
+    if (
+        owner is not None
+        and not owner.card.is_gone()
+        and not owner.card.is_same_process(lease.owner.card)
+    ):
         raise CheckpointError(_lost_text(lease.folder, owner))
     return False
 
@@ -206,7 +215,12 @@ def _is_saving(folder: Path, owner: Owner) -> bool:
 
 def _self() -> Owner:
     env = os.environ
-    card = own_rank_info(int(env.get("RANK", "0")), {}, 0, {"TORCHELASTIC_RUN_ID": env.get("SLURM_JOB_ID", ""), **env})
+    card = own_rank_info(
+        int(env.get("RANK", "0")),
+        {},
+        0,
+        {"TORCHELASTIC_RUN_ID": env.get("SLURM_JOB_ID", ""), **env},
+    )
     return Owner(card, os.urandom(4).hex(), datetime.now(UTC).isoformat(timespec="seconds"))
 
 
@@ -241,8 +255,15 @@ def _read(folder: Path, number: int) -> Owner | None:
         card, token, since = RankInfo(**stored["card"]), stored["token"], stored["since"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    is_typed = all(type(getattr(card, f.name)).__name__ == str(f.type).partition("[")[0] for f in fields(card))
-    if not is_typed or type(token) is not str or type(since) is not str or not 0 < card.pid < 1 << 31:
+    is_typed = all(
+        type(getattr(card, f.name)).__name__ == str(f.type).partition("[")[0] for f in fields(card)
+    )
+    if (
+        not is_typed
+        or type(token) is not str
+        or type(since) is not str
+        or not 0 < card.pid < 1 << 31
+    ):
         return None
     return Owner(card, token, since)
 
@@ -273,7 +294,11 @@ def _create(temporary: Path, path: Path) -> None:
 
 def _in_use_text(mine: Lease, owner: Owner | None) -> str:
     same = owner is not None and owner.card.is_same_process(mine.owner.card)
-    who = "another save of this process" if same else f"another job ({owner or 'its file cannot be read'})"
+    who = (
+        "another save of this process"
+        if same
+        else f"another job ({owner or 'its file cannot be read'})"
+    )
     return (
         f"save: {who} saves into {mine.folder} and did not end within {_WAIT_S:.0f} s; one job at a time can save into a folder: "
         "end the other job, or use another folder"

@@ -21,7 +21,16 @@ from ..agreement import CheckpointError, brief
 from ..tree import Structure, structure_from
 from .files import read_regular
 from .folder import MANIFEST, METADATA
-from .index import DEEPEST, Damage, IndexedLeaf, check_file_name, check_name, check_tiling, read_entries, whole_number
+from .index import (
+    DEEPEST,
+    Damage,
+    IndexedLeaf,
+    check_file_name,
+    check_name,
+    check_tiling,
+    read_entries,
+    whole_number,
+)
 
 _FORMAT = "shardmesh checkpoint 1"
 _LONGEST = 2 << 30  # bytes of an index or a manifest
@@ -67,7 +76,9 @@ class Stored:
 # -- write -------------------------------------------------------------------------------------------------------------
 
 
-def index_of(entries: Mapping[str, StoredLeaf], folder: Path, paths: Mapping[str, tuple[Any, ...]]) -> bytes:
+def index_of(
+    entries: Mapping[str, StoredLeaf], folder: Path, paths: Mapping[str, tuple[Any, ...]]
+) -> bytes:
     """Return the file `.metadata` of torch.distributed.checkpoint: the boxes of each tensor and their files."""
     from torch.distributed.checkpoint import metadata as dcp  # here because importing it takes long
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -76,13 +87,18 @@ def index_of(entries: Mapping[str, StoredLeaf], folder: Path, paths: Mapping[str
         if entry.shape is None or entry.dtype is None:
             return dcp.BytesStorageMetadata()
         boxes = [piece.box for piece in entry.pieces if piece.box is not None]
-        chunks = [dcp.ChunkStorageMetadata(torch.Size(box_origin(box)), torch.Size(box_shape(box))) for box in boxes]
-        return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=entry.dtype), entry.shape, chunks)
+        chunks = [
+            dcp.ChunkStorageMetadata(torch.Size(box_origin(box)), torch.Size(box_shape(box)))
+            for box in boxes
+        ]
+        return dcp.TensorStorageMetadata(
+            dcp.TensorProperties(dtype=entry.dtype), entry.shape, chunks
+        )
 
     where = {
-        dcp.MetadataIndex(piece.name, None if piece.box is None else box_origin(piece.box)): _StorageInfo(
-            piece.file, piece.offset, piece.length
-        )
+        dcp.MetadataIndex(
+            piece.name, None if piece.box is None else box_origin(piece.box)
+        ): _StorageInfo(piece.file, piece.offset, piece.length)
         for entry in entries.values()
         for piece in entry.pieces
     }
@@ -91,7 +107,12 @@ def index_of(entries: Mapping[str, StoredLeaf], folder: Path, paths: Mapping[str
     return pickle.dumps(dcp.Metadata(described_all, dict(paths), where, meta, version="1.0.0"))
 
 
-def manifest_of(step: int, world: int, structure: Structure, files: Mapping[str, tuple[int, list[tuple[int, int, int]]]]) -> bytes:
+def manifest_of(
+    step: int,
+    world: int,
+    structure: Structure,
+    files: Mapping[str, tuple[int, list[tuple[int, int, int]]]],
+) -> bytes:
     """Return the manifest: the size of each file and `(offset, length, CRC-32)` of its pieces, with a checksum of itself."""
     manifest = {
         "format": _FORMAT,
@@ -106,7 +127,9 @@ def manifest_of(step: int, world: int, structure: Structure, files: Mapping[str,
 
 
 def _crc_of(manifest: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps({key: value for key, value in manifest.items() if key != "crc32"}).encode())
+    return zlib.crc32(
+        json.dumps({key: value for key, value in manifest.items() if key != "crc32"}).encode()
+    )
 
 
 # -- read --------------------------------------------------------------------------------------------------------------
@@ -120,7 +143,9 @@ def read_index(folder: Path) -> tuple[bytes | None, bytes]:
     """
     manifest, index = folder / MANIFEST, folder / METADATA
     if not os.path.lexists(index):
-        raise CheckpointError(f"{index} is missing: {folder} is not a complete checkpoint; load another step, or restore the file")
+        raise CheckpointError(
+            f"{index} is missing: {folder} is not a complete checkpoint; load another step, or restore the file"
+        )
     return (_bytes_of(manifest) if os.path.lexists(manifest) else None), _bytes_of(index)
 
 
@@ -128,7 +153,9 @@ def _bytes_of(path: Path) -> bytes:
     try:
         return read_regular(path, _LONGEST)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({brief(error)}); load another step, or restore the file") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({brief(error)}); load another step, or restore the file"
+        ) from error
 
 
 def parse(folder: Path, manifest: bytes | None, index: bytes) -> Stored:
@@ -142,7 +169,9 @@ def parse(folder: Path, manifest: bytes | None, index: bytes) -> Stored:
         with _names(folder / MANIFEST, "damaged"):
             described = _parse_manifest(folder / MANIFEST, manifest)
         if zlib.crc32(index) != described.crcs[METADATA, 0][1]:
-            raise CheckpointError(f"{folder / METADATA} is damaged: its CRC-32 is not that of the manifest; load another step")
+            raise CheckpointError(
+                f"{folder / METADATA} is damaged: its CRC-32 is not that of the manifest; load another step"
+            )
     with _names(folder / METADATA, "damaged, or not an index of torch.distributed.checkpoint"):
         indexed, paths = read_entries(index)
         entries = {name: _stored_leaf(name, leaf, described) for name, leaf in indexed.items()}
@@ -164,7 +193,9 @@ def _names(path: Path, what: str) -> Iterator[None]:
     except Exception as error:  # also RecursionError: what the file has decides which
         if isinstance(error, MemoryError):
             raise
-        raise CheckpointError(f"{path} cannot be read: {brief(error)}; it is {what}: load another step") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {brief(error)}; it is {what}: load another step"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -187,15 +218,23 @@ def _parse_manifest(path: Path, manifest: bytes) -> _Manifest:
         raise CheckpointError(f"{path} is damaged: its own CRC-32 does not fit; load another step")
     if parsed.get("format") != _FORMAT:
         has = brief(parsed.get("format"))
-        raise CheckpointError(f"{path} has the format {has!r}, but this version of shardmesh reads {_FORMAT!r}")
+        raise CheckpointError(
+            f"{path} has the format {has!r}, but this version of shardmesh reads {_FORMAT!r}"
+        )
     sizes: dict[str, int] = {}
     crcs: dict[tuple[str, int], tuple[int, int]] = {}
     for file, known in parsed["files"].items():
         sizes[check_file_name(file)] = size = whole_number(known["size"], "a size")
         for offset, length, crc in known["pieces"]:
             at = file, whole_number(offset, "an offset")
-            if at in crcs or offset + whole_number(length, "a length") > size or whole_number(crc, "a CRC-32") >= 1 << 32:
-                raise Damage(f"a piece of {file} is at {offset} with {length} bytes and the CRC-32 {crc}, but the file has {size} bytes")
+            if (
+                at in crcs
+                or offset + whole_number(length, "a length") > size
+                or whole_number(crc, "a CRC-32") >= 1 << 32
+            ):
+                raise Damage(
+                    f"a piece of {file} is at {offset} with {length} bytes and the CRC-32 {crc}, but the file has {size} bytes"
+                )
             crcs[at] = length, crc
     if (METADATA, 0) not in crcs:
         raise Damage(f"it does not list {METADATA}")
@@ -226,7 +265,9 @@ def check_structure(structure: Any, depth: int = 0) -> None:
         check_name(structure)
     elif not (depth == 0 and structure is None):
         if type(structure) is not dict or len(structure) != 1:
-            raise Damage(f"the tree has {brief(structure)}, which is neither a leaf nor a container")
+            raise Damage(
+                f"the tree has {brief(structure)}, which is neither a leaf nor a container"
+            )
         ((kind, items),) = structure.items()
         if kind not in ("dict", "list", "tuple") or type(items) is not list:
             raise Damage(f"the tree has {brief(structure)}, which is not a container")
@@ -235,7 +276,9 @@ def check_structure(structure: Any, depth: int = 0) -> None:
             if kind == "dict":
                 key, item = item
                 if type(key) not in (str, int) or key in keys:
-                    raise Damage(f"the tree has the key {brief(key)}, which is none, or stands twice")
+                    raise Damage(
+                        f"the tree has the key {brief(key)}, which is none, or stands twice"
+                    )
                 check_name(str(key))
                 keys.add(key)
             check_structure(item, depth + 1)
@@ -249,7 +292,9 @@ def _stored_leaf(name: str, leaf: IndexedLeaf, described: _Manifest | None) -> S
         if described is not None:
             listed, crc = described.crcs.get((file, offset), (None, None))
             if listed != length:
-                raise Damage(f"{brief(name)} has {length} bytes in {file} at {offset}, which {MANIFEST} does not list")
+                raise Damage(
+                    f"{brief(name)} has {length} bytes in {file} at {offset}, which {MANIFEST} does not list"
+                )
         pieces.append(StoredPiece(name, box, file, offset, length, crc))
     if leaf.shape is None and not pieces:
         raise Damage(f"{brief(name)} is a value without bytes")

@@ -1,7 +1,7 @@
 """Reading one piece of a file: bytes go directly into the tensor's memory if possible, and their CRC-32 is checked.
 
-    torch.save's container      | data.pkl, byteorder, ... | the elements, in memory order         | version, directory |
-                                  head, to a buffer          to the loaded tensor                    tail, to a buffer
+torch.save's container      | data.pkl, byteorder, ... | the elements, in memory order         | version, directory |
+                              head, to a buffer          to the loaded tensor                    tail, to a buffer
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from . import files
 from .manifest import Stored, StoredPiece
 
 _HEAD_BYTES = 4096  # more than what torch.save writes before the elements
-_RECORD, _RECORD_BYTES = b"PK\x03\x04", 30  # the signature of a record in the container, and the bytes before its name
+_RECORD, _RECORD_BYTES = (
+    b"PK\x03\x04",
+    30,
+)  # the signature of a record in the container, and the bytes before its name
 
 
 def check_files(stored: Stored, pieces: Iterable[StoredPiece]) -> None:
@@ -45,7 +48,9 @@ def check_files(stored: Stored, pieces: Iterable[StoredPiece]) -> None:
             raise CheckpointError(_short(stored, piece, sizes[piece.file]))
 
 
-def read_tensor(stored: Stored, piece: StoredPiece, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+def read_tensor(
+    stored: Stored, piece: StoredPiece, dtype: torch.dtype, into: Tensor | None = None
+) -> Tensor:
     """Return a piece of a tensor as a host tensor: `into`, if given and contiguous.
 
     Raises:
@@ -53,7 +58,9 @@ def read_tensor(stored: Stored, piece: StoredPiece, dtype: torch.dtype, into: Te
     """
     head = _read(stored, piece, 0, min(_HEAD_BYTES, piece.length))
     box = piece.box or ()
-    start = None if piece.crc is None else _start_of_elements(head)  # without a CRC another program wrote it, maybe in another form
+    start = (
+        None if piece.crc is None else _start_of_elements(head)
+    )  # without a CRC another program wrote it, maybe in another form
     if start is None or start + box_size(box) * dtype.itemsize > piece.length:
         return _as_torch_loads(stored, piece, dtype)
     x = torch.empty(box_shape(box), dtype=dtype) if into is None else into
@@ -88,10 +95,19 @@ def _start_of_elements(head: bytes) -> int | None:
     """Return where the elements of one contiguous tensor begin in a file of `torch.save`; None for another form."""
     name = head.find(b"/data/0")
     record = head.rfind(_RECORD, 0, max(name, 0))
-    if record < 0 or sys.byteorder.encode() not in head[:record]:  # the content of the record "byteorder"
+    if (
+        record < 0 or sys.byteorder.encode() not in head[:record]
+    ):  # the content of the record "byteorder"
         return None
-    lengths = head[record + _RECORD_BYTES - 4 : record + _RECORD_BYTES]  # of the record's name and of its padding
-    return record + _RECORD_BYTES + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+    lengths = head[
+        record + _RECORD_BYTES - 4 : record + _RECORD_BYTES
+    ]  # of the record's name and of its padding
+    return (
+        record
+        + _RECORD_BYTES
+        + int.from_bytes(lengths[:2], "little")
+        + int.from_bytes(lengths[2:], "little")
+    )
 
 
 def _as_torch_loads(stored: Stored, piece: StoredPiece, dtype: torch.dtype) -> Tensor:
@@ -100,7 +116,9 @@ def _as_torch_loads(stored: Stored, piece: StoredPiece, dtype: torch.dtype) -> T
     is_dense = isinstance(x, Tensor) and x.layout is torch.strided and x.device.type == "cpu"
     if not is_dense or x.dtype != dtype or tuple(x.shape) != box_shape(piece.box or ()):
         has = f"{type(x).__name__} {brief(list(x.shape)) if isinstance(x, Tensor) else ''}".strip()
-        raise CheckpointError(_damaged(stored, piece, f"it has {has} instead of {brief(piece.box)}"))
+        raise CheckpointError(
+            _damaged(stored, piece, f"it has {has} instead of {brief(piece.box)}")
+        )
     return x
 
 
@@ -112,7 +130,9 @@ def _loaded(data: bytes, **settings: Any) -> Any:
     """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         records = archive.infolist()
-    if any(record.compress_type != zipfile.ZIP_STORED for record in records) or sum(r.file_size for r in records) > len(data):
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records) or sum(
+        r.file_size for r in records
+    ) > len(data):
         raise ValueError("it is compressed, which torch.save never does")
     return torch.load(io.BytesIO(data), weights_only=True, **settings)
 
@@ -153,7 +173,11 @@ def _check_crc(stored: Stored, piece: StoredPiece, *parts: bytes | memoryview) -
         crc = zlib.crc32(part, crc)
     if piece.crc not in (None, crc):
         where = f"{piece.offset}:{piece.offset + piece.length}"
-        raise CheckpointError(_damaged(stored, piece, f"the CRC-32 of bytes {where} is {crc:08x}, not {piece.crc:08x}"))
+        raise CheckpointError(
+            _damaged(
+                stored, piece, f"the CRC-32 of bytes {where} is {crc:08x}, not {piece.crc:08x}"
+            )
+        )
 
 
 def _damaged(stored: Stored, piece: StoredPiece, how: str) -> str:

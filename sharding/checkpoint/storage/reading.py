@@ -43,7 +43,11 @@ class PieceRead:
         if rank not in self.parts:
             return 0
         box = self.parts[rank]
-        return self.piece.length if box is None or self.dtype is None else box_size(box) * self.dtype.itemsize
+        return (
+            self.piece.length
+            if box is None or self.dtype is None
+            else box_size(box) * self.dtype.itemsize
+        )
 
 
 @dataclass
@@ -79,7 +83,10 @@ def box_of(layout: Layout, rank: int) -> Box | None:
 
 
 def plan_reads(
-    stored: Stored, wanted: Mapping[str, Layout | None], values: Mapping[str, Sequence[int]], ranks: Sequence[int]
+    stored: Stored,
+    wanted: Mapping[str, Layout | None],
+    values: Mapping[str, Sequence[int]],
+    ranks: Sequence[int],
 ) -> list[PieceRead]:
     """Return the plan of reads: `wanted` tensors by layout (None: whole on each rank), `values` with the ranks that need them."""
     load, boxes, found = dict.fromkeys(ranks, 0), {}, []
@@ -87,7 +94,10 @@ def plan_reads(
         entry = stored.entries[name]
         key = layout or entry.shape
         if key not in boxes:
-            boxes[key] = {rank: full_box(entry.shape or ()) if layout is None else box_of(layout, rank) for rank in ranks}
+            boxes[key] = {
+                rank: full_box(entry.shape or ()) if layout is None else box_of(layout, rank)
+                for rank in ranks
+            }
         for piece in entry.pieces:
             found += _reading(piece, entry.dtype, _needed(piece, boxes[key]), load)
     for name, needing in values.items():
@@ -97,11 +107,15 @@ def plan_reads(
 
 
 def _needed(piece: StoredPiece, boxes: Mapping[int, Box | None]) -> Parts:
-    common = ((rank, intersect(piece.box or (), box)) for rank, box in boxes.items() if box is not None)
+    common = (
+        (rank, intersect(piece.box or (), box)) for rank, box in boxes.items() if box is not None
+    )
     return {rank: box for rank, box in common if box is not None}
 
 
-def _reading(piece: StoredPiece, dtype: torch.dtype | None, parts: Parts, load: dict[int, int]) -> list[PieceRead]:
+def _reading(
+    piece: StoredPiece, dtype: torch.dtype | None, parts: Parts, load: dict[int, int]
+) -> list[PieceRead]:
     """Return the read of a piece by the rank that needs it and has the fewest bytes so far; none if no rank needs it."""
     if not parts:
         return []
@@ -114,7 +128,12 @@ def _reading(piece: StoredPiece, dtype: torch.dtype | None, parts: Parts, load: 
 
 
 def read(
-    stored: Stored, plan: Sequence[PieceRead], group: Group, rank: int, allocate: Callable[[], LoadedParts], device: torch.device
+    stored: Stored,
+    plan: Sequence[PieceRead],
+    group: Group,
+    rank: int,
+    allocate: Callable[[], LoadedParts],
+    device: torch.device,
 ) -> LoadedParts:
     """Read and exchange pieces on the ranks of a node; return this rank's parts.
 
@@ -127,7 +146,11 @@ def read(
     Communication: for each round in which ranks need the same pieces, one all_gather of small objects and one all_to_all.
     """
     loaded = LoadedParts({}, {})
-    failure = _failure(lambda: pieces.check_files(stored, (reading.piece for reading in plan if rank in reading.parts)))
+    failure = _failure(
+        lambda: pieces.check_files(
+            stored, (reading.piece for reading in plan if rank in reading.parts)
+        )
+    )
     if failure is None:
         try:
             loaded = allocate()
@@ -193,7 +216,9 @@ def _read_mine(
 def _data(stored: Stored, reading: PieceRead, into: Tensor | None) -> Tensor:
     """Return a piece as a tensor, `into` if possible; for a value, its bytes."""
     if reading.dtype is None:
-        return torch.frombuffer(bytearray(pieces.read_value(stored, reading.piece)), dtype=torch.uint8)
+        return torch.frombuffer(
+            bytearray(pieces.read_value(stored, reading.piece)), dtype=torch.uint8
+        )
     return pieces.read_tensor(stored, reading.piece, reading.dtype, into)
 
 
@@ -203,13 +228,25 @@ def _part(data: Tensor, reading: PieceRead, rank: int) -> Tensor:
 
 
 def _exchange(
-    these: Sequence[PieceRead], group: Group, rank: int, loaded: LoadedParts, sends: Sequence[Sequence[Tensor]], device: torch.device
+    these: Sequence[PieceRead],
+    group: Group,
+    rank: int,
+    loaded: LoadedParts,
+    sends: Sequence[Sequence[Tensor]],
+    device: torch.device,
 ) -> None:
-    arriving = [[r for r in these if r.reader == other and other != rank and rank in r.parts] for other in group.ranks]
-    outgoing = torch.cat([torch.empty(0, dtype=torch.uint8), *(part for parts in sends for part in parts)]).to(device)
+    arriving = [
+        [r for r in these if r.reader == other and other != rank and rank in r.parts]
+        for other in group.ranks
+    ]
+    outgoing = torch.cat(
+        [torch.empty(0, dtype=torch.uint8), *(part for parts in sends for part in parts)]
+    ).to(device)
     splits = [sum(r.nbytes(rank) for r in plan_reads) for plan_reads in arriving]
     incoming = torch.empty(sum(splits), dtype=torch.uint8, device=device)
-    group.all_to_all(incoming, outgoing, splits, [sum(part.numel() for part in parts) for parts in sends])
+    group.all_to_all(
+        incoming, outgoing, splits, [sum(part.numel() for part in parts) for parts in sends]
+    )
     at, incoming = 0, incoming.cpu()
     for reading in (r for plan_reads in arriving for r in plan_reads):
         stop = at + reading.nbytes(rank)
@@ -221,4 +258,6 @@ def _as_box(data: Tensor, reading: PieceRead, rank: int) -> Tensor:
     box = reading.parts[rank]
     if box is None or reading.dtype is None:
         return data
-    return data.clone().view(reading.dtype).reshape(box_shape(box))  # a copy, since a view must be aligned
+    return (
+        data.clone().view(reading.dtype).reshape(box_shape(box))
+    )  # a copy, since a view must be aligned

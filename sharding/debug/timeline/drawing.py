@@ -38,7 +38,9 @@ def _draw(figure_type: type[Figure], found: Timeline) -> Figure:
         for kind, colour in COLOURS.items():
             events = [event for event in found.events if event.lane == lane and event.kind == kind]
             bars = [(event.start * scale, event.duration * scale) for event in events]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.3)
+            axes.broken_barh(
+                bars, (row - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.3
+            )
             for event in events:
                 _label(axes, event, row, scale, found.seconds)
     axes.set_yticks(range(len(lanes)), lanes)
@@ -54,10 +56,25 @@ def _draw(figure_type: type[Figure], found: Timeline) -> Figure:
 
 def _label(axes: Axes, event: TimelineEvent, row: int, scale: float, seconds: float) -> None:
     if seconds and event.duration / seconds > _LEAST_SHARE * 2 * len(event.name):
-        axes.text((event.start + event.duration / 2) * scale, row, event.name, ha="center", va="center", fontsize=6, clip_on=True)
+        axes.text(
+            (event.start + event.duration / 2) * scale,
+            row,
+            event.name,
+            ha="center",
+            va="center",
+            fontsize=6,
+            clip_on=True,
+        )
 
 
 def _unit(seconds: float) -> tuple[str, float]:
     """Return a unit of time in which the numbers are short, and how many of it a second has."""
     exponent = math.log10(seconds) if seconds > 0 else 0
-    return next(((unit, scale) for unit, scale, least in (("s", 1.0, 0), ("ms", 1e3, -3)) if exponent >= least), ("us", 1e6))
+    return next(
+        (
+            (unit, scale)
+            for unit, scale, least in (("s", 1.0, 0), ("ms", 1e3, -3))
+            if exponent >= least
+        ),
+        ("us", 1e6),
+    )

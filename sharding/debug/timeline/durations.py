@@ -37,15 +37,29 @@ class Durations:
         topology: that of all collectives; None for that of the mesh of each.
     """
 
-    def __init__(self, graph: StepGraph, flops: float | Mapping[torch.dtype, float] | None, topology: Topology | None) -> None:
+    def __init__(
+        self,
+        graph: StepGraph,
+        flops: float | Mapping[torch.dtype, float] | None,
+        topology: Topology | None,
+    ) -> None:
         self._graph, self.topology = graph, topology
         self._meshes: list[Any] = list(graph.world.meshes.values())
-        self._memory = topology or next((m.topology for m in self._meshes), Topology.default(graph.device_type))
-        self._flops: Any = (_H100 if graph.device_type == "cuda" else _CORE) if flops is None else flops
+        self._memory = topology or next(
+            (m.topology for m in self._meshes), Topology.default(graph.device_type)
+        )
+        self._flops: Any = (
+            (_H100 if graph.device_type == "cuda" else _CORE) if flops is None else flops
+        )
 
     def operator(self, node: fx.Node) -> float:
         """Return the seconds of a node that computes; 0 for one that only makes a view or a number."""
-        if node.op != "call_function" or node.target is WAIT or is_view(node) or not (bytes_of(node) or writes(node)):
+        if (
+            node.op != "call_function"
+            or node.target is WAIT
+            or is_view(node)
+            or not (bytes_of(node) or writes(node))
+        ):
             return 0.0
         flops = flops_of(node) if isinstance(node.target, torch._ops.OpOverload) else 0
         return max(flops / self._rate(node), self._of_bytes(moved_bytes(node)))
@@ -56,8 +70,13 @@ class Durations:
     def _rate(self, node: fx.Node) -> float:
         if not isinstance(self._flops, Mapping):
             return float(self._flops)
-        found = next((x.meta["val"][2] for x in (node, *node.all_input_nodes) if "val" in x.meta), torch.float32)
-        return float(self._flops.get(found, self._flops.get(torch.float32, min(self._flops.values()))))
+        found = next(
+            (x.meta["val"][2] for x in (node, *node.all_input_nodes) if "val" in x.meta),
+            torch.float32,
+        )
+        return float(
+            self._flops.get(found, self._flops.get(torch.float32, min(self._flops.values())))
+        )
 
     def collective(self, start: fx.Node) -> float:
         """Return the seconds of a collective."""
@@ -68,24 +87,38 @@ class Durations:
         if len(nodes) == 1:
             return topology.local.latency + received / topology.local.bandwidth * factor
         outside = received * (sum(nodes.values()) - own) / max(sum(nodes.values()) - 1, 1)
-        rails = min(own, topology.rails or own) if name in _RINGS else 1  # what a node lacks enters it once, over its rails
+        rails = (
+            min(own, topology.rails or own) if name in _RINGS else 1
+        )  # what a node lacks enters it once, over its rails
         network = outside / rails / topology.network.bandwidth
         return topology.network.latency + max(received / topology.local.bandwidth, network) * factor
 
     def _place(self, start: fx.Node) -> tuple[Topology, Counter[int]]:
         """Return the topology of a collective's mesh, and how many of its ranks each node has."""
         ranks = ranks_of(start)
-        mesh = next((m for m in self._meshes if set(ranks) <= set(m.ranks.flatten().tolist())), None)
+        mesh = next(
+            (m for m in self._meshes if set(ranks) <= set(m.ranks.flatten().tolist())), None
+        )
         if mesh is None:
             return self._memory, Counter({0: len(ranks)})
         topology = self.topology or mesh.topology
-        node_of = dict(zip(mesh.ranks.flatten().tolist(), topology.node_ids(mesh).flatten().tolist(), strict=True))
+        node_of = dict(
+            zip(
+                mesh.ranks.flatten().tolist(),
+                topology.node_ids(mesh).flatten().tolist(),
+                strict=True,
+            )
+        )
         return topology, Counter(node_of[rank] for rank in ranks)
 
 
 def moved_bytes(node: fx.Node) -> int:
     """Return the bytes that a node reads and writes."""
-    name = node.target._schema.name.partition("::")[2] if isinstance(node.target, torch._ops.OpOverload) else ""
+    name = (
+        node.target._schema.name.partition("::")[2]
+        if isinstance(node.target, torch._ops.OpOverload)
+        else ""
+    )
     written, inputs = writes(node), list(node.all_input_nodes)
     made = 0 if written or owner_of(node) is not None else bytes_of(node)
     if "empty" in name:
@@ -104,4 +137,8 @@ def _touched(node: fx.Node) -> int:
     if "val" not in node.meta:
         return bytes_of(node)
     shape, strides, dtype, _ = node.meta["val"]
-    return math.prod(n for n, stride in zip(shape, strides, strict=True) if stride) * dtype.itemsize if math.prod(shape) else 0
+    return (
+        math.prod(n for n, stride in zip(shape, strides, strict=True) if stride) * dtype.itemsize
+        if math.prod(shape)
+        else 0
+    )

@@ -22,7 +22,9 @@ def measured_times(graph: StepGraph, call: Callable[[], Any]) -> dict[fx.Node, t
     """
     entry = graph.entry if isinstance(graph, CompiledGraph) else None
     if entry is None:
-        raise ValueError("timeline(measure=...): only a graph that a call has made can run; give the jitted function, or f.recorded[i]")
+        raise ValueError(
+            "timeline(measure=...): only a graph that a call has made can run; give the jitted function, or f.recorded[i]"
+        )
     stopwatch = _Stopwatch(graph.graph)
     before, entry.runner = entry.runner, stopwatch
     try:
@@ -30,7 +32,9 @@ def measured_times(graph: StepGraph, call: Callable[[], Any]) -> dict[fx.Node, t
     finally:
         entry.runner = before
     if stopwatch.times is None:
-        raise ValueError("timeline(measure=...): the call has not run this graph; call the function with arguments like those that made it")
+        raise ValueError(
+            "timeline(measure=...): the call has not run this graph; call the function with arguments like those that made it"
+        )
     return stopwatch.times
 
 
@@ -44,7 +48,9 @@ class _Stopwatch:
     def __init__(self, graph: fx.Graph) -> None:
         self.times: dict[fx.Node, tuple[float, float]] | None = None
         self._nodes = list(graph.nodes)
-        self._is_cuda = any("val" in node.meta and node.meta["val"][3].type == "cuda" for node in self._nodes)
+        self._is_cuda = any(
+            "val" in node.meta and node.meta["val"][3].type == "cuda" for node in self._nodes
+        )
         self._marks: list[tuple[int, float]] = []
         self._run = compile_eagerly(graph, self._mark)
 
@@ -54,7 +60,9 @@ class _Stopwatch:
         found = self._run(*inputs)
         first = self._marks[0][1]
         ends = [(i, moment - first) for i, moment in self._marks]
-        self.times = {self._nodes[i]: (start, end) for (_, start), (i, end) in itertools.pairwise(ends)}
+        self.times = {
+            self._nodes[i]: (start, end) for (_, start), (i, end) in itertools.pairwise(ends)
+        }
         return found
 
     def _mark(self, number: int) -> None:

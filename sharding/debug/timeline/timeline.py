@@ -1,7 +1,7 @@
 """`timeline`: when each operator and each collective of a graph runs, and what waits for what.
 
-    compute   mm     gelu   wait   mm        add
-    dp               all_gather    reduce_scatter
+compute   mm     gelu   wait   mm        add
+dp               all_gather    reduce_scatter
 """
 
 from __future__ import annotations
@@ -88,26 +88,45 @@ class Timeline:
 
     def seconds_of(self, kind: str, lane: str | None = None) -> float:
         """Return the sum of the durations of one kind of event, in one lane if one is given."""
-        return sum(event.duration for event in self.events if event.kind == kind and lane in (None, event.lane))
+        return sum(
+            event.duration
+            for event in self.events
+            if event.kind == kind and lane in (None, event.lane)
+        )
 
     def trace(self) -> list[dict[str, Any]]:
         """Return the events in Chrome's trace format: a thread for each lane, and arrows from collectives to what waits for them."""
         threads = {lane: i for i, lane in enumerate(self.lanes)}
         how = "measured" if self.measured else "predicted"
         found = [_named("process_name", self.rank, 0, f"rank {self.rank} ({how})")]
-        found += [_named("thread_name", self.rank, thread, lane) for lane, thread in threads.items()]
+        found += [
+            _named("thread_name", self.rank, thread, lane) for lane, thread in threads.items()
+        ]
         launched: dict[Any, TimelineEvent] = {}
         for number, event in enumerate(self.events):
             details = {"node": event.node, **event.details}
-            found.append(trace_event(event.name, event.kind, self.rank, threads[event.lane], event.start * 1e6, details))
+            found.append(
+                trace_event(
+                    event.name,
+                    event.kind,
+                    self.rank,
+                    threads[event.lane],
+                    event.start * 1e6,
+                    details,
+                )
+            )
             found[-1]["dur"] = event.duration * 1e6
             if event.kind == "collective":
                 launched[event.node] = event
             elif event.kind == "wait":
                 source = launched[event.details["for"]]
                 arrow = {"name": "waited for", "cat": "wait", "id": number, "pid": self.rank}
-                found.append(arrow | {"ph": "s", "tid": threads[source.lane], "ts": source.start * 1e6})
-                found.append(arrow | {"ph": "f", "bp": "e", "tid": threads[COMPUTE], "ts": event.start * 1e6})
+                found.append(
+                    arrow | {"ph": "s", "tid": threads[source.lane], "ts": source.start * 1e6}
+                )
+                found.append(
+                    arrow | {"ph": "f", "bp": "e", "tid": threads[COMPUTE], "ts": event.start * 1e6}
+                )
         return found
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -204,7 +223,9 @@ def _graph_of(x: Any) -> StepGraph:
     if isinstance(x, StepGraph):
         return x
     if not isinstance(x, JitFunction):
-        raise TypeError(f"timeline({type(x).__name__}): give a function of sm.jit, or what its lower(...) or recorded[i] returns")
+        raise TypeError(
+            f"timeline({type(x).__name__}): give a function of sm.jit, or what its lower(...) or recorded[i] returns"
+        )
     if not x.recorded:
         raise ValueError(f"timeline({x!r}): it has no graph yet; call it, or give {x!r}.lower(...)")
     return x.recorded[-1]
@@ -213,13 +234,17 @@ def _graph_of(x: Any) -> StepGraph:
 def _check_rates(flops: Any) -> None:
     for rate in flops.values() if isinstance(flops, Mapping) else () if flops is None else (flops,):
         if not isinstance(rate, int | float) or not 0 < rate < float("inf"):
-            raise ValueError(f"timeline(flops={rate!r}): must be a positive number of operations per second, such as 989e12")
+            raise ValueError(
+                f"timeline(flops={rate!r}): must be a positive number of operations per second, such as 989e12"
+            )
 
 
 # -- predicted -----------------------------------------------------------------------------------------------------------
 
 
-def _events(graph: StepGraph, operator_seconds: Times, collective_seconds: Times) -> Iterator[TimelineEvent]:
+def _events(
+    graph: StepGraph, operator_seconds: Times, collective_seconds: Times
+) -> Iterator[TimelineEvent]:
     now = 0.0
     free: dict[str, float] = {}
     ends: dict[fx.Node, float] = {}
@@ -241,19 +266,38 @@ def _events(graph: StepGraph, operator_seconds: Times, collective_seconds: Times
 
 def _collective(graph: StepGraph, node: fx.Node, start: float, seconds: float) -> TimelineEvent:
     site = site_of(node.args[-1])  # type: ignore[arg-type]
-    details = {"bytes_received": graph.received(node), "ranks": str(node.args[-2]), "line": site.place, "call": site.name}
+    details = {
+        "bytes_received": graph.received(node),
+        "ranks": str(node.args[-2]),
+        "line": site.place,
+        "call": site.name,
+    }
     details |= {} if site.tag is None else {"purpose": site.tag.text}
-    return TimelineEvent(OPERATORS[node.target], "collective", graph.axes[node], start, seconds, node.name, details)  # type: ignore[index]
+    return TimelineEvent(
+        OPERATORS[node.target], "collective", graph.axes[node], start, seconds, node.name, details
+    )  # type: ignore[index]
 
 
 def _wait(node: fx.Node, start: float, seconds: float) -> TimelineEvent:
     started: Any = node.args[0]
-    return TimelineEvent(f"wait for {OPERATORS[started.target]}", "wait", COMPUTE, start, seconds, node.name, {"for": started.name})
+    return TimelineEvent(
+        f"wait for {OPERATORS[started.target]}",
+        "wait",
+        COMPUTE,
+        start,
+        seconds,
+        node.name,
+        {"for": started.name},
+    )
 
 
 def _operator(node: fx.Node, start: float, seconds: float) -> TimelineEvent:
     is_operator = isinstance(node.target, torch._ops.OpOverload)
-    name = node.target._schema.name.partition("::")[2] if is_operator else getattr(node.target, "__name__", "call")  # type: ignore[union-attr]
+    name = (
+        node.target._schema.name.partition("::")[2]
+        if is_operator
+        else getattr(node.target, "__name__", "call")
+    )  # type: ignore[union-attr]
     details = {"bytes": moved_bytes(node), "flops": flops_of(node) if is_operator else 0}
     return TimelineEvent(name, "operator", COMPUTE, start, seconds, node.name, details)
 
@@ -261,10 +305,14 @@ def _operator(node: fx.Node, start: float, seconds: float) -> TimelineEvent:
 # -- measured ------------------------------------------------------------------------------------------------------------
 
 
-def _measured_events(graph: StepGraph, times: Mapping[fx.Node, tuple[float, float]]) -> Iterator[TimelineEvent]:
+def _measured_events(
+    graph: StepGraph, times: Mapping[fx.Node, tuple[float, float]]
+) -> Iterator[TimelineEvent]:
     """Yield events from when each node ran: a collective from its launch, or from the end of that before in its lane, until its wait."""
     free: dict[str, float] = {}
-    ends = {node.args[0]: times[node][1] for node in reversed(graph.graph.nodes) if node.target is WAIT}
+    ends = {
+        node.args[0]: times[node][1] for node in reversed(graph.graph.nodes) if node.target is WAIT
+    }
     for node in graph.graph.nodes:
         if node not in times:
             continue

@@ -16,7 +16,15 @@ from torch.utils import _pytree as pytree
 
 from ....mesh.comm.thread_context import thread_context
 from ...autograd import engine_hooks
-from ...autograd.named_axes import Axes, AxisName, Groups, bound_axes, bound_groups, current_axis_env, current_captures
+from ...autograd.named_axes import (
+    Axes,
+    AxisName,
+    Groups,
+    bound_axes,
+    bound_groups,
+    current_axis_env,
+    current_captures,
+)
 from ...layout.bounded_cache import keep
 from ...layout.spec import P
 from ...tensor.sharded_tensor import ShardedTensor
@@ -58,7 +66,11 @@ class TypingRule(NamedTuple):
         varying = given.varying | names if self.varies else given.varying - names
         kept = tag.retyped(Type.of(varying & given.varying, pending & given.pending))
         new = (varying | pending) - kept.type.varying - kept.type.pending
-        origins = kept.origins | dict.fromkeys(new, TypeOrigin(self.name, user_location())) if new else kept.origins
+        origins = (
+            kept.origins | dict.fromkeys(new, TypeOrigin(self.name, user_location()))
+            if new
+            else kept.origins
+        )
         return Tag(Type.of(varying, pending), origins, tag.owner)
 
     def _refusal(self, tag: Tag, axes: Axes) -> str:
@@ -69,7 +81,9 @@ class TypingRule(NamedTuple):
         return f"{where} that {tag.type}{tag.since(tag.type.pending)}: each rank holds a share of a sum; psum or psum_scatter it first"
 
 
-def resolve_axes(name: AxisName, rule: TypingRule, groups: Groups, equal: bool = False) -> tuple[Axes, TypingRule]:
+def resolve_axes(
+    name: AxisName, rule: TypingRule, groups: Groups, equal: bool = False
+) -> tuple[Axes, TypingRule]:
     """Return the axes that a collective names, or this rank's group along them, and its typing rule: a result in groups varies.
 
     Args:
@@ -81,7 +95,9 @@ def resolve_axes(name: AxisName, rule: TypingRule, groups: Groups, equal: bool =
         return bound_axes(name), rule
     axes = bound_groups(name, groups)
     if equal and len(set(axes.sizes)) > 1:
-        raise ValueError(f"{rule.name} over {axes}: axis_index_groups of {list(axes.sizes)} places; give groups of one size")
+        raise ValueError(
+            f"{rule.name} over {axes}: axis_index_groups of {list(axes.sizes)} places; give groups of one size"
+        )
     return axes, rule._replace(varies=True, takes_pending=False)
 
 
@@ -178,7 +194,9 @@ class Future:
         """Return the result; the same objects at every call."""
         if type(self._tree) is AsyncResult:
             return self._tree.wait()
-        return pytree.tree_map(lambda part: part.wait() if isinstance(part, AsyncResult) else part, self._tree)
+        return pytree.tree_map(
+            lambda part: part.wait() if isinstance(part, AsyncResult) else part, self._tree
+        )
 
 
 # -- trees -------------------------------------------------------------------------------------------------------------
@@ -220,12 +238,23 @@ def _bucket(parts: list[Any], call: CollectiveCall) -> list[Any]:
         cut = partial(_cut, shapes=[part.shape for part in parts])
         out = _launch(flat, call)
         pieces = _cut_later(out, cut, len(parts)) if isinstance(out, AsyncResult) else cut(out)
-    return [with_tag(checker, piece, tag) for piece, tag in zip(pieces, tags, strict=True)] if checker else pieces
+    return (
+        [with_tag(checker, piece, tag) for piece, tag in zip(pieces, tags, strict=True)]
+        if checker
+        else pieces
+    )
 
 
 def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    split = torch.split if engine_hooks.transforming() else torch.unsafe_split_with_sizes  # pieces that may be written to
-    return [piece.view(shape) for piece, shape in zip(split(flat, [shape.numel() for shape in shapes]), shapes, strict=True)]
+    split = (
+        torch.split if engine_hooks.transforming() else torch.unsafe_split_with_sizes
+    )  # pieces that may be written to
+    return [
+        piece.view(shape)
+        for piece, shape in zip(
+            split(flat, [shape.numel() for shape in shapes]), shapes, strict=True
+        )
+    ]
 
 
 def _cut_later(out: AsyncResult, cut: Callable[[Tensor], list[Tensor]], count: int) -> list[Any]:
@@ -254,7 +283,11 @@ def _apply_one(x: Any, call: CollectiveCall) -> Any:
 def current_checker() -> Any:
     """Return the type checker; None in a backward pass, which recomputes pieces, except in the backward of a custom function."""
     env = current_axis_env()
-    if env is None or env.checker is None or (engine_hooks.current_backward() >= 0 and not env.checker.tracks_backward):
+    if (
+        env is None
+        or env.checker is None
+        or (engine_hooks.current_backward() >= 0 and not env.checker.tracks_backward)
+    ):
         return None
     return env.checker
 
@@ -274,7 +307,10 @@ def _check_one_shape(parts: list[Any], call: CollectiveCall) -> None:
     group = call.axes.group
     everyone = group.all_gather_object(shapes)
     if any(there != everyone[0] for there in everyone):
-        listing = ", ".join(f"rank {r}: {'; '.join(map(str, there))}" for r, there in zip(group.ranks, everyone, strict=True))
+        listing = ", ".join(
+            f"rank {r}: {'; '.join(map(str, there))}"
+            for r, there in zip(group.ranks, everyone, strict=True)
+        )
         raise ValueError(
             f"{user_location()}: {call.rule.name} over {call.axes} takes parts of one shape, and they are {listing}. The arguments are "
             "split unevenly: pad them, or pass sizes= to a collective that takes it"
@@ -305,7 +341,9 @@ def _launch(x: Tensor, call: CollectiveCall) -> Any:
     op, before, after, _ = _prepare(x, call)
     if before is not None:
         x = before(x)
-    if is_starting() and engine_hooks.transforming():  # a transform cannot see a collective in flight
+    if (
+        is_starting() and engine_hooks.transforming()
+    ):  # a transform cannot see a collective in flight
         done = _after(call.apply(x, op, call.backward_dtype, None), after)
         return AsyncResult(lambda: done)
     if is_starting():
@@ -332,11 +370,15 @@ def _on_sharded(x: ShardedTensor, call: CollectiveCall) -> Any:
     prepared = _prepare(local, call)
     _check_dims(x, call, prepared)
     if layout.pending and not call.rule.linear:
-        raise ShardingTypeError(f"{call.rule.name} of {layout}, which is pending over {sorted(layout.pending)}: redistribute it first")
+        raise ShardingTypeError(
+            f"{call.rule.name} of {layout}, which is pending over {sorted(layout.pending)}: redistribute it first"
+        )
 
     def wrap(out: Tensor) -> ShardedTensor:
         if out.ndim != local.ndim:
-            return ShardedTensor._make(out, layout.replace(P(unreduced=layout.pending), shape=out.shape, dtype=out.dtype))
+            return ShardedTensor._make(
+                out, layout.replace(P(unreduced=layout.pending), shape=out.shape, dtype=out.dtype)
+            )
         shape = [out.shape[d] if d in prepared.dims else n for d, n in enumerate(layout.shape)]
         return ShardedTensor._make(out, layout.replace(shape=shape, dtype=out.dtype))
 
@@ -359,5 +401,7 @@ def _check_dims(x: ShardedTensor, call: CollectiveCall, prepared: Prepared) -> N
 def _number(x: Any, call: CollectiveCall) -> Any:
     """Apply the collective to a number. Raises: TypeError for anything else, or if the collective takes tensors only."""
     if call.number is None or not isinstance(x, (int, float, complex)):
-        raise TypeError(f"{call.rule.name} over {call.axes} takes tensors, or a tree of them, and got {x!r}")
+        raise TypeError(
+            f"{call.rule.name} over {call.axes} takes tensors, or a tree of them, and got {x!r}"
+        )
     return call.number(x)

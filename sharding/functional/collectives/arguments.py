@@ -9,7 +9,12 @@ from torch import Tensor
 
 from ...autograd.named_axes import Axes
 
-_WORDS = {"varying": "sharded", "invariant": "replicated", "invarying": "replicated", "pending": "unreduced"}  # synonyms
+_WORDS = {
+    "varying": "sharded",
+    "invariant": "replicated",
+    "invarying": "replicated",
+    "pending": "unreduced",
+}  # synonyms
 
 
 def canonical_word(name: str, to: str, known: Any) -> str:
@@ -21,7 +26,9 @@ def canonical_word(name: str, to: str, known: Any) -> str:
 
 def checked_dim(name: str, argument: str, dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
-        raise ValueError(f"{name}: {argument}={dim} is out of range for a tensor of {ndim} dims; write one from {-ndim} to {ndim - 1}")
+        raise ValueError(
+            f"{name}: {argument}={dim} is out of range for a tensor of {ndim} dims; write one from {-ndim} to {ndim - 1}"
+        )
     return dim % ndim
 
 
@@ -35,10 +42,14 @@ def check_one_each(name: str, argument: str, axes: Axes, part: Tensor, dim: int)
 
 def check_no_sizes(name: str, sizes: Sequence[int] | None) -> None:
     if sizes is not None:
-        raise ValueError(f"{name}: sizes={tuple(sizes)} are lengths of parts to concatenate; pass tiled=True")
+        raise ValueError(
+            f"{name}: sizes={tuple(sizes)} are lengths of parts to concatenate; pass tiled=True"
+        )
 
 
-def lengths_along(name: str, axes: Axes, part: Tensor, dim: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
+def lengths_along(
+    name: str, axes: Axes, part: Tensor, dim: int, sizes: Sequence[int] | None
+) -> tuple[int, ...]:
     """Return the length of every rank's part along a dim."""
     if sizes is None:
         return (part.shape[dim],) * axes.size

@@ -33,11 +33,19 @@ def axis_index(axis_name: AxisName) -> Tensor:
         return axes.index_tensor.clone()
     with untracked():
         index = axes.index_tensor.clone()
-    env.checker.set_tag(index, env.checker.make_tag(TypeOrigin("axis_index", user_location()), Type.of(frozenset(axes.names))))
+    env.checker.set_tag(
+        index,
+        env.checker.make_tag(
+            TypeOrigin("axis_index", user_location()), Type.of(frozenset(axes.names))
+        ),
+    )
     return index
 
 
-_PCAST = {"sharded": TypingRule("pcast to 'sharded'"), "unreduced": TypingRule("pcast to 'unreduced'", varies=False, pends=True)}
+_PCAST = {
+    "sharded": TypingRule("pcast to 'sharded'"),
+    "unreduced": TypingRule("pcast to 'unreduced'", varies=False, pends=True),
+}
 
 
 def _same(x: Tensor, op: Any, grad_dtype: Any, ready: Any) -> Tensor:
@@ -56,7 +64,13 @@ def pcast(x: Any, axis_name: AxisName, *, to: str) -> Any:
     """
     to = canonical_word("pcast", to, _PCAST)
     use = _same if to == "sharded" else apply
-    call = CollectiveCall(bound_axes(axis_name), _PCAST[to], None, lambda axes, _: Prepared(axes.cached(KeepFirstMap)), use)
+    call = CollectiveCall(
+        bound_axes(axis_name),
+        _PCAST[to],
+        None,
+        lambda axes, _: Prepared(axes.cached(KeepFirstMap)),
+        use,
+    )
     return map_collective(x, call)
 
 

@@ -29,7 +29,14 @@ from torch import Tensor
 
 from ...autograd.named_axes import Axes, AxisName, Groups, bound_axes
 from .apply import CollectiveCall, Prepared, TypingRule, map_bucketed, map_collective, resolve_axes
-from .arguments import canonical_word, check_no_sizes, check_one_each, checked_dim, checked_pairs, lengths_along
+from .arguments import (
+    canonical_word,
+    check_no_sizes,
+    check_one_each,
+    checked_dim,
+    checked_pairs,
+    lengths_along,
+)
 from .extreme import Extreme, pick
 from .linear_maps import (
     AllToAllMap,
@@ -76,7 +83,12 @@ def _smallest(axes: Axes, x: Tensor) -> Prepared:
 
 
 def psum(
-    x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    forward_dtype: Dtype = None,
+    backward_dtype: Dtype = None,
 ) -> Any:
     """psum(x: S | R | U, axis) -> R: sum over the ranks of the axis, with the result on each of them.
 
@@ -95,22 +107,40 @@ def psum(
         >>> total = sm.shard_map(lambda x: sm.psum(x.sum(), "dp"), mesh=mesh, in_specs=P("dp"), out_specs=P())(x)
     """
     axes, rule = resolve_axes(axis_name, _PSUM, axis_index_groups)
-    return map_bucketed(x, CollectiveCall(axes, rule, None, _reduce, apply, lambda n: n * axes.size, forward_dtype, backward_dtype))
+    return map_bucketed(
+        x,
+        CollectiveCall(
+            axes, rule, None, _reduce, apply, lambda n: n * axes.size, forward_dtype, backward_dtype
+        ),
+    )
 
 
 def pmean(
-    x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    forward_dtype: Dtype = None,
+    backward_dtype: Dtype = None,
 ) -> Any:
     """pmean(x: S | R | U, axis) -> R: average over the ranks of the axis; integers give floats.
 
     Communication: as `psum`.
     """
     axes, rule = resolve_axes(axis_name, _PMEAN, axis_index_groups)
-    return map_bucketed(x, CollectiveCall(axes, rule, None, _mean, apply, lambda n: n, forward_dtype, backward_dtype))
+    return map_bucketed(
+        x,
+        CollectiveCall(axes, rule, None, _mean, apply, lambda n: n, forward_dtype, backward_dtype),
+    )
 
 
 def pmax(
-    x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    forward_dtype: Dtype = None,
+    backward_dtype: Dtype = None,
 ) -> Any:
     """pmax(x: S | R, axis) -> R: take the elementwise maximum over the ranks of the axis.
 
@@ -122,18 +152,33 @@ def pmax(
     Communication: all_reduce; backward two.
     """
     axes, rule = resolve_axes(axis_name, _PMAX, axis_index_groups)
-    return map_bucketed(x, CollectiveCall(axes, rule, None, _largest, pick, lambda n: n, forward_dtype, backward_dtype))
+    return map_bucketed(
+        x,
+        CollectiveCall(
+            axes, rule, None, _largest, pick, lambda n: n, forward_dtype, backward_dtype
+        ),
+    )
 
 
 def pmin(
-    x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    forward_dtype: Dtype = None,
+    backward_dtype: Dtype = None,
 ) -> Any:
     """pmin(x: S | R, axis) -> R: take the elementwise minimum over the ranks of the axis; otherwise as `pmax`.
 
     Communication: all_reduce; backward two.
     """
     axes, rule = resolve_axes(axis_name, _PMIN, axis_index_groups)
-    return map_bucketed(x, CollectiveCall(axes, rule, None, _smallest, pick, lambda n: n, forward_dtype, backward_dtype))
+    return map_bucketed(
+        x,
+        CollectiveCall(
+            axes, rule, None, _smallest, pick, lambda n: n, forward_dtype, backward_dtype
+        ),
+    )
 
 
 _PSUM_SCATTER = TypingRule("psum_scatter", takes_pending=True)
@@ -163,17 +208,41 @@ def psum_scatter(
     def prepare(axes: Axes, part: Tensor) -> Prepared:
         dim = checked_dim("psum_scatter", "scatter_dimension", scatter_dimension, part.ndim)
         if tiled:
-            return Prepared(axes.cached(ScatterMap, dim, even_lengths(part.shape[dim], axes.size)), _counted(part), dims=(dim,))
+            return Prepared(
+                axes.cached(ScatterMap, dim, even_lengths(part.shape[dim], axes.size)),
+                _counted(part),
+                dims=(dim,),
+            )
         check_one_each("psum_scatter", "scatter_dimension", axes, part, dim)
-        return Prepared(axes.cached(ScatterMap, dim, (1,) * axes.size), _counted(part), lambda out: out.squeeze(dim), (dim,))
+        return Prepared(
+            axes.cached(ScatterMap, dim, (1,) * axes.size),
+            _counted(part),
+            lambda out: out.squeeze(dim),
+            (dim,),
+        )
 
     axes, rule = resolve_axes(axis_name, _PSUM_SCATTER, axis_index_groups, equal=True)
-    return map_collective(x, CollectiveCall(axes, rule, (scatter_dimension, tiled), prepare, apply, None, forward_dtype, backward_dtype))
+    return map_collective(
+        x,
+        CollectiveCall(
+            axes,
+            rule,
+            (scatter_dimension, tiled),
+            prepare,
+            apply,
+            None,
+            forward_dtype,
+            backward_dtype,
+        ),
+    )
 
 
 # -- gathering ---------------------------------------------------------------------------------------------------------
 
-_ALL_GATHER = {"replicated": TypingRule("all_gather", varies=False), "sharded": TypingRule("all_gather")}
+_ALL_GATHER = {
+    "replicated": TypingRule("all_gather", varies=False),
+    "sharded": TypingRule("all_gather"),
+}
 
 
 def all_gather(
@@ -202,18 +271,44 @@ def all_gather(
         dim = checked_dim("all_gather", "axis", axis, part.ndim + (not tiled))
         if not tiled:
             check_no_sizes("all_gather", sizes)
-            return Prepared(axes.cached(GatherMap, dim, (1,) * axes.size), before=lambda t: t.unsqueeze(dim), dims=(dim,))
-        return Prepared(axes.cached(GatherMap, dim, lengths_along("all_gather", axes, part, dim, sizes)), dims=(dim,))
+            return Prepared(
+                axes.cached(GatherMap, dim, (1,) * axes.size),
+                before=lambda t: t.unsqueeze(dim),
+                dims=(dim,),
+            )
+        return Prepared(
+            axes.cached(GatherMap, dim, lengths_along("all_gather", axes, part, dim, sizes)),
+            dims=(dim,),
+        )
 
-    axes, rule = resolve_axes(axis_name, _ALL_GATHER[canonical_word("all_gather", to, _ALL_GATHER)], axis_index_groups, equal=True)
+    axes, rule = resolve_axes(
+        axis_name,
+        _ALL_GATHER[canonical_word("all_gather", to, _ALL_GATHER)],
+        axis_index_groups,
+        equal=True,
+    )
     sizes = None if sizes is None else tuple(sizes)
-    call = CollectiveCall(axes, rule, (axis, tiled, sizes), prepare, apply, None, forward_dtype, backward_dtype, sizes is None)
+    call = CollectiveCall(
+        axes,
+        rule,
+        (axis, tiled, sizes),
+        prepare,
+        apply,
+        None,
+        forward_dtype,
+        backward_dtype,
+        sizes is None,
+    )
     return map_collective(x, call)
 
 
 # -- exchanging --------------------------------------------------------------------------------------------------------
 
-_ALL_TO_ALL, _PPERMUTE, _PSHUFFLE = TypingRule("all_to_all"), TypingRule("ppermute"), TypingRule("pshuffle")
+_ALL_TO_ALL, _PPERMUTE, _PSHUFFLE = (
+    TypingRule("all_to_all"),
+    TypingRule("ppermute"),
+    TypingRule("pshuffle"),
+)
 _PBROADCAST = TypingRule("pbroadcast", varies=False)
 
 
@@ -248,18 +343,31 @@ def all_to_all(
             check_no_sizes("all_to_all", sizes)
             check_one_each("all_to_all", "split_axis", axes, part, split)
             before = None if split == 0 else lambda t: t.movedim(split, 0)
-            return _rows(axes, before, None if concat == 0 else lambda t: t.movedim(0, concat), (split, concat))
+            return _rows(
+                axes,
+                before,
+                None if concat == 0 else lambda t: t.movedim(0, concat),
+                (split, concat),
+            )
         if sizes is None and part.shape[split] % axes.size == 0:
             return _evenly(axes, part, split, concat)
         if split == concat:
             raise _not_a_multiple(axes, part, split)
         given = (concat, lengths_along("all_to_all", axes, part, concat, sizes))
-        return Prepared(axes.cached(AllToAllMap, given, (split, even_lengths(part.shape[split], axes.size))), dims=(split, concat))
+        return Prepared(
+            axes.cached(AllToAllMap, given, (split, even_lengths(part.shape[split], axes.size))),
+            dims=(split, concat),
+        )
 
     sizes = None if sizes is None else tuple(sizes)
     key = (split_axis, concat_axis, tiled, sizes)
     axes, rule = resolve_axes(axis_name, _ALL_TO_ALL, axis_index_groups, equal=True)
-    return map_collective(x, CollectiveCall(axes, rule, key, prepare, apply, None, forward_dtype, backward_dtype, sizes is None))
+    return map_collective(
+        x,
+        CollectiveCall(
+            axes, rule, key, prepare, apply, None, forward_dtype, backward_dtype, sizes is None
+        ),
+    )
 
 
 def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None) -> Any:
@@ -288,11 +396,18 @@ def _evenly(axes: Axes, part: Tensor, split: int, concat: int) -> Prepared:
 
 def _not_a_multiple(axes: Axes, part: Tensor, dim: int) -> ValueError:
     what = f"dim {dim} of {list(part.shape)} is both split and concatenated"
-    return ValueError(f"all_to_all over {axes}: {what}, and {part.shape[dim]} is not a multiple of {axes.size}")
+    return ValueError(
+        f"all_to_all over {axes}: {what}, and {part.shape[dim]} is not a multiple of {axes.size}"
+    )
 
 
 def ppermute(
-    x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, forward_dtype: Dtype = None, backward_dtype: Dtype = None
+    x: Any,
+    axis_name: AxisName,
+    perm: Sequence[tuple[int, int]],
+    *,
+    forward_dtype: Dtype = None,
+    backward_dtype: Dtype = None,
 ) -> Any:
     """ppermute(x: S | R, axis, perm) -> S: send parts from rank to rank; a rank that receives nothing has zeros.
 
@@ -314,10 +429,29 @@ def ppermute(
     def prepare(axes: Axes, part: Tensor) -> Prepared:
         return Prepared(axes.cached(PermuteMap, checked_pairs("ppermute", axes, pairs)))
 
-    return map_collective(x, CollectiveCall(bound_axes(axis_name), _PPERMUTE, pairs, prepare, apply, None, forward_dtype, backward_dtype))
+    return map_collective(
+        x,
+        CollectiveCall(
+            bound_axes(axis_name),
+            _PPERMUTE,
+            pairs,
+            prepare,
+            apply,
+            None,
+            forward_dtype,
+            backward_dtype,
+        ),
+    )
 
 
-def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int], *, forward_dtype: Dtype = None, backward_dtype: Dtype = None) -> Any:
+def pshuffle(
+    x: Any,
+    axis_name: AxisName,
+    perm: Sequence[int],
+    *,
+    forward_dtype: Dtype = None,
+    backward_dtype: Dtype = None,
+) -> Any:
     """pshuffle(x: S | R, axis, perm) -> S: receive the part of rank perm[i] on rank i.
 
     Args:
@@ -331,13 +465,34 @@ def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int], *, forward_dtype:
 
     def prepare(axes: Axes, part: Tensor) -> Prepared:
         if sorted(source for source, _ in pairs) != list(range(axes.size)):
-            raise ValueError(f"pshuffle over {axes}: perm={list(perm)} must hold each of 0 to {axes.size - 1} once")
+            raise ValueError(
+                f"pshuffle over {axes}: perm={list(perm)} must hold each of 0 to {axes.size - 1} once"
+            )
         return Prepared(axes.cached(PermuteMap, pairs))
 
-    return map_collective(x, CollectiveCall(bound_axes(axis_name), _PSHUFFLE, pairs, prepare, apply, None, forward_dtype, backward_dtype))
+    return map_collective(
+        x,
+        CollectiveCall(
+            bound_axes(axis_name),
+            _PSHUFFLE,
+            pairs,
+            prepare,
+            apply,
+            None,
+            forward_dtype,
+            backward_dtype,
+        ),
+    )
 
 
-def pbroadcast(x: Any, axis_name: AxisName, source: int, *, forward_dtype: Dtype = None, backward_dtype: Dtype = None) -> Any:
+def pbroadcast(
+    x: Any,
+    axis_name: AxisName,
+    source: int,
+    *,
+    forward_dtype: Dtype = None,
+    backward_dtype: Dtype = None,
+) -> Any:
     """pbroadcast(x: S | R, axis, source) -> R: copy the part of one rank to every rank.
 
         source = 1
@@ -350,9 +505,16 @@ def pbroadcast(x: Any, axis_name: AxisName, source: int, *, forward_dtype: Dtype
     """
     axes = bound_axes(axis_name)
     if not 0 <= source < axes.size:
-        raise ValueError(f"pbroadcast over {axes}: source={source} must be an index from 0 to {axes.size - 1}")
+        raise ValueError(
+            f"pbroadcast over {axes}: source={source} must be an index from 0 to {axes.size - 1}"
+        )
 
     def prepare(axes: Axes, part: Tensor) -> Prepared:
         return Prepared(axes.cached(BroadcastMap, source))
 
-    return map_collective(x, CollectiveCall(axes, _PBROADCAST, source, prepare, apply, None, forward_dtype, backward_dtype))
+    return map_collective(
+        x,
+        CollectiveCall(
+            axes, _PBROADCAST, source, prepare, apply, None, forward_dtype, backward_dtype
+        ),
+    )

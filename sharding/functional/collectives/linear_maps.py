@@ -102,7 +102,9 @@ class RedistributionMap(LinearMap):
         key = (x.shape, x.dtype)
         found = self._executors.get(key)
         if found is None:
-            found = keep(self._executors, key, executor(*self.layouts(x.shape, x.dtype)), HEAVY_LIMIT)
+            found = keep(
+                self._executors, key, executor(*self.layouts(x.shape, x.dtype)), HEAVY_LIMIT
+            )
         return found
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -170,7 +172,9 @@ class AllToAllMap(RedistributionMap):
         after: the dim that is split after, and the lengths of its parts.
     """
 
-    def __init__(self, axes: Axes, before: tuple[int, tuple[int, ...]], after: tuple[int, tuple[int, ...]]) -> None:
+    def __init__(
+        self, axes: Axes, before: tuple[int, tuple[int, ...]], after: tuple[int, tuple[int, ...]]
+    ) -> None:
         super().__init__(axes)
         self.before, self.after = before, after
 
@@ -181,7 +185,9 @@ class AllToAllMap(RedistributionMap):
     def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Layout, Layout]:
         whole = list(shape)
         whole[self.before[0]], whole[self.after[0]] = sum(self.before[1]), sum(self.after[1])
-        one, other = (split_layout(self.axes, *side, whole, dtype) for side in (self.before, self.after))
+        one, other = (
+            split_layout(self.axes, *side, whole, dtype) for side in (self.before, self.after)
+        )
         return one, other
 
 
@@ -197,7 +203,10 @@ class PermuteMap(LinearMap):
         self.pairs = pairs
         to = dict(pairs)
         back = {d: s for s, d in pairs}
-        self._dst, self._src = self._in_group(to.get(axes.index)), self._in_group(back.get(axes.index))
+        self._dst, self._src = (
+            self._in_group(to.get(axes.index)),
+            self._in_group(back.get(axes.index)),
+        )
 
     def _in_group(self, place: int | None) -> int | None:
         return None if place is None else self.axes.place_in_group(place)
@@ -230,7 +239,10 @@ class BroadcastMap(LinearMap):
 
     def start(self, x: Tensor) -> Finish:
         out = x.clone(memory_format=torch.contiguous_format)
-        return finish(self.axes.group.broadcast(out, self.axes.place_in_group(self.source), async_op=True), out)
+        return finish(
+            self.axes.group.broadcast(out, self.axes.place_in_group(self.source), async_op=True),
+            out,
+        )
 
 
 class ReduceToMap(LinearMap):
@@ -265,7 +277,7 @@ class KeepFirstMap(LinearMap):
 class AllToAllRowsMap(LinearMap):
     """Send row i of every rank to rank i; there are as many rows as ranks.
 
-        [a b] [c d]  ->  [a c] [b d]
+    [a b] [c d]  ->  [a c] [b d]
     """
 
     def __init__(self, axes: Axes) -> None:
@@ -274,14 +286,20 @@ class AllToAllRowsMap(LinearMap):
         if axes.order is not None:
             with outside_of_transforms():
                 orders: Any = ([axes.order.index(i) for i in range(axes.size)], axes.order)
-                self._by_group, self._by_place = (torch.tensor(order, device=axes.mesh.device) for order in orders)
+                self._by_group, self._by_place = (
+                    torch.tensor(order, device=axes.mesh.device) for order in orders
+                )
 
     @property
     def transpose(self) -> LinearMap:
         return self
 
     def start(self, x: Tensor) -> Finish:
-        given = x.contiguous() if self._by_group is None else x.index_select(0, self._by_group.to(x.device))
+        given = (
+            x.contiguous()
+            if self._by_group is None
+            else x.index_select(0, self._by_group.to(x.device))
+        )
         out = torch.empty_like(given)
         wait = finish(self.axes.group.all_to_all(out, given, async_op=True), out)
         by_place = self._by_place
@@ -299,12 +317,16 @@ class AllToAllRowsMap(LinearMap):
 # -- lengths -----------------------------------------------------------------------------------------------------------
 
 
-def split_layout(axes: Axes, dim: int, lengths: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> Layout:
+def split_layout(
+    axes: Axes, dim: int, lengths: Sequence[int], shape: Sequence[int], dtype: torch.dtype
+) -> Layout:
     """Return the layout of a tensor split along `dim` over the axes into parts of these lengths; `shape` is that of any part."""
     whole = list(shape)
     whole[dim] = sum(lengths)
     names = axes.mesh.axis_names
-    return Layout.of(axes.mesh, P(*[None] * dim, names, sizes={names: tuple(lengths)}), whole, dtype)
+    return Layout.of(
+        axes.mesh, P(*[None] * dim, names, sizes={names: tuple(lengths)}), whole, dtype
+    )
 
 
 def even_lengths(total: int, parts: int) -> tuple[int, ...]:
@@ -319,7 +341,9 @@ class _ApplyLinearMap(torch.autograd.Function):
     """A linear map with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, op: LinearMap, grad_dtype: torch.dtype | None, ready: Finish | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, op: LinearMap, grad_dtype: torch.dtype | None, ready: Finish | None
+    ) -> Tensor:
         ctx.op, ctx.grad_dtype = op, grad_dtype
         return op(x) if ready is None else ready()
 
@@ -331,7 +355,9 @@ class _ApplyLinearMap(torch.autograd.Function):
         return apply(grad.to(ctx.grad_dtype), ctx.op.transpose).to(grad.dtype), None, None, None
 
 
-def apply(x: Tensor, op: LinearMap, grad_dtype: torch.dtype | None = None, ready: Finish | None = None) -> Tensor:
+def apply(
+    x: Tensor, op: LinearMap, grad_dtype: torch.dtype | None = None, ready: Finish | None = None
+) -> Tensor:
     """Apply the linear map, differentiable any number of times.
 
     Args:
@@ -350,7 +376,11 @@ def apply(x: Tensor, op: LinearMap, grad_dtype: torch.dtype | None = None, ready
 
 def check_forward_mode(axes: Axes) -> None:
     """Raise RuntimeError in torch's forward mode on simulated ranks."""
-    if engine_hooks.in_foreign_forward_mode() and axes.size > 1 and isinstance(axes.mesh.world, SimulatedWorld):
+    if (
+        engine_hooks.in_foreign_forward_mode()
+        and axes.size > 1
+        and isinstance(axes.mesh.world, SimulatedWorld)
+    ):
         raise RuntimeError(
             "a collective inside torch.func.jvp (or jacfwd, hessian, torch.autograd.forward_ad) on simulated ranks: torch has one forward "
             "mode per process, and the first rank to leave it would end it for all; use sm.jvp, sm.jacfwd, sm.hessian"

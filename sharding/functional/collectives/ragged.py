@@ -1,7 +1,7 @@
 """`ragged_all_to_all`: send any number of rows to each rank, as in routing tokens to experts.
 
-    rank 0  operand [a a b]   send_sizes [2 1]        output [a a c . .]
-    rank 1  operand [c d d]   send_sizes [1 2]   ->   output [b d d . .]
+rank 0  operand [a a b]   send_sizes [2 1]        output [a a c . .]
+rank 1  operand [c d d]   send_sizes [1 2]   ->   output [b d d . .]
 """
 
 from __future__ import annotations
@@ -53,27 +53,40 @@ def ragged_all_to_all(
 
     Communication: two small all_gathers of the counts and one all_to_all of the rows; backward one all_to_all.
     """
-    (axes, rule), checker = resolve_axes(axis_name, _LAW, axis_index_groups, equal=True), current_checker()
+    (axes, rule), checker = (
+        resolve_axes(axis_name, _LAW, axis_index_groups, equal=True),
+        current_checker(),
+    )
     counts = [input_offsets, send_sizes, output_offsets, recv_sizes]
     captures = current_captures()
     if captures is not None:
         operand, output = captures.local(operand), captures.local(output)
     if checker is None:
         return _sent(operand, output, counts, axes, backward_dtype)
-    given = checker.join_all(iter(x for x in (operand, output, *counts) if isinstance(x, Tensor)), checker.control_tag)
+    given = checker.join_all(
+        iter(x for x in (operand, output, *counts) if isinstance(x, Tensor)), checker.control_tag
+    )
     tag = rule(given, axes)
     with untracked():
         return with_tag(checker, _sent(operand, output, counts, axes, backward_dtype), tag)
 
 
-def _sent(operand: Tensor, output: Tensor, counts: Sequence[Counts], axes: Axes, grad_dtype: torch.dtype | None) -> Any:
+def _sent(
+    operand: Tensor,
+    output: Tensor,
+    counts: Sequence[Counts],
+    axes: Axes,
+    grad_dtype: torch.dtype | None,
+) -> Any:
     routes = _exchange_routes(operand, output, [_listed(c) for c in counts], axes)
     packed = operand.index_select(0, _rows(routes.sends, operand.device))
     places = _rows(routes.receives, operand.device)
     op = _RaggedMap(axes, _sizes(routes.sends), _sizes(routes.receives))
     if is_starting() and not transforming():
         ready = op.start(packed.detach())
-        return AsyncResult(lambda: output.index_copy(0, places, apply(packed, op, grad_dtype, ready)))
+        return AsyncResult(
+            lambda: output.index_copy(0, places, apply(packed, op, grad_dtype, ready))
+        )
     return output.index_copy(0, places, apply(packed, op, grad_dtype))
 
 
@@ -104,7 +117,9 @@ class _Table(NamedTuple):
     counts: list[list[list[int]]]
 
 
-def _exchange_routes(operand: Tensor, output: Tensor, counts: list[list[int]], axes: Axes) -> _Routes:
+def _exchange_routes(
+    operand: Tensor, output: Tensor, counts: list[list[int]], axes: Axes
+) -> _Routes:
     """Return the slices to send and receive, checked between sender and receiver.
 
     Raises: ValueError, on every rank, if they disagree.
@@ -118,16 +133,27 @@ def _exchange_routes(operand: Tensor, output: Tensor, counts: list[list[int]], a
     return _Routes(sends, receives)
 
 
-def _exchange_counts(operand: Tensor, output: Tensor, counts: list[list[int]], axes: Axes) -> list[_Table]:
+def _exchange_counts(
+    operand: Tensor, output: Tensor, counts: list[list[int]], axes: Axes
+) -> list[_Table]:
     """Return the counts of every rank, by place; lists are cut or filled to the length of the first one."""
     n, per_rank = axes.size, max(len(counts[0]) // axes.size, 1)
-    lengths = torch.tensor([per_rank, len(operand), len(output), *map(len, counts)], dtype=torch.int64, device=_comm_device(operand))
+    lengths = torch.tensor(
+        [per_rank, len(operand), len(output), *map(len, counts)],
+        dtype=torch.int64,
+        device=_comm_device(operand),
+    )
     heads = _gathered(lengths, axes)
     per_rank = max(head[0] for head in heads)
     rows = [k for c in counts for k in [*c, *[0] * n * per_rank][: n * per_rank]]
     flat = torch.tensor(rows, dtype=torch.int64, device=_comm_device(operand))
-    bodies = [einops.rearrange(np.array(body), "(what to slice) -> what to slice", what=4, to=n).tolist() for body in _gathered(flat, axes)]
-    return [_Table(head[1], head[2], head[3:], body) for head, body in zip(heads, bodies, strict=True)]
+    bodies = [
+        einops.rearrange(np.array(body), "(what to slice) -> what to slice", what=4, to=n).tolist()
+        for body in _gathered(flat, axes)
+    ]
+    return [
+        _Table(head[1], head[2], head[3:], body) for head, body in zip(heads, bodies, strict=True)
+    ]
 
 
 def _comm_device(x: Tensor) -> torch.device:
@@ -144,18 +170,33 @@ def _check(rank: int, tables: list[_Table], axes: Axes) -> None:
     """Raise ValueError for wrong counts of one rank."""
     rows, room, lengths, (starts, sizes, places, _) = tables[rank]
     where = f"ragged_all_to_all over {axes}: rank {rank}"
-    if len(set(lengths)) > 1 or lengths[0] % axes.size or lengths != tables[0].lengths or not lengths[0]:
+    if (
+        len(set(lengths)) > 1
+        or lengths[0] % axes.size
+        or lengths != tables[0].lengths
+        or not lengths[0]
+    ):
         words = "input_offsets, send_sizes, output_offsets and recv_sizes"
-        raise ValueError(f"{where} gives {lengths} {words}; give {axes.size} of each, or a multiple of that, on every rank")
+        raise ValueError(
+            f"{where} gives {lengths} {words}; give {axes.size} of each, or a multiple of that, on every rank"
+        )
     for to in range(axes.size):
-        if min(*starts[to], *sizes[to], *places[to]) < 0 or any(a + n > rows for a, n in zip(starts[to], sizes[to], strict=True) if n):
-            raise ValueError(f"{where} sends {sizes[to]} rows from row {starts[to]} to rank {to}, and its operand has {rows} rows")
+        if min(*starts[to], *sizes[to], *places[to]) < 0 or any(
+            a + n > rows for a, n in zip(starts[to], sizes[to], strict=True) if n
+        ):
+            raise ValueError(
+                f"{where} sends {sizes[to]} rows from row {starts[to]} to rank {to}, and its operand has {rows} rows"
+            )
         if sizes[to] != tables[to].counts[3][rank]:
-            raise ValueError(f"{where} sends {sizes[to]} rows to rank {to}, which expects {tables[to].counts[3][rank]} (recv_sizes)")
+            raise ValueError(
+                f"{where} sends {sizes[to]} rows to rank {to}, which expects {tables[to].counts[3][rank]} (recv_sizes)"
+            )
     for source in range(axes.size):
         first, count = tables[source].counts[2][rank], tables[source].counts[1][rank]
         if any(a + n > room for a, n in zip(first, count, strict=True) if n):
-            raise ValueError(f"{where}: rank {source} puts {count} rows at row {first} of its output, which has {room} rows")
+            raise ValueError(
+                f"{where}: rank {source} puts {count} rows at row {first} of its output, which has {room} rows"
+            )
 
 
 def _rows(slices: Sequence[Slices], device: torch.device) -> Tensor:
@@ -182,4 +223,6 @@ class _RaggedMap(LinearMap):
         out = x.new_empty(sum(self.receives), *x.shape[1:])
         row = x[:1].numel() if len(x) else out[:1].numel()
         splits = [[n * row for n in counts] for counts in (self.receives, self.sends)]
-        return finish_work(self.axes.group.all_to_all(out, x.contiguous(), *splits, async_op=True), out)
+        return finish_work(
+            self.axes.group.all_to_all(out, x.contiguous(), *splits, async_op=True), out
+        )

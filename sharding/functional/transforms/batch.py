@@ -1,6 +1,6 @@
 """The mesh axes over which `vmap` has split its examples, while the function of one example runs.
 
-    mesh (dp=2, tp=2), examples split over dp        one example is on the mesh (tp=2); ranks of different dp have different ones
+mesh (dp=2, tp=2), examples split over dp        one example is on the mesh (tp=2); ranks of different dp have different ones
 """
 
 from __future__ import annotations
@@ -30,14 +30,25 @@ class Batch(NamedTuple):
     inner: DeviceMesh | None
 
     @staticmethod
-    def inside(outer: Batch | None, mesh: DeviceMesh, axes: tuple[str, ...], inner: DeviceMesh | None) -> Batch:
+    def inside(
+        outer: Batch | None, mesh: DeviceMesh, axes: tuple[str, ...], inner: DeviceMesh | None
+    ) -> Batch:
         """Return the split of examples inside examples that are split already."""
         nested = outer is not None and outer.inner is mesh
-        return Batch(outer.mesh, (*outer.axes, *axes), inner) if nested and outer is not None else Batch(mesh, axes, inner)
+        return (
+            Batch(outer.mesh, (*outer.axes, *axes), inner)
+            if nested and outer is not None
+            else Batch(mesh, axes, inner)
+        )
 
     def check(self, name: str, *specs: Any) -> None:
         """Raise ValueError if a mapped function's specs name an axis over which examples are split."""
-        named = {axis for spec in pytree.tree_leaves(list(specs), is_leaf=_is_p) if _is_p(spec) for axis in spec.axes}
+        named = {
+            axis
+            for spec in pytree.tree_leaves(list(specs), is_leaf=_is_p)
+            if _is_p(spec)
+            for axis in spec.axes
+        }
         if found := sorted(named & set(self.axes)):
             raise ValueError(
                 f"shard_map({name}): its specs name {found[0]!r}, over which vmap has split its examples: one example is not on that axis. "

@@ -63,14 +63,21 @@ class custom_vjp:
         tensor([0.7500, 1.0000])
     """
 
-    def __init__(self, fun: Callable[..., Any], nondiff_argnums: Sequence[int] = (), nondiff_argnames: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        nondiff_argnums: Sequence[int] = (),
+        nondiff_argnames: Sequence[str] = (),
+    ) -> None:
         functools.update_wrapper(self, fun)
         self.fun, self.fwd, self.bwd = fun, None, None
         self.signature = _signature(fun)
         self.names = [] if self.signature is None else list(self.signature.parameters)
         unknown = [name for name in nondiff_argnames if name not in self.names]
         if unknown:
-            raise ValueError(f"custom_vjp({self.name}): nondiff_argnames has {unknown[0]!r}, and the arguments are {self.names}")
+            raise ValueError(
+                f"custom_vjp({self.name}): nondiff_argnames has {unknown[0]!r}, and the arguments are {self.names}"
+            )
         given = (nondiff_argnums,) if isinstance(nondiff_argnums, int) else nondiff_argnums
         self.nondiff = sorted({*given, *(self.names.index(name) for name in nondiff_argnames)})
 
@@ -78,7 +85,9 @@ class custom_vjp:
     def name(self) -> str:
         return getattr(self.fun, "__name__", type(self.fun).__name__)
 
-    def defvjp(self, fwd: Callable[..., tuple[Any, Any]], bwd: Callable[..., Sequence[Any]]) -> None:
+    def defvjp(
+        self, fwd: Callable[..., tuple[Any, Any]], bwd: Callable[..., Sequence[Any]]
+    ) -> None:
         """Set the functions that differentiate this one.
 
         Args:
@@ -98,15 +107,22 @@ class custom_vjp:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         keep_compiler_out()
         if self.fwd is None or self.bwd is None:
-            raise AttributeError(f"custom_vjp({self.name}) was called before {self.name}.defvjp(fwd, bwd), which sets its gradient")
+            raise AttributeError(
+                f"custom_vjp({self.name}) was called before {self.name}.defvjp(fwd, bwd), which sets its gradient"
+            )
         given = self._by_position(args, kwargs)
-        leaves, tree = pytree.tree_flatten([x for i, x in enumerate(given) if i not in self.nondiff])
-        if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
+        leaves, tree = pytree.tree_flatten(
+            [x for i, x in enumerate(given) if i not in self.nondiff]
+        )
+        if not torch.is_grad_enabled() or not any(
+            isinstance(x, Tensor) and x.requires_grad for x in leaves
+        ):
             return self.fun(*given)
         if engine_hooks.transforms_active():
-            raise NotImplementedError(f"custom_vjp({self.name}) inside a transform of torch.func; use sm.grad, sm.vjp or sm.jvp")
+            raise NotImplementedError(
+                f"custom_vjp({self.name}) inside a transform of torch.func; use sm.grad, sm.vjp or sm.jvp"
+            )
         return _CustomVJPCall(self, given, leaves, tree).run()
-
 
     def _by_position(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
         """Return all arguments by position, as `fwd` takes them."""
@@ -117,7 +133,9 @@ class custom_vjp:
             args, left = bound.args, bound.kwargs
         if left:
             name = next(iter(left))
-            raise TypeError(f"custom_vjp({self.name}): {name!r} can only be passed by name, and fwd takes all arguments by position")
+            raise TypeError(
+                f"custom_vjp({self.name}): {name!r} can only be passed by name, and fwd takes all arguments by position"
+            )
         return args
 
 
@@ -150,7 +168,9 @@ class _CustomVJPCall:
         out_tree, outs, out_indices, out_layouts, out_tags: the same of the result.
     """
 
-    def __init__(self, custom: custom_vjp, args: Sequence[Any], leaves: Sequence[Any], tree: Any) -> None:
+    def __init__(
+        self, custom: custom_vjp, args: Sequence[Any], leaves: Sequence[Any], tree: Any
+    ) -> None:
         self.custom, self.leaves, self.tree = custom, list(leaves), tree
         self.args = [x if i in custom.nondiff else None for i, x in enumerate(args)]
         self.tensor_indices = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -169,13 +189,23 @@ class _CustomVJPCall:
     def run(self) -> Any:
         tensors = [self.leaves[i] for i in self.tensor_indices]
         checker = current_checker()
-        self.tags = {} if checker is None else {i: checker.tag_of(x) for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)}
-        for i, j in enumerate(self.tensor_indices):  # not kept: the node would keep its own arguments
+        self.tags = (
+            {}
+            if checker is None
+            else {
+                i: checker.tag_of(x) for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)
+            }
+        )
+        for i, j in enumerate(
+            self.tensor_indices
+        ):  # not kept: the node would keep its own arguments
             self.leaves[j] = i
         outs = _CustomVJP.apply(self, *map(part_of, tensors))
         outs = (outs,) if isinstance(outs, Tensor) else outs
         found = list(self.outs)
-        for i, layout, tag, x in zip(self.out_indices, self.out_layouts, self.out_tags, outs, strict=True):
+        for i, layout, tag, x in zip(
+            self.out_indices, self.out_layouts, self.out_tags, outs, strict=True
+        ):
             found[i] = x if layout is None else ShardedTensor._make(x, layout)
             if tag is not None and checker is not None:
                 checker.set_tag(found[i], tag)
@@ -197,7 +227,9 @@ class _CustomVJPCall:
         pair = self.custom.fwd(*self.arguments(tensors))  # type: ignore[misc]
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             name, given = self.custom.name, _describe(pair)
-            raise TypeError(f"custom_vjp({name}): fwd returned {given}; return a pair of the result and what bwd needs")
+            raise TypeError(
+                f"custom_vjp({name}): fwd returned {given}; return a pair of the result and what bwd needs"
+            )
         return pair[0], pair[1]
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -206,7 +238,9 @@ class _CustomVJPCall:
         """Return the gradients of the tensors."""
         custom, given = self.custom, list(self.outs)
         for i, layout, g in zip(self.out_indices, self.out_layouts, cotangents, strict=True):
-            given[i] = g if layout is None else ShardedTensor._make(g, layout.dual.replace(dtype=g.dtype))
+            given[i] = (
+                g if layout is None else ShardedTensor._make(g, layout.dual.replace(dtype=g.dtype))
+            )
         nondiff = [self.args[i] for i in custom.nondiff]
         found = custom.bwd(*nondiff, residuals, pytree.tree_unflatten(given, self.out_tree))  # type: ignore[misc]
         branches = self._branches()
@@ -225,9 +259,15 @@ class _CustomVJPCall:
 
     def _branches(self) -> list[tuple[str, Any]]:
         """Return the name of each argument to differentiate, and its tree with the indices of its leaves."""
-        known, places = self.custom.names, [i for i in range(len(self.args)) if i not in self.custom.nondiff]
+        known, places = (
+            self.custom.names,
+            [i for i in range(len(self.args)) if i not in self.custom.nondiff],
+        )
         trees = pytree.tree_unflatten([*range(len(self.leaves))], self.tree)
-        return [(known[i] if i < len(known) else str(i), tree) for i, tree in zip(places, trees, strict=True)]
+        return [
+            (known[i] if i < len(known) else str(i), tree)
+            for i, tree in zip(places, trees, strict=True)
+        ]
 
     def argument_name(self, i: int) -> str:
         """Return the name of a tensor among the arguments."""
@@ -252,7 +292,9 @@ class _CustomVJPCall:
         leaves, given = pytree.tree_flatten(gradient)
         if given != tree:
             what = f"{self.bwd_location()} gives argument {name!r}"
-            raise TypeError(f"{what} a gradient that is not a tree like it, {_describe(gradient)}; return one, or None for zero")
+            raise TypeError(
+                f"{what} a gradient that is not a tree like it, {_describe(gradient)}; return one, or None for zero"
+            )
         for j, g in zip(members, leaves, strict=True):
             grads[j] = g
 
@@ -264,7 +306,11 @@ class _CustomVJPCall:
         shape = self.metas[i].shape if layout is None else layout.shape
         if isinstance(g, (int, float)) and not shape:
             g = torch.tensor(g, dtype=self.metas[i].dtype, device=self.metas[i].device)
-        if not isinstance(g, Tensor) or g.shape != shape or (layout is None and isinstance(g, ShardedTensor)):
+        if (
+            not isinstance(g, Tensor)
+            or g.shape != shape
+            or (layout is None and isinstance(g, ShardedTensor))
+        ):
             raise self._no_gradient(i, g, shape)
         if layout is None:
             return g
@@ -276,10 +322,16 @@ class _CustomVJPCall:
         """Return the error for an object that cannot be the gradient of a tensor of this shape."""
         what = f"{self.bwd_location()} gives argument {self.argument_name(i)}"
         if not isinstance(g, Tensor):
-            return TypeError(f"{what} {_describe(g)} as its gradient; return a tensor, or None for zero")
+            return TypeError(
+                f"{what} {_describe(g)} as its gradient; return a tensor, or None for zero"
+            )
         if g.shape != shape:
-            return ValueError(f"{what}, of shape {list(shape)}, a gradient of shape {list(g.shape)}")
-        return TypeError(f"{what}, a plain tensor, a gradient that is a ShardedTensor, {g._layout}; return g.full_tensor()")  # type: ignore[attr-defined]
+            return ValueError(
+                f"{what}, of shape {list(shape)}, a gradient of shape {list(g.shape)}"
+            )
+        return TypeError(
+            f"{what}, a plain tensor, a gradient that is a ShardedTensor, {g._layout}; return g.full_tensor()"
+        )  # type: ignore[attr-defined]
 
     def _shared(self, i: int, g: Tensor) -> Tensor:
         """Return a gradient that is replicated as a share of it."""
@@ -322,7 +374,9 @@ class _CustomVJP(torch.autograd.Function):
                 ctx.kept[i] = next((k for k, y in enumerate(tensors) if y is local), len(saved))
                 own = own or ctx.kept[i] == len(saved)
                 saved += [local] if ctx.kept[i] == len(saved) else []
-        ctx.recomputes = own  # second derivatives: a saved tensor that is no argument was made without gradients
+        ctx.recomputes = (
+            own  # second derivatives: a saved tensor that is no argument was made without gradients
+        )
         call.out_indices = [i for i, x in enumerate(outs) if isinstance(x, Tensor)]
         call.out_layouts = [_layout(outs[i]) for i in call.out_indices]
         checker = current_checker()
@@ -333,10 +387,14 @@ class _CustomVJP(torch.autograd.Function):
         results = [part_of(outs[i]) for i in call.out_indices]
         call.outs = [None if i in call.out_indices else x for i, x in enumerate(outs)]
         ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(*[x for x in results if not (x.is_floating_point() or x.is_complex())])
+        ctx.mark_non_differentiable(
+            *[x for x in results if not (x.is_floating_point() or x.is_complex())]
+        )
         ctx.set_materialize_grads(False)
         ctx.metas = [_TensorMeta(x.shape, x.dtype, x.device) for x in results]
-        return tuple([x.view_as(x) if any(x is y for y in results[:i]) else x for i, x in enumerate(results)])
+        return tuple(
+            [x.view_as(x) if any(x is y for y in results[:i]) else x for i, x in enumerate(results)]
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -348,7 +406,11 @@ class _CustomVJP(torch.autograd.Function):
         else:
             leaves = list(ctx.kept)
             for i, layout in ctx.kept_layouts.items():
-                leaves[i] = saved[leaves[i]] if layout is None else ShardedTensor._make(saved[leaves[i]], layout)
+                leaves[i] = (
+                    saved[leaves[i]]
+                    if layout is None
+                    else ShardedTensor._make(saved[leaves[i]], layout)
+                )
             residuals = pytree.tree_unflatten(leaves, ctx.kept_tree)
         return None, *call.backward(residuals, given)
 

@@ -22,7 +22,9 @@ from .gradients import check_floating
 from .parts import Results, same_type, with_part
 
 
-def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False) -> tuple[Any, ...]:
+def jvp(
+    f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False
+) -> tuple[Any, ...]:
     """jvp(f, primals, tangents) -> (f(*primals), the derivative of f along the tangents), in forward mode.
 
     Every operator computes the tangent together with the value. A collective is linear, so it moves the tangent as it moves the value. No
@@ -56,14 +58,23 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
     return (out, f_jvp(*tangents), *aux)
 
 
-_NO_FORWARD_DERIVATIVE = ("setup_context staticmethod", "forward AD", "forward mode AD")  # in torch's messages
+_NO_FORWARD_DERIVATIVE = (
+    "setup_context staticmethod",
+    "forward AD",
+    "forward mode AD",
+)  # in torch's messages
 
 
-def _in_forward_mode(f: Any, leaves: list[Any], directions: list[Any], tree: Any, has_aux: bool) -> tuple[Any, ...]:
+def _in_forward_mode(
+    f: Any, leaves: list[Any], directions: list[Any], tree: Any, has_aux: bool
+) -> tuple[Any, ...]:
     kept: list[Results] = []
 
     def inside(*duals: Tensor) -> tuple[Tensor, ...]:
-        fresh = [same_type(with_part(x, dual), x, d) for x, dual, d in zip(leaves, duals, directions, strict=True)]
+        fresh = [
+            same_type(with_part(x, dual), x, d)
+            for x, dual, d in zip(leaves, duals, directions, strict=True)
+        ]
         out = f(*tree.unflatten(fresh))
         out, *more = out if has_aux else (out,)
         kept[:] = [Results.of(pytree.tree_map(backward.summable, out)), *map(Results.of, more)]
@@ -73,7 +84,9 @@ def _in_forward_mode(f: Any, leaves: list[Any], directions: list[Any], tree: Any
 
     with forward_mode():
         parts = tuple(map(_in_own_memory, Results.of(leaves).parts))
-        found: Any = torch.func.jvp(partial(on_own_level, inside), parts, Results.of(directions).parts)
+        found: Any = torch.func.jvp(
+            partial(on_own_level, inside), parts, Results.of(directions).parts
+        )
     count = len(kept[0].at)
     aux = [each.with_parts(found[0][count:]) for each in kept[1:]]
     return (kept[0].with_parts(found[0][:count]), kept[0].with_parts(found[1][:count]), *aux)
@@ -85,14 +98,18 @@ def _in_own_memory(part: Tensor) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format) if overlaps else part
 
 
-def _directions(name: str, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:
+def _directions(
+    name: str, primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any], Any]:
     """Return the leaves of the primals, a tangent in the layout of each, and their tree."""
     leaves, tree = flatten_without_none(list(primals))
     check_floating(name, leaves)
     leaves = [backward.summable(x) for x in leaves]
     given, given_tree = flatten_without_none(list(tangents))
     if given_tree != tree:
-        raise ValueError(f"{name}: tangents {given_tree} for primals {tree}; pass a tree like that of the primals")
+        raise ValueError(
+            f"{name}: tangents {given_tree} for primals {tree}; pass a tree like that of the primals"
+        )
     return leaves, [_alike(name, *each) for each in zip(leaves, given, strict=True)], tree
 
 
@@ -100,10 +117,14 @@ def _alike(name: str, x: Any, tangent: Any) -> Tensor:
     """Return a tangent in the layout of its primal."""
     shape = getattr(tangent, "shape", None)
     if shape != x.shape:
-        raise ValueError(f"{name}: a tangent of shape {None if shape is None else list(shape)} for a primal of shape {list(x.shape)}")
+        raise ValueError(
+            f"{name}: a tangent of shape {None if shape is None else list(shape)} for a primal of shape {list(x.shape)}"
+        )
     if not isinstance(x, ShardedTensor):
         if isinstance(tangent, ShardedTensor):
-            raise TypeError(f"{name}: the tangent is {tangent._layout}, and its primal is a plain tensor; pass tangent.full_tensor()")
+            raise TypeError(
+                f"{name}: the tangent is {tangent._layout}, and its primal is a plain tensor; pass tangent.full_tensor()"
+            )
         return tangent.to(x.dtype)
     if not isinstance(tangent, ShardedTensor):
         tangent = backward.distribute_like(tangent, x)
@@ -131,12 +152,21 @@ def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tu
     if transforms_active():  # which keep no graph
         value = f(*primals)
         result, *aux = value if has_aux else (value,)
-        return (result, lambda *tangents: jvp(lambda *xs: f(*xs)[0] if has_aux else f(*xs), primals, tangents)[1], *aux)
+        return (
+            result,
+            lambda *tangents: jvp(lambda *xs: f(*xs)[0] if has_aux else f(*xs), primals, tangents)[
+                1
+            ],
+            *aux,
+        )
     with gradients.differentiated(leaves, primals) as fresh:
         value = f(*tree.unflatten(fresh))
         result, *aux = value if has_aux else (value,)
         linear = _Linear(result, fresh)
-        done, nested = pytree.tree_map(gradients.detach_unless_nested, result), gradients.is_nested()
+        done, nested = (
+            pytree.tree_map(gradients.detach_unless_nested, result),
+            gradients.is_nested(),
+        )
 
     def f_jvp(*tangents: Any) -> Any:
         _, directions, _ = _directions("linearize", primals, tangents)
@@ -154,14 +184,23 @@ class _Linear:
     def __init__(self, result: Any, inputs: Sequence[Tensor]) -> None:
         outs, self._tree = flatten_without_none(result)
         self._zeros = [torch.zeros_like(out) if isinstance(out, Tensor) else out for out in outs]
-        self._linked = [i for i, out in enumerate(outs) if isinstance(out, Tensor) and out.requires_grad]
+        self._linked = [
+            i for i, out in enumerate(outs) if isinstance(out, Tensor) and out.requires_grad
+        ]
         linked = [outs[i] for i in self._linked]
         self._cotangents = [torch.zeros_like(out).requires_grad_() for out in linked]
         env = current_axis_env()
         if env is not None and env.checker is not None:
             for cotangent, out in zip(self._cotangents, linked, strict=True):
-                env.checker.set_tag(cotangent, env.checker.grad_tag(env.checker.tag_of(out).type.dual_over(env.checker.names)))
-        found = backward.grad(linked, inputs, self._cotangents, create_graph=True, **self._options) if linked else ()
+                env.checker.set_tag(
+                    cotangent,
+                    env.checker.grad_tag(env.checker.tag_of(out).type.dual_over(env.checker.names)),
+                )
+        found = (
+            backward.grad(linked, inputs, self._cotangents, create_graph=True, **self._options)
+            if linked
+            else ()
+        )
         self._gradients = [(i, g) for i, g in enumerate(found) if g.requires_grad]
 
     def __call__(self, directions: Sequence[Tensor], nested: bool) -> Any:
@@ -169,7 +208,12 @@ class _Linear:
         if self._gradients:
             given = [directions[i] for i, _ in self._gradients]
             found = backward.grad(
-                [g for _, g in self._gradients], self._cotangents, given, create_graph=nested, retain_graph=True, **self._options
+                [g for _, g in self._gradients],
+                self._cotangents,
+                given,
+                create_graph=nested,
+                retain_graph=True,
+                **self._options,
             )
             for i, derivative in zip(self._linked, found, strict=True):
                 out[i] = derivative if nested else derivative.detach()

@@ -38,7 +38,9 @@ from .parts import replace_args
 from .pullback import Pullback
 
 
-def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
+def value_and_grad(
+    f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """value_and_grad(f) -> a function that returns (f(...), the gradient of f with respect to an argument).
 
     Args:
@@ -71,7 +73,13 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_
     return evaluated
 
 
-def _evaluated(f: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _evaluated(
+    f: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
     nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     leaves, tree = flatten_without_none([args[i] for i in nums])
     check_floating("value_and_grad", leaves)
@@ -85,7 +93,14 @@ def _evaluated(f: Callable[..., Any], argnums: int | Sequence[int], has_aux: boo
     return done, branches[0] if isinstance(argnums, int) else tuple(branches)
 
 
-def _evaluated_inside(f: Any, nums: Sequence[int], is_one: bool, has_aux: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _evaluated_inside(
+    f: Any,
+    nums: Sequence[int],
+    is_one: bool,
+    has_aux: bool,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
     """Evaluate inside a transform."""
     leaves, tree = flatten_without_none([args[i] for i in nums])
     env, records = current_axis_env(), []
@@ -101,7 +116,9 @@ def _evaluated_inside(f: Any, nums: Sequence[int], is_one: bool, has_aux: bool, 
     return pulled.value, branches[0] if is_one else tuple(branches)
 
 
-def _pulled(pulled: Pullback, env: AxisEnv | None, record: GradTypes | None, given: Sequence[Any] | None) -> list[Tensor]:
+def _pulled(
+    pulled: Pullback, env: AxisEnv | None, record: GradTypes | None, given: Sequence[Any] | None
+) -> list[Tensor]:
     if env is None or record is None:
         return pulled([None] * len(pulled.outs) if given is None else given)
     with untracked():
@@ -113,7 +130,9 @@ DESCRIBERS[_evaluated_inside.__code__] = lambda frame: "value_and_grad"
 DESCRIBERS[_evaluated.__code__] = lambda frame: "value_and_grad"
 
 
-def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
+def grad(
+    f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """grad(f) -> a function that returns the gradient of f: `value_and_grad` without the value (with `has_aux`: gradient, aux).
 
     Communication: as `value_and_grad`.
@@ -176,18 +195,26 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
 def _like_tree(cotangents: Any, tree: Any) -> list[Any]:
     given, given_tree = flatten_without_none(cotangents)
     if given_tree != tree:
-        raise ValueError(f"vjp: cotangents {given_tree} for results {tree}; pass a tree like that of the results")
+        raise ValueError(
+            f"vjp: cotangents {given_tree} for results {tree}; pass a tree like that of the results"
+        )
     return given
 
 
-def _vjp_inside(f: Callable[..., Any], leaves: list[Any], tree: Any, has_aux: bool) -> tuple[Any, ...]:
+def _vjp_inside(
+    f: Callable[..., Any], leaves: list[Any], tree: Any, has_aux: bool
+) -> tuple[Any, ...]:
     """Differentiate inside a transform."""
     env, records, at = current_axis_env(), [], []
 
     def run(fresh: list[Tensor]) -> Any:
         value = f(*tree.unflatten(fresh))
         outs, _ = flatten_without_none(value[0] if has_aux else value)
-        at[:] = [i for i, x in enumerate(outs) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
+        at[:] = [
+            i
+            for i, x in enumerate(outs)
+            if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+        ]
         records.append(None if env is None else _grad_types(env, [outs[i] for i in at], fresh))
         return [outs[i] for i in at], value
 
@@ -222,7 +249,9 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(f)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         keep_compiler_out()
-        return torch_checkpoint.checkpoint(f, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+        return torch_checkpoint.checkpoint(
+            f, *args, use_reentrant=False, context_fn=_contexts, **kwargs
+        )
 
     return recomputed
 
@@ -259,7 +288,9 @@ def check_floating(name: str, leaves: Sequence[Any]) -> None:
     for i, x in enumerate(leaves):
         if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
             kind = f"{x.dtype} tensor" if isinstance(x, Tensor) else repr(x)
-            raise TypeError(f"{name}: leaf {i} of the arguments to differentiate is a {kind}; only floating tensors have gradients")
+            raise TypeError(
+                f"{name}: leaf {i} of the arguments to differentiate is a {kind}; only floating tensors have gradients"
+            )
 
 
 @contextmanager
@@ -268,11 +299,18 @@ def differentiated(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]
     arguments requires grad, they stay part of its graph."""
     before = thread_context.grad_is_nested
     given = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
-    thread_context.grad_is_nested = torch.is_grad_enabled() and (given or thread_context.grad_depth > 0)
+    thread_context.grad_is_nested = torch.is_grad_enabled() and (
+        given or thread_context.grad_depth > 0
+    )
     thread_context.grad_depth += 1
     try:
         with torch.enable_grad():
-            yield [_copy_with_type(x, _attached if thread_context.grad_is_nested and x.requires_grad else _fresh) for x in leaves]
+            yield [
+                _copy_with_type(
+                    x, _attached if thread_context.grad_is_nested and x.requires_grad else _fresh
+                )
+                for x in leaves
+            ]
     finally:
         thread_context.grad_depth -= 1
         thread_context.grad_is_nested = before
@@ -293,13 +331,21 @@ def _copy_with_type(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
 
 def _attached(x: Tensor) -> Tensor:
     """Return the tensor as a new one of the same graph."""
-    return ShardedTensor._make(x._local.view_as(x._local), x._layout) if isinstance(x, ShardedTensor) else x.view_as(x)
+    return (
+        ShardedTensor._make(x._local.view_as(x._local), x._layout)
+        if isinstance(x, ShardedTensor)
+        else x.view_as(x)
+    )
 
 
 def _fresh(x: Tensor) -> Tensor:
     if isinstance(x, ShardedTensor):
-        return ShardedTensor._make_guarded(x._local.detach().requires_grad_(), x._layout, x._lineage)
-    return x.detach().requires_grad_().view_as(x)  # no leaf, so that `distribute_tensor`, which would cut the graph, refuses it
+        return ShardedTensor._make_guarded(
+            x._local.detach().requires_grad_(), x._layout, x._lineage
+        )
+    return (
+        x.detach().requires_grad_().view_as(x)
+    )  # no leaf, so that `distribute_tensor`, which would cut the graph, refuses it
 
 
 def detach_unless_nested(x: Any) -> Any:
@@ -315,7 +361,9 @@ def is_nested() -> bool:
 def _checked_loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"{list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise TypeError(f"the function to differentiate must return a scalar tensor, and it returned {what}; use .sum() or .mean()")
+        raise TypeError(
+            f"the function to differentiate must return a scalar tensor, and it returned {what}; use .sum() or .mean()"
+        )
     return loss
 
 
@@ -337,14 +385,25 @@ class GradTypes(NamedTuple):
 
 
 def _gradients(
-    outs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Any] | None, record: GradTypes | None = None
+    outs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    given: Sequence[Any] | None,
+    record: GradTypes | None = None,
 ) -> list[Tensor]:
     """Return the gradients of the inputs, in their layouts: of a scalar, or for given cotangents in the layouts of the results."""
     env = current_axis_env()
-    record = _grad_types(env, outs, inputs, given is None) if record is None and env is not None else record
+    record = (
+        _grad_types(env, outs, inputs, given is None)
+        if record is None and env is not None
+        else record
+    )
     with untracked() if env is not None else nullcontext():
         seeds = given if record is None or env is None else _seeds(env, record, outs, given)
-        connected = [(out, seed) for out, seed in zip(outs, seeds or [None] * len(outs), strict=True) if out.requires_grad]
+        connected = [
+            (out, seed)
+            for out, seed in zip(outs, seeds or [None] * len(outs), strict=True)
+            if out.requires_grad
+        ]
         if not connected:
             return [torch.zeros_like(x) for x in inputs]
         found = backward.grad(
@@ -354,11 +413,16 @@ def _gradients(
     return list(found) if record is None or env is None else _reduced(env, record, found)
 
 
-def _seeds(env: AxisEnv, record: GradTypes, outs: Sequence[Tensor], given: Sequence[Any] | None) -> list[Any]:
+def _seeds(
+    env: AxisEnv, record: GradTypes, outs: Sequence[Tensor], given: Sequence[Any] | None
+) -> list[Any]:
     """Return the seeds of backward on this rank."""
     if given is None:
         return [_seed(out, 1 / env.size(axes)) for out, axes in zip(outs, record.outs, strict=True)]
-    return [KeepFirstMap(env.axes(axes))(g) if axes else g for g, axes in zip(given, record.outs, strict=True)]
+    return [
+        KeepFirstMap(env.axes(axes))(g) if axes else g
+        for g, axes in zip(given, record.outs, strict=True)
+    ]
 
 
 def _seed(loss: Tensor, share: float) -> Any:
@@ -381,7 +445,9 @@ def _reduced(env: AxisEnv, record: GradTypes, found: Iterable[Tensor]) -> list[T
     return out
 
 
-def _grad_types(env: AxisEnv, outs: Sequence[Tensor], inputs: Sequence[Tensor], is_loss: bool = False) -> GradTypes:
+def _grad_types(
+    env: AxisEnv, outs: Sequence[Tensor], inputs: Sequence[Tensor], is_loss: bool = False
+) -> GradTypes:
     """Return the types of results and inputs, from the checker or from the log.
 
     Raises:
@@ -396,7 +462,9 @@ def _grad_types(env: AxisEnv, outs: Sequence[Tensor], inputs: Sequence[Tensor], 
         _check_loss_type(tags[0], [env.checker.tag_of(x).type for x in inputs])
     given = [env.checker.tag_of(x).type for x in inputs]
     duals = tuple(type_.dual_over(frozenset(env.names)) for type_ in given)
-    record = GradTypes(tuple(_replicated(env, t) for t in types), tuple(_replicated(env, t) for t in given), duals)
+    record = GradTypes(
+        tuple(_replicated(env, t) for t in types), tuple(_replicated(env, t) for t in given), duals
+    )
     if env.recording:
         env.type_log.append(record)
     return record
@@ -410,7 +478,10 @@ def _logged_types(env: AxisEnv, outs: Sequence[Any], inputs: Sequence[Any]) -> G
     if env.cursor < len(env.type_log):
         record = env.type_log[env.cursor]
         env.cursor += 1
-        if isinstance(record, GradTypes) and (len(record.outs), len(record.inputs)) == (len(outs), len(inputs)):
+        if isinstance(record, GradTypes) and (len(record.outs), len(record.inputs)) == (
+            len(outs),
+            len(inputs),
+        ):
             return record
     raise RuntimeError(
         "grad inside a mapped function: the types of its loss and inputs are not known. check=False does not track types; otherwise this "
@@ -424,10 +495,16 @@ def _check_loss_type(tag: Tag, inputs: Sequence[Type]) -> None:
     names = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
     if type_.varying:
         own = all(type_.varying <= x.varying for x in inputs)
-        which = "; then the gradient of a varying value, as the arguments are, is that of each rank's own loss" if own else ""
+        which = (
+            "; then the gradient of a varying value, as the arguments are, is that of each rank's own loss"
+            if own
+            else ""
+        )
         raise ShardingTypeError(
             f"grad inside a mapped function: the loss {type_}{tag.since(type_.varying)}, so that every rank has its own; which is "
             f"meant? pmean(loss, {names}) for their mean, psum(loss, {names}) for their sum{which}"
         )
     if type_.pending:
-        raise ShardingTypeError(f"grad inside a mapped function: the loss {type_}{tag.since(type_.pending)}; psum(loss, {names}) first")
+        raise ShardingTypeError(
+            f"grad inside a mapped function: the loss {type_}{tag.since(type_.pending)}; psum(loss, {names}) first"
+        )

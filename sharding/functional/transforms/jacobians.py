@@ -22,7 +22,9 @@ from .vmap import vmap
 Argnums = int | Sequence[int]
 
 
-def jacfwd(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+def jacfwd(
+    fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """jacfwd(f) -> a function that returns the Jacobian of f, by forward mode: a batch of one direction per element of the argument.
 
     Args:
@@ -55,13 +57,17 @@ def jacfwd(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False)
             return out, [each.tensors for each in kept]
 
         columns, aux = vmap(push, 0, (-1, None))(*basis)
-        found = pytree.tree_map(lambda column: arguments.tree_of(_cut(column, -1, arguments.leaves)), columns)
+        found = pytree.tree_map(
+            lambda column: arguments.tree_of(_cut(column, -1, arguments.leaves)), columns
+        )
         return (found, kept[0].rebuilt(aux[0])) if has_aux else found
 
     return jacobian
 
 
-def jacrev(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+def jacrev(
+    fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """jacrev(f) -> a function that returns the Jacobian of f, by reverse mode: a batch of one cotangent per element of the result.
 
     Args and returns: as `jacfwd`, but dims of `x` are split as in the argument, and dims of `y` are not split.
@@ -87,7 +93,9 @@ def jacrev(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False)
     return jacobian
 
 
-def hessian(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+def hessian(
+    fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """hessian(f) -> a function that returns the second derivatives of f: `jacfwd(jacrev(f))`.
 
     For each leaf `y` of the result a tree of trees like the argument, with leaves of shape `[*y.shape, *x1.shape, *x2.shape]`.
@@ -105,7 +113,9 @@ class _Arguments:
         call: the function of the leaves.
     """
 
-    def __init__(self, name: str, argnums: Argnums, args: Sequence[Any], fun: Callable[..., Any]) -> None:
+    def __init__(
+        self, name: str, argnums: Argnums, args: Sequence[Any], fun: Callable[..., Any]
+    ) -> None:
         self.is_one = isinstance(argnums, int)
         nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         self.leaves, self.tree = flatten_without_none([args[i] for i in nums])
@@ -123,7 +133,9 @@ def _check_real(name: str, what: str, leaves: Sequence[Any]) -> None:
     for i, x in enumerate(leaves):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = f"{x.dtype} tensor" if isinstance(x, Tensor) else repr(x)
-            raise TypeError(f"{name}: leaf {i} of the {what} is a {kind}; Jacobians are of real floating tensors")
+            raise TypeError(
+                f"{name}: leaf {i} of the {what} is a {kind}; Jacobians are of real floating tensors"
+            )
 
 
 def _basis(leaves: Sequence[Any]) -> list[Any]:
@@ -137,13 +149,17 @@ def _basis(leaves: Sequence[Any]) -> list[Any]:
 
 def _unit_rows(x: Any, first: int, total: int) -> Any:
     if not isinstance(x, ShardedTensor):
-        return _placed(torch.arange(x.numel(), device=x.device).view(x.shape), first, total, x.dtype)
+        return _placed(
+            torch.arange(x.numel(), device=x.device).view(x.shape), first, total, x.dtype
+        )
     layout = layout_with(x._layout, 0, (), total)
     if x.mesh.coordinate is None:
         return ShardedTensor._make(torch.empty(0, dtype=x.dtype, device=x.device), layout)
     whole = x._layout.replace(x.spec.with_unreduced({}))
     places = torch.arange(x.numel(), device=x.device).view(x.shape)[slices(whole.box)]
-    rows = ShardedTensor._make(_placed(places, first, total, x.dtype), layout_with(whole, 0, (), total))
+    rows = ShardedTensor._make(
+        _placed(places, first, total, x.dtype), layout_with(whole, 0, (), total)
+    )
     return rows.redistribute(layout.spec)
 
 

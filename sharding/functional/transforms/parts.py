@@ -63,7 +63,9 @@ class Results(NamedTuple):
 
     def with_parts(self, parts: Sequence[Tensor]) -> Any:
         """Return the tree with other parts in the same layouts."""
-        return self.rebuilt([with_part(x, part) for x, part in zip(self.tensors, parts, strict=True)])
+        return self.rebuilt(
+            [with_part(x, part) for x, part in zip(self.tensors, parts, strict=True)]
+        )
 
     def rebuilt(self, tensors: Sequence[Any]) -> Any:
         """Return the tree with other tensors."""
@@ -83,8 +85,12 @@ def replace_args(args: Sequence[Any], nums: Sequence[int], new: Sequence[Any]) -
 
 def layout_with(layout: Layout, dim: int, cuts: Any, size: int) -> Layout:
     """Return the layout with a new dim at this position."""
-    spec = layout.spec.of_cuts([*layout.spec.cuts[:dim], cuts, *layout.spec.cuts[dim:]], layout.pending)
-    return Layout.of(layout.mesh, spec, (*layout.shape[:dim], size, *layout.shape[dim:]), layout.dtype)
+    spec = layout.spec.of_cuts(
+        [*layout.spec.cuts[:dim], cuts, *layout.spec.cuts[dim:]], layout.pending
+    )
+    return Layout.of(
+        layout.mesh, spec, (*layout.shape[:dim], size, *layout.shape[dim:]), layout.dtype
+    )
 
 
 def layout_without(layout: Layout, dim: int) -> Layout:

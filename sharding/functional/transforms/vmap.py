@@ -1,7 +1,7 @@
 """`vmap`: run a function of one example on a whole batch at once.
 
-    x: [batch, 8, 16] @ P(None, None, "tp")        one example: [8, 16] @ P(None, "tp"), its part batched by torch.func.vmap
-    x: [batch, 8, 16] @ P("dp", None, "tp")        the same on the mesh (tp,): each rank of dp has different examples
+x: [batch, 8, 16] @ P(None, None, "tp")        one example: [8, 16] @ P(None, "tp"), its part batched by torch.func.vmap
+x: [batch, 8, 16] @ P("dp", None, "tp")        the same on the mesh (tp,): each rank of dp has different examples
 """
 
 from __future__ import annotations
@@ -90,14 +90,28 @@ def vmap(
             f"vmap(axis_name={axis_name!r}): a mapped dim has no name for collectives; reduce over the batch outside of vmap, or use "
             "shard_map"
         )
-    names = (spmd_axis_name,) if isinstance(spmd_axis_name, str) else spmd_axis_name and tuple(spmd_axis_name)
-    return functools.update_wrapper(_Batched(fun, in_axes, out_axes, axis_size, names, randomness), fun, updated=())  # type: ignore[return-value]
+    names = (
+        (spmd_axis_name,)
+        if isinstance(spmd_axis_name, str)
+        else spmd_axis_name and tuple(spmd_axis_name)
+    )
+    return functools.update_wrapper(
+        _Batched(fun, in_axes, out_axes, axis_size, names, randomness), fun, updated=()
+    )  # type: ignore[return-value]
 
 
 class _Batched:
     """A function of batches; see `vmap`."""
 
-    def __init__(self, fun: Any, in_axes: Axes, out_axes: Axes, axis_size: int | None, names: Any, randomness: str) -> None:
+    def __init__(
+        self,
+        fun: Any,
+        in_axes: Axes,
+        out_axes: Axes,
+        axis_size: int | None,
+        names: Any,
+        randomness: str,
+    ) -> None:
         self.fun, self.in_axes, self.out_axes, self.axis_size = fun, in_axes, out_axes, axis_size
         self.names, self.randomness = names, randomness
         self.name = getattr(fun, "__name__", type(fun).__name__)
@@ -121,27 +135,41 @@ class _Batched:
 
     def _axes(self, args: Any, kwargs: Any, leaves: list[Any]) -> list[int | None]:
         """Return the mapped dim of every leaf, counted from the front."""
-        given = axes_for("in_axes", tuple(self.in_axes) if isinstance(self.in_axes, list) else self.in_axes, args)
+        given = axes_for(
+            "in_axes", tuple(self.in_axes) if isinstance(self.in_axes, list) else self.in_axes, args
+        )
         given += [0] * (len(leaves) - len(given))
         for i, (leaf, axis) in enumerate(zip(leaves, given, strict=True)):
             if axis is None or leaf is None:
                 given[i] = None
             elif not isinstance(leaf, Tensor) or not -leaf.ndim <= axis < leaf.ndim:
-                what = f"has shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"is {leaf!r}"
+                what = (
+                    f"has shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"is {leaf!r}"
+                )
                 path = self._paths(args, kwargs)[i]
-                raise ValueError(f"{path} {what}, and in_axes map it over dim {axis}; pass None for an argument shared by all examples")
+                raise ValueError(
+                    f"{path} {what}, and in_axes map it over dim {axis}; pass None for an argument shared by all examples"
+                )
             else:
                 given[i] = axis % leaf.ndim
         return given
 
     def _paths(self, args: Any, kwargs: Any) -> list[str]:
-        return [f"vmap({self.name}): argument {path}" for path in [*paths_of(args), *paths_of(kwargs)]]
+        return [
+            f"vmap({self.name}): argument {path}" for path in [*paths_of(args), *paths_of(kwargs)]
+        ]
 
     def _size(self, leaves: list[Any], axes: list[int | None], args: Any, kwargs: Any) -> int:
-        sizes = {i: leaf.shape[axis] for i, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)) if axis is not None}
+        sizes = {
+            i: leaf.shape[axis]
+            for i, (leaf, axis) in enumerate(zip(leaves, axes, strict=True))
+            if axis is not None
+        }
         wanted = set(sizes.values()) | (set() if self.axis_size is None else {self.axis_size})
         if not wanted:
-            raise ValueError(f"vmap({self.name}): in_axes={self.in_axes} map no argument; pass axis_size=")
+            raise ValueError(
+                f"vmap({self.name}): in_axes={self.in_axes} map no argument; pass axis_size="
+            )
         if len(wanted) > 1:
             paths = self._paths(args, kwargs)
             listing = ", ".join(f"{paths[i].partition(': ')[2]}: {n}" for i, n in sizes.items())
@@ -154,15 +182,25 @@ class _Batched:
     def _split(self, leaves: list[Any], axes: list[int | None]) -> tuple[Cuts, DeviceMesh | None]:
         """Return how the mapped dim is split, and on which mesh."""
         sharded = [x for x in leaves if isinstance(x, ShardedTensor)]
-        mapped = [(x._layout, axis) for x, axis in zip(leaves, axes, strict=True) if isinstance(x, ShardedTensor) and axis is not None]
-        split = [(layout, layout.spec.cuts[axis]) for layout, axis in mapped if layout.spec.cuts[axis]]
+        mapped = [
+            (x._layout, axis)
+            for x, axis in zip(leaves, axes, strict=True)
+            if isinstance(x, ShardedTensor) and axis is not None
+        ]
+        split = [
+            (layout, layout.spec.cuts[axis]) for layout, axis in mapped if layout.spec.cuts[axis]
+        ]
         found = dict.fromkeys((layout.mesh, cuts) for layout, cuts in split)
         if self.names == ():
             return (), None
         if self.names:
             mesh: Any = sharded[0].mesh if sharded else context.given_or_current(None)
             self._check_names(mesh)
-            same = [cuts for _, cuts in found if tuple(a for cut in cuts for a in cut.axes) == self.names]
+            same = [
+                cuts
+                for _, cuts in found
+                if tuple(a for cut in cuts for a in cut.axes) == self.names
+            ]
             return same[0] if same else (Cut(self.names),), mesh
         if len(found) > 1:
             listing = ", ".join(str(layout) for layout, _ in split)
@@ -174,7 +212,9 @@ class _Batched:
     def _check_names(self, mesh: DeviceMesh) -> None:
         unknown = [name for name in self.names if name not in mesh.axis_names]
         if unknown:
-            raise ValueError(f"vmap({self.name}): spmd_axis_name={unknown[0]!r} is not an axis of {mesh}")
+            raise ValueError(
+                f"vmap({self.name}): spmd_axis_name={unknown[0]!r} is not an axis of {mesh}"
+            )
 
     def first_time(self, key: Any) -> bool:
         """Return whether this signature has not been searched for captured parameters yet."""
@@ -199,7 +239,9 @@ class _Run:
             return
         if mesh.coordinate is None:
             where = f"rank {mesh.world.rank} is not in {mesh} and has no examples"
-            raise RuntimeError(f"vmap({owner.name}): {where}; call it on the ranks of the mesh only")
+            raise RuntimeError(
+                f"vmap({owner.name}): {where}; call it on the ranks of the mesh only"
+            )
         axes = tuple(axis for cut in cuts for axis in cut.axes)
         rest = tuple(axis for axis in mesh.axis_names if axis not in axes)
         self.batch = Batch.inside(current_batch(), mesh, axes, mesh[rest] if rest else None)
@@ -235,8 +277,13 @@ class _Run:
             if layout.mesh is not self.mesh:
                 other = f"{layout} is not on the mesh of the mapped dim, {self.mesh}"
                 raise ValueError(f"vmap({self.owner.name}): {other}; redistribute it there")
-            spec = restrict_to_axes(spec, [a for a in layout.mesh.axis_names if a not in self.batch.axes])
-        cuts = [self.cuts if d == axis else cut for d, cut in enumerate(spec.padded(len(layout.shape)).cuts)]
+            spec = restrict_to_axes(
+                spec, [a for a in layout.mesh.axis_names if a not in self.batch.axes]
+            )
+        cuts = [
+            self.cuts if d == axis else cut
+            for d, cut in enumerate(spec.padded(len(layout.shape)).cuts)
+        ]
         return layout.replace(P.of_cuts(cuts, dict(spec.unreduced)))
 
     def _example(self, x: Any, axis: int | None) -> tuple[Any, int | None, Layout | None]:
@@ -249,8 +296,14 @@ class _Run:
                 return part, axis, None
             manual = P.of_cuts([self.cuts if d == axis else () for d in range(x.ndim)], {})
             layout = inner_layout(layout, manual, self.batch.axes, self.batch.inner)
-        elif x.mesh.coordinate is None and axis is not None:  # outside the mesh: an empty part for each example
-            return part.unsqueeze(-1).expand(*part.shape, self.count), part.ndim, layout_without(layout, axis)
+        elif (
+            x.mesh.coordinate is None and axis is not None
+        ):  # outside the mesh: an empty part for each example
+            return (
+                part.unsqueeze(-1).expand(*part.shape, self.count),
+                part.ndim,
+                layout_without(layout, axis),
+            )
         return part, axis, layout if axis is None else layout_without(layout, axis)
 
     # -- running -------------------------------------------------------------------------------------------------------
@@ -265,7 +318,9 @@ class _Run:
             given = [part for part, _, _ in examples]
             for i, part in zip(mapped, batched, strict=False):
                 given[i] = part
-            inside = [_made(part, how[2], x) for part, how, x in zip(given, examples, leaves, strict=True)]
+            inside = [
+                _made(part, how[2], x) for part, how, x in zip(given, examples, leaves, strict=True)
+            ]
             args, kwargs = pytree.tree_unflatten(inside, tree)
             with own_level(owner.randomness), self._within(inside, examples):
                 out = owner.fun(*args, **kwargs)
@@ -276,11 +331,16 @@ class _Run:
         if not parts:  # only axis_size= is given
             parts, dims = [torch.zeros(self.size)], [0]
         nothing = self.count == 0
-        if nothing:  # torch takes no empty batch: pass one example of zeros, and remove it from the results
+        if (
+            nothing
+        ):  # torch takes no empty batch: pass one example of zeros, and remove it from the results
             parts = [_one_of_zeros(x, dim) for x, dim in zip(parts, dims, strict=True)]
         batched = iter(torch.func.vmap(of_one, tuple(dims), randomness=owner.randomness)(*parts))
         out_tree, described = found
-        outs = [self._out(part if axis is None else next(batched), axis, layout, x, nothing) for axis, part, layout, x in described]
+        outs = [
+            self._out(part if axis is None else next(batched), axis, layout, x, nothing)
+            for axis, part, layout, x in described
+        ]
         return pytree.tree_unflatten(outs, out_tree)
 
     @contextmanager
@@ -289,9 +349,16 @@ class _Run:
         if self.batch is None:
             yield
             return
-        key = tuple((getattr(x, "shape", None), layout) for x, (_, _, layout) in zip(inside, examples, strict=True))
+        key = tuple(
+            (getattr(x, "shape", None), layout)
+            for x, (_, _, layout) in zip(inside, examples, strict=True)
+        )
         search = torch.is_grad_enabled() and self.owner.first_time(key)
-        with use_batch(self.batch), self.batch.inner or nullcontext(), _ClosedOverParams(inside) if search else nullcontext():
+        with (
+            use_batch(self.batch),
+            self.batch.inner or nullcontext(),
+            _ClosedOverParams(inside) if search else nullcontext(),
+        ):
             yield
 
     # -- results -------------------------------------------------------------------------------------------------------
@@ -310,11 +377,18 @@ class _Run:
             raise TypeError(f"{path} is {x!r}, neither a tensor nor a number")
         layout, part = (x._layout, known_local(x)) if isinstance(x, ShardedTensor) else (None, x)
         if axis is None:
-            if torch._C._functorch.maybe_get_level(part) == torch._C._functorch.maybe_current_level():  # type: ignore[attr-defined]
-                raise ValueError(f"{path} depends on the example, and its out_axes are None, which is for results that do not; give a dim")
+            if (
+                torch._C._functorch.maybe_get_level(part)
+                == torch._C._functorch.maybe_current_level()
+            ):  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"{path} depends on the example, and its out_axes are None, which is for results that do not; give a dim"
+                )
             return None, part, layout, x
         if not -x.ndim - 1 <= axis <= x.ndim:
-            raise ValueError(f"{path} has shape {list(x.shape)} for one example, and out_axes put the batch at dim {axis}")
+            raise ValueError(
+                f"{path} has shape {list(x.shape)} for one example, and out_axes put the batch at dim {axis}"
+            )
         if self.batch is not None and layout is not None and layout.mesh is not self.batch.inner:
             raise ValueError(
                 f"{path} is on {layout.mesh}, and examples are on {self.batch.inner}, since they are split over {list(self.batch.axes)}; "
@@ -322,7 +396,9 @@ class _Run:
             )
         return axis % (x.ndim + 1), part, layout, x
 
-    def _out(self, out: Tensor, axis: int | None, layout: Layout | None, example: Any, nothing: bool) -> Any:
+    def _out(
+        self, out: Tensor, axis: int | None, layout: Layout | None, example: Any, nothing: bool
+    ) -> Any:
         """Return a result with its batch dim."""
         if axis is not None:
             out = out.narrow(0, 0, 0) if nothing else out
@@ -332,16 +408,24 @@ class _Run:
             return same_type(out, example)
         if self.batch is not None:
             layout = self._on_whole_mesh(example, layout)
-        whole: Any = layout if axis is None or layout is None else layout_with(layout, axis, self.cuts, self.size)
+        whole: Any = (
+            layout
+            if axis is None or layout is None
+            else layout_with(layout, axis, self.cuts, self.size)
+        )
         return same_type(ShardedTensor._make(out, whole.replace(dtype=out.dtype)), example)
 
     def _on_whole_mesh(self, example: Tensor, layout: Layout | None) -> Layout:
-        return Layout.of(self.mesh, P() if layout is None else layout.spec, example.shape, example.dtype)  # type: ignore[arg-type]
+        return Layout.of(
+            self.mesh, P() if layout is None else layout.spec, example.shape, example.dtype
+        )  # type: ignore[arg-type]
 
 
 def _one_of_zeros(x: Tensor, dim: int) -> Tensor:
     """Return a batch of one example of zeros that depends on the empty batch in the graph."""
-    return (x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)]) + x.sum()).to(x.dtype)
+    return (x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)]) + x.sum()).to(
+        x.dtype
+    )
 
 
 def _made(part: Any, layout: Layout | None, x: Any) -> Any:
@@ -357,7 +441,9 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, ShardedTensor)
 
 
-def _redistributed(name: str, parts: list[Tensor], pairs: list[tuple[Layout, Layout]]) -> list[Tensor]:
+def _redistributed(
+    name: str, parts: list[Tensor], pairs: list[tuple[Layout, Layout]]
+) -> list[Tensor]:
     if len(pairs) == 1:
         return [redistribute_local(parts[0], *pairs[0])]
     return redistribute_locals(parts, pairs)
@@ -367,7 +453,11 @@ def _describe(frame: dict[str, Any]) -> OperatorCall:
     """Describe the arguments that must be redistributed, for `sm.ops.implicit_comm` and reports."""
     pairs = frame["pairs"]
     advice = ", ".join(f"{src} to {dst.spec}" for src, dst in pairs)
-    return OperatorCall(f"vmap({frame['name']})", ", ".join(str(src) for src, _ in pairs), f"Redistribute {advice} before the call")
+    return OperatorCall(
+        f"vmap({frame['name']})",
+        ", ".join(str(src) for src, _ in pairs),
+        f"Redistribute {advice} before the call",
+    )
 
 
 DESCRIBERS[_redistributed.__code__] = _describe
@@ -383,7 +473,9 @@ class _ClosedOverParams(TorchFunctionMode):
         with untracked():
             self._first = torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()  # type: ignore[union-attr]
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if getattr(func, "__name__", "") not in ("__get__", "detach"):
             for x in tensors_in((*args, *(kwargs or {}).values())):
                 if self._is_from_outside(x):
@@ -395,7 +487,12 @@ class _ClosedOverParams(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _is_from_outside(self, x: Tensor) -> bool:
-        if isinstance(x, ShardedTensor) or is_transformed(x) or not x.requires_grad or id(x) in self._known:
+        if (
+            isinstance(x, ShardedTensor)
+            or is_transformed(x)
+            or not x.requires_grad
+            or id(x) in self._known
+        ):
             return False
         return x.is_leaf or x.grad_fn._sequence_nr() < self._first  # type: ignore[union-attr]
 
@@ -420,7 +517,13 @@ def _spread(what: str, axes: Axes, tree: Any, found: list[int | None]) -> None:
     if not isinstance(axes, (tuple, list, dict)):
         raise TypeError(f"{what}: {axes!r} is not an axis; write an int, None, or a tree of them")
     same = type(axes) is dict and isinstance(tree, dict) and axes.keys() == tree.keys()
-    if not same and not (isinstance(axes, (tuple, list)) and isinstance(tree, (tuple, list)) and len(axes) == len(tree)):
-        raise ValueError(f"{what}={axes!r} do not match the tree {pytree.tree_flatten(tree)[1]}; give one axis for each branch")
+    if not same and not (
+        isinstance(axes, (tuple, list))
+        and isinstance(tree, (tuple, list))
+        and len(axes) == len(tree)
+    ):
+        raise ValueError(
+            f"{what}={axes!r} do not match the tree {pytree.tree_flatten(tree)[1]}; give one axis for each branch"
+        )
     for one, branch in [(axes[k], tree[k]) for k in tree] if same else zip(axes, tree, strict=True):
         _spread(f"{what}[...]", one, branch, found)

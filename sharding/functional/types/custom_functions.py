@@ -40,7 +40,9 @@ def is_custom(node: Any) -> bool:
     if not isinstance(node, BackwardCFunction):
         return False
     function = node._forward_cls  # type: ignore[attr-defined]
-    return getattr(function, "is_type_checked", False) or not f"{function.__module__}.".startswith(_INTERNAL)
+    return getattr(function, "is_type_checked", False) or not f"{function.__module__}.".startswith(
+        _INTERNAL
+    )
 
 
 class CustomFunctionCalls:
@@ -67,7 +69,9 @@ class CustomFunctionCalls:
         found = self.found.get(node)
         if found is None:
             checker: Any = self.checker()
-            found = self.found[node] = CustomFunctionCall(node, checker, [self._of_edge(*edge) for edge in node.next_functions])
+            found = self.found[node] = CustomFunctionCall(
+                node, checker, [self._of_edge(*edge) for edge in node.next_functions]
+            )
         return found
 
     def _of_edge(self, node: Any, number: int) -> Tag | None:
@@ -106,7 +110,9 @@ class CustomFunctionCall:
         self.function = node._forward_cls
         self.must_be_checked = getattr(self.function, "is_type_checked", False)
         needed = [i for i, needs in enumerate(node.needs_input_grad) if needs]
-        self.ins: dict[int, Tag] = dict(zip(needed, [tag for tag in ins if tag is not None], strict=True))
+        self.ins: dict[int, Tag] = dict(
+            zip(needed, [tag for tag in ins if tag is not None], strict=True)
+        )
         self.joined = checker.control_tag
         for tag in self.ins.values():
             self.joined = checker.join(self.joined, tag)
@@ -147,7 +153,11 @@ class CustomFunctionCall:
     def _checked(self, checker: Any, node: Any, i: int, tag: Tag, gradient: Tensor) -> Tensor:
         """Check and return the gradient of an argument; as a share if a `custom_vjp` returns the whole gradient on every rank."""
         given, found, call = tag.type, checker.tag_of(gradient).type, getattr(node, "call", None)
-        shared = () if call is None or call.replicated_grads is None else call.replicated_grads.axes.get(i - 1, ())
+        shared = (
+            ()
+            if call is None or call.replicated_grads is None
+            else call.replicated_grads.axes.get(i - 1, ())
+        )
         if call is not None and call.replicated_grads is not None and not shared:
             known = given.varying | given.pending | found.varying | found.pending
             shared = tuple(a for a in self.env.names if a in self.names and a not in known)
@@ -157,12 +167,22 @@ class CustomFunctionCall:
         for axis in sorted(self.names - set(shared)):
             if axis in given.pending:
                 wrong = axis in found.varying | found.pending and not checker.saw_unknown
-                needed, advice = "is the same on every rank, as that of a pending value is", f"return psum(gradient, {axis!r})"
+                needed, advice = (
+                    "is the same on every rank, as that of a pending value is",
+                    f"return psum(gradient, {axis!r})",
+                )
             elif axis in given.varying:
                 wrong = axis in found.pending
-                needed, advice = "is this rank's own, not a share of a sum", f"return psum(gradient, {axis!r}), as the gradient of psum is"
+                needed, advice = (
+                    "is this rank's own, not a share of a sum",
+                    f"return psum(gradient, {axis!r}), as the gradient of psum is",
+                )
             else:
-                wrong = axis not in found.varying | found.pending and not gradient.is_meta and bool(gradient.any())
+                wrong = (
+                    axis not in found.varying | found.pending
+                    and not gradient.is_meta
+                    and bool(gradient.any())
+                )
                 needed = "is this rank's share of a sum, which is reduced later, once for all uses"
                 advice = f"return the share without a psum, or for a whole gradient pcast(gradient, {axis!r}, to='unreduced')"
             if wrong:
@@ -192,7 +212,13 @@ def _argument(function: Any, i: int) -> str:
 
 
 def _describe_type(type_: Type, axis: str) -> str:
-    kind = "varies" if axis in type_.varying else "is pending" if axis in type_.pending else "is replicated"
+    kind = (
+        "varies"
+        if axis in type_.varying
+        else "is pending"
+        if axis in type_.pending
+        else "is replicated"
+    )
     return f"{kind} over {axis!r}"
 
 

@@ -1,6 +1,6 @@
 """Decide whether an operator keeps a value pending: it must be linear in it, which the operator table tells.
 
-    u pending:   2 * u, u + u, u @ w, u.sum()   pending            u * u, relu(u), u + r   not linear: psum first
+u pending:   2 * u, u + u, u @ w, u.sum()   pending            u * u, relu(u), u + r   not linear: psum first
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ _WHOLE, _PENDING = P(), P(unreduced="ranks")
 
 
 def stays_pending(
-    checker: TypeChecker, axis: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any], zeros: bool = False
+    checker: TypeChecker,
+    axis: str,
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    zeros: bool = False,
 ) -> bool:
     """Return whether the operator's result is pending over an axis over which some operand is.
 
@@ -40,20 +45,31 @@ def stays_pending(
     with torch._C.DisableTorchFunction():
         operands: list[Any] = []
         positional = _as_sharded(checker, axis, args, operands, zeros)
-        named = dict(zip(kwargs, _as_sharded(checker, axis, kwargs.values(), operands, zeros), strict=True))
+        named = dict(
+            zip(kwargs, _as_sharded(checker, axis, kwargs.values(), operands, zeros), strict=True)
+        )
         layouts = [x._layout for x in operands]
         try:
             with warnings.catch_warnings(action="ignore"):  # of operators without a rule
                 strategy = choose_strategy(func, positional, named, operands, [object()])
-        except (CannotKeep, NotImplementedError) as error:  # the second: an operator without a rule that writes in place
+        except (
+            CannotKeep,
+            NotImplementedError,
+        ) as error:  # the second: an operator without a rule that writes in place
             raise _not_linear(checker, func, axis, args, kwargs) from error
-        if strategy.decomposition is not None or strategy.moves or any(t is not s for t, s in zip(strategy.targets, layouts, strict=True)):
+        if (
+            strategy.decomposition is not None
+            or strategy.moves
+            or any(t is not s for t, s in zip(strategy.targets, layouts, strict=True))
+        ):
             raise _not_linear(checker, func, axis, args, kwargs)
         outputs = strategy.outputs if isinstance(strategy.outputs, list) else [strategy.outputs]
         return strategy.in_place or any(isinstance(out, Layout) and out.pending for out in outputs)
 
 
-def share_of_gradient(checker: TypeChecker, axis: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def share_of_gradient(
+    checker: TypeChecker, axis: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> bool:
     """Return the same as `stays_pending` for the backward of a custom function, which as a whole is linear in the gradient: an operator
     without a rule is taken to be linear, and zeros next to a share are a share of zero.
 
@@ -67,17 +83,25 @@ def share_of_gradient(checker: TypeChecker, axis: str, func: Any, args: Sequence
         return stays_pending(checker, axis, func, args, kwargs, zeros=True)
 
 
-def _as_sharded(checker: TypeChecker, axis: str, items: Any, operands: list[Any], zeros: bool) -> list[Any]:
+def _as_sharded(
+    checker: TypeChecker, axis: str, items: Any, operands: list[Any], zeros: bool
+) -> list[Any]:
     """Return the arguments with every tensor as a `ShardedTensor` that is pending or replicated over two ranks; with `zeros`, a tensor of
     zeros counts as pending."""
     found = []
     for item in items:
         if isinstance(item, Tensor):
             type_ = checker.tag_of(item).type
-            pends = axis in type_.pending or axis in type_.varying or (zeros and not item.is_meta and not item.any())
+            pends = (
+                axis in type_.pending
+                or axis in type_.varying
+                or (zeros and not item.is_meta and not item.any())
+            )
             spec = _PENDING if pends else _WHOLE
             layout = Layout.of(_MESH, spec, item.shape, item.dtype)
-            item = ShardedTensor._make(torch.empty(item.shape, dtype=item.dtype, device="meta"), layout)
+            item = ShardedTensor._make(
+                torch.empty(item.shape, dtype=item.dtype, device="meta"), layout
+            )
             operands.append(item)
         elif isinstance(item, (list, tuple)):
             item = type(item)(_as_sharded(checker, axis, item, operands, zeros))
@@ -85,7 +109,9 @@ def _as_sharded(checker: TypeChecker, axis: str, items: Any, operands: list[Any]
     return found
 
 
-def _not_linear(checker: TypeChecker, func: Any, axis: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardingTypeError:
+def _not_linear(
+    checker: TypeChecker, func: Any, axis: str, args: Sequence[Any], kwargs: dict[str, Any]
+) -> ShardingTypeError:
     since = checker.pending_since(axis, args, kwargs)
     return ShardingTypeError(
         f"{user_location()}: {name_of(func)} of a value that is pending over {axis!r}{since}: each rank holds a share of a sum, and "

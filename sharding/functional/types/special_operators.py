@@ -49,7 +49,9 @@ def _write(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[st
 def _constant(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Handle an operator that uses only the shape of its first operand."""
     result = func(*args, **kwargs)
-    checker.set_tag(result, checker.join_all(tensors_in((*args[1:], *kwargs.values())), checker.control_tag))
+    checker.set_tag(
+        result, checker.join_all(tensors_in((*args[1:], *kwargs.values())), checker.control_tag)
+    )
     return result
 
 
@@ -67,7 +69,9 @@ def _read(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str
     return func(*args, **kwargs)
 
 
-def _sized_by_values(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _sized_by_values(
+    checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     """Handle an operator whose result's length depends on values."""
     tag = checker.result_tag(func, args, kwargs)
     result = func(*args, **kwargs)
@@ -95,7 +99,9 @@ def _draw(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str
     writes = writes_first_operand(func)
     tag = checker.result_tag(func, args, kwargs)
     result = func(*args, **kwargs)
-    drew = kwargs.get("generator") is not None or not all(map(torch.equal, before, _generator_states()))
+    drew = kwargs.get("generator") is not None or not all(
+        map(torch.equal, before, _generator_states())
+    )
     if drew:
         origin = TypeOrigin(f"{name_of(func)} outside of sm.random.seeded(key)", user_location())
         tag = checker.join(tag, checker.make_tag(origin, checker.random_type))
@@ -137,7 +143,9 @@ def special_of(func: Any) -> Special | None:
 _SEEDS = ("grad_outputs", "grad_tensors", "gradient")
 
 
-def _check_seed(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _check_seed(
+    checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
     """Check the default seed of backward, which is 1 on every rank: right for the sum of the ranks' losses.
 
     Raises: ShardingTypeError for a replicated loss, whose gradients would be n times too large.
@@ -145,7 +153,9 @@ def _check_seed(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: di
     if checker.captures_only:
         return
     position = 2 if func is torch.autograd.grad else 1
-    if args[position : position + 1] not in ((), (None,)) or any(kwargs.get(name) is not None for name in _SEEDS):
+    if args[position : position + 1] not in ((), (None,)) or any(
+        kwargs.get(name) is not None for name in _SEEDS
+    ):
         return
     for out in [args[0]] if isinstance(args[0], Tensor) else args[0]:
         same = sorted(checker.names - checker.tag_of(out).type.varying)
@@ -179,7 +189,9 @@ def _backward(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict
 def _read_grad(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     found = func(*args, **kwargs)
     if found is not None:
-        checker.set_tag(found, checker.grad_tag(checker.tag_of(args[0]).type.dual_over(checker.names)))
+        checker.set_tag(
+            found, checker.grad_tag(checker.tag_of(args[0]).type.dual_over(checker.names))
+        )
     return found
 
 
@@ -202,7 +214,9 @@ def _set(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str,
 
 
 @special(F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm)
-def _norm_with_statistics(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _norm_with_statistics(
+    checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     """Handle a normalization that may write statistics of its first operand into others."""
     tag = checker.result_tag(func, args, kwargs)
     result = func(*args, **kwargs)
@@ -215,8 +229,28 @@ def _norm_with_statistics(checker: TypeChecker, func: Any, args: Sequence[Any], 
     return result
 
 
-@special(*[getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn")])
-@special(Tensor.requires_grad_, Tensor.retain_grad, Tensor.requires_grad.__set__, Tensor.register_hook, Tensor.detach_)  # type: ignore[attr-defined]
+@special(
+    *[
+        getattr(Tensor, name).__get__
+        for name in (
+            "shape",
+            "dtype",
+            "device",
+            "layout",
+            "ndim",
+            "requires_grad",
+            "is_leaf",
+            "grad_fn",
+        )
+    ]
+)
+@special(
+    Tensor.requires_grad_,
+    Tensor.retain_grad,
+    Tensor.requires_grad.__set__,
+    Tensor.register_hook,
+    Tensor.detach_,
+)  # type: ignore[attr-defined]
 def _leave(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Handle an operator that changes no values."""
     return func(*args, **kwargs)

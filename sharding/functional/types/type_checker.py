@@ -32,7 +32,9 @@ from .pending import share_of_gradient, stays_pending
 from .special_operators import SPECIAL, special_of
 from .types import REPLICATED, ShardingTypeError, Tag, Type, TypeOrigin, user_location
 
-_NO_TENSORS = frozenset({int, bool, float, str, torch.Size, torch.dtype, torch.device, type(None), torch.layout})
+_NO_TENSORS = frozenset(
+    {int, bool, float, str, torch.Size, torch.dtype, torch.device, type(None), torch.layout}
+)
 untracked = torch._C.DisableTorchFunction  # a context in which types are not tracked
 
 
@@ -73,7 +75,9 @@ class TypeChecker(TorchFunctionMode):
         self.custom_calls = CustomFunctionCalls(self) if torch.is_grad_enabled() else None
 
     @classmethod
-    def for_backward(cls, names: frozenset[str], owner: object, memory: dict[int, Tag]) -> TypeChecker:
+    def for_backward(
+        cls, names: frozenset[str], owner: object, memory: dict[int, Tag]
+    ) -> TypeChecker:
         """Return a checker for the backward of a custom function whose forward was tracked.
 
         Args:
@@ -82,9 +86,17 @@ class TypeChecker(TorchFunctionMode):
             memory: the tags of forward's results by memory.
         """
         found = cls(())
-        found.names, found.owner, found.tracks_backward, found.custom_calls = names, owner, True, None
+        found.names, found.owner, found.tracks_backward, found.custom_calls = (
+            names,
+            owner,
+            True,
+            None,
+        )
         found.replicated = found.control_tag = found.number_tag = Tag(REPLICATED, {}, owner)
-        found.unknown, found.random_type = found.make_tag(TypeOrigin("a value of unknown type"), Type.of(names)), Type.of(names)
+        found.unknown, found.random_type = (
+            found.make_tag(TypeOrigin("a value of unknown type"), Type.of(names)),
+            Type.of(names),
+        )
         found._memory = memory
         return found
 
@@ -92,7 +104,11 @@ class TypeChecker(TorchFunctionMode):
 
     def make_tag(self, origin: TypeOrigin, type_: Type) -> Tag:
         """Return a tag of this type with one origin for all its axes."""
-        return self.replicated if type_ is REPLICATED else Tag(type_, dict.fromkeys(type_.varying | type_.pending, origin), self.owner)
+        return (
+            self.replicated
+            if type_ is REPLICATED
+            else Tag(type_, dict.fromkeys(type_.varying | type_.pending, origin), self.owner)
+        )
 
     def argument_tag(self, leaf: Any) -> Tag:
         """Return the tag that an argument has in the outer mapped function; replicated if there is none."""
@@ -101,7 +117,9 @@ class TypeChecker(TorchFunctionMode):
 
     def grad_tag(self, type_: Type) -> Tag:
         """Return the tag of a gradient of this type."""
-        return self.make_tag(TypeOrigin("the gradient of a value that is not replicated", user_location()), type_)
+        return self.make_tag(
+            TypeOrigin("the gradient of a value that is not replicated", user_location()), type_
+        )
 
     def tag_outside(self, names: Sequence[str], x: Any) -> Tag:
         """Return the tag of a result in the outer function, where these axes are not manual."""
@@ -111,7 +129,11 @@ class TypeChecker(TorchFunctionMode):
     @contextmanager
     def bind(self, env: AxisEnv) -> Iterator[None]:
         """Make the axes of `env` manual too in the block; custom functions belong to `env`."""
-        before, self.names, self.env = (self.names, self.env), self.names | frozenset(env.names), env
+        before, self.names, self.env = (
+            (self.names, self.env),
+            self.names | frozenset(env.names),
+            env,
+        )
         try:
             yield
         finally:
@@ -124,7 +146,9 @@ class TypeChecker(TorchFunctionMode):
     def has_tag(self, x: Tensor) -> bool:
         """Return whether a tensor is an argument, or the result of an operator that was tracked."""
         tag = getattr(x, "_type_tag", None)
-        return tag is not None and (tag if tag.original is None else tag.original).owner is self.owner
+        return (
+            tag is not None and (tag if tag.original is None else tag.original).owner is self.owner
+        )
 
     def tag_of(self, x: Tensor) -> Tag:
         """Return the tag of a tensor.
@@ -139,8 +163,14 @@ class TypeChecker(TorchFunctionMode):
         return tag
 
     def _tag_of_provisional(self, x: Tensor, tag: Tag | None) -> Tag:
-        kept = tag.original if tag is not None and tag.original is not None and tag.original.owner is self.owner else None
-        custom_calls = None if self.custom_calls is None or isinstance(x, ShardedTensor) else self.custom_calls
+        kept = (
+            tag.original
+            if tag is not None and tag.original is not None and tag.original.owner is self.owner
+            else None
+        )
+        custom_calls = (
+            None if self.custom_calls is None or isinstance(x, ShardedTensor) else self.custom_calls
+        )
         with untracked():
             node = None if custom_calls is None or engine_hooks.is_transformed(x) else x.grad_fn
         if custom_calls is not None and node is not None and is_custom(node):
@@ -151,14 +181,24 @@ class TypeChecker(TorchFunctionMode):
         with untracked():
             if engine_hooks.is_transformed(x):
                 return self.tag_of(engine_hooks.untransformed(x))
-            found = self._unwrapped.get(_memory(x)) if self._unwrapped and not isinstance(x, ShardedTensor) else None
+            found = (
+                self._unwrapped.get(_memory(x))
+                if self._unwrapped and not isinstance(x, ShardedTensor)
+                else None
+            )
             if found is not None:
                 self.set_tag(x, found[0])
                 return found[0]
             if self.tracks_backward:
                 return self._tag_of_saved(x)
             outside = x.is_leaf or self.unknown.type is REPLICATED
-            if outside and x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor) and self._is_refused(x):
+            if (
+                outside
+                and x.requires_grad
+                and torch.is_grad_enabled()
+                and not isinstance(x, ShardedTensor)
+                and self._is_refused(x)
+            ):
                 raise CapturedTensorError(_captured_message(x))
             if x.is_leaf and not x.requires_grad and (captures := current_captures()) is not None:
                 captures.constants.append(ref(x))
@@ -181,7 +221,9 @@ class TypeChecker(TorchFunctionMode):
             return g
         with untracked():
             fresh = g.view_as(g)
-        self.set_tag(fresh, self.replicated if out is None else self.grad_tag(out.type.dual_over(self.names)))
+        self.set_tag(
+            fresh, self.replicated if out is None else self.grad_tag(out.type.dual_over(self.names))
+        )
         return fresh
 
     def join_all(self, items: Iterator[Tensor], found: Tag) -> Tag:
@@ -199,11 +241,15 @@ class TypeChecker(TorchFunctionMode):
         if other.type is REPLICATED or other.type is one.type:
             return one
         type_ = one.type.join(other.type)
-        return one if type_ is one.type else Tag(type_, {**other.origins, **one.origins}, self.owner)
+        return (
+            one if type_ is one.type else Tag(type_, {**other.origins, **one.origins}, self.owner)
+        )
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if types and ShardedTensor in types:
             args, kwargs = self._with_captures(func, args, kwargs or {}) or (args, kwargs)
         special = SPECIAL.get(func, func)
@@ -212,7 +258,9 @@ class TypeChecker(TorchFunctionMode):
         try:
             if special is not None:
                 return special(self, func, args, kwargs or {})
-            tag = self._operands_tag(args, kwargs)  # first: captured tensors must be replaced before the operator runs
+            tag = self._operands_tag(
+                args, kwargs
+            )  # first: captured tensors must be replaced before the operator runs
         except CapturedTensorError:
             replaced = self._with_captures(func, args, kwargs or {})
             if replaced is None:
@@ -266,12 +314,19 @@ class TypeChecker(TorchFunctionMode):
     def _final_tag(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
         if tag.type.pending:
             tag = self._pending_tag(func, args, kwargs, tag)
-        return tag if all(origin.location for origin in tag.origins.values()) else self._with_location(func, tag)
+        return (
+            tag
+            if all(origin.location for origin in tag.origins.values())
+            else self._with_location(func, tag)
+        )
 
     def _with_location(self, func: Any, tag: Tag) -> Tag:
         """Return the tag with this operator's line as the origin where so far it is an argument."""
         here = user_location()
-        origins = {a: o if o.location else TypeOrigin(name_of(func), here, str(o)) for a, o in tag.origins.items()}
+        origins = {
+            a: o if o.location else TypeOrigin(name_of(func), here, str(o))
+            for a, o in tag.origins.items()
+        }
         return Tag(tag.type, origins, self.owner)
 
     def _pending_tag(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
@@ -280,9 +335,13 @@ class TypeChecker(TorchFunctionMode):
         Raises: ShardingTypeError if the operator is not linear, or takes a number that may differ between the ranks.
         """
         numbers = self.number_tag.type.varying | (self.names if self.uneven else frozenset())
-        if tag.type.pending & numbers and any(type(x) in (int, float, complex) for x in (*args, *kwargs.values())):
+        if tag.type.pending & numbers and any(
+            type(x) in (int, float, complex) for x in (*args, *kwargs.values())
+        ):
             axes = sorted(tag.type.pending & numbers)
-            raise ShardingTypeError(_by_a_number(func, axes, self.pending_since(axes[0], args, kwargs), self.number_tag))
+            raise ShardingTypeError(
+                _by_a_number(func, axes, self.pending_since(axes[0], args, kwargs), self.number_tag)
+            )
         passes = share_of_gradient if self.tracks_backward else stays_pending
         kept = frozenset(a for a in tag.type.pending if passes(self, a, func, args, kwargs))
         return tag.retyped(Type.of(tag.type.varying - tag.type.pending, kept))
@@ -342,8 +401,13 @@ class TypeChecker(TorchFunctionMode):
 
     def record_read(self, func: Any, tag: Tag) -> None:
         """Record that the program reads a value as a number, which its control flow may depend on."""
-        if tag.type.pending and self.tracks_backward:  # for computation outside torch, or checks for non-finite values
-            tag = self.make_tag(TypeOrigin(name_of(func), user_location()), Type.of(tag.type.varying | tag.type.pending))
+        if (
+            tag.type.pending and self.tracks_backward
+        ):  # for computation outside torch, or checks for non-finite values
+            tag = self.make_tag(
+                TypeOrigin(name_of(func), user_location()),
+                Type.of(tag.type.varying | tag.type.pending),
+            )
         if tag.type.pending:
             raise ShardingTypeError(
                 f"{user_location()}: {name_of(func)} of a value that {tag.type}{tag.since(tag.type.pending)}: each rank holds only a share "
@@ -351,7 +415,9 @@ class TypeChecker(TorchFunctionMode):
             )
         if not tag.type.varying <= self.control_tag.type.varying:
             why = f"{name_of(func)}, after which control flow may differ between ranks (to print a value, print the tensor),"
-            self.control_tag = self.join(self.control_tag, self.make_tag(TypeOrigin(why, user_location()), tag.type))
+            self.control_tag = self.join(
+                self.control_tag, self.make_tag(TypeOrigin(why, user_location()), tag.type)
+            )
         self.number_tag = self.join(self.number_tag, self.control_tag)
 
 

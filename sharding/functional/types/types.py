@@ -38,7 +38,9 @@ class Type:
         """Return the type of a value computed from both; pending axes need a check of the operator as well (`pending.py`)."""
         found = self._joins.get(other)
         if found is None:
-            found = self._joins[other] = Type.of(self.varying | other.varying, self.pending | other.pending)
+            found = self._joins[other] = Type.of(
+                self.varying | other.varying, self.pending | other.pending
+            )
         return found
 
     def dual_over(self, names: frozenset[str]) -> Type:
@@ -73,7 +75,11 @@ class TypeOrigin(NamedTuple):
     since: str = ""
 
     def __str__(self) -> str:
-        return self.cause + (f" at {self.location}" if self.location else "") + (f", of {self.since}" if self.since else "")
+        return (
+            self.cause
+            + (f" at {self.location}" if self.location else "")
+            + (f", of {self.since}" if self.since else "")
+        )
 
 
 class Tag:
@@ -112,7 +118,11 @@ class Tag:
     def retyped(self, type_: Type) -> Tag:
         """Return the tag with another type, with the origins of the axes that it still has."""
         kept = type_.varying | type_.pending
-        return Tag(type_, {axis: origin for axis, origin in self.origins.items() if axis in kept}, self.owner)
+        return Tag(
+            type_,
+            {axis: origin for axis, origin in self.origins.items() if axis in kept},
+            self.owner,
+        )
 
 
 class ShardingTypeError(RuntimeError):

@@ -14,7 +14,9 @@ from .segments import compile_segments
 Backend = Callable[[Program, Sequence[Any]], Runner]
 
 
-def find_backend(given: str | Callable[..., Any] | None, options: Sequence[tuple[str, Any]] = ()) -> Backend:
+def find_backend(
+    given: str | Callable[..., Any] | None, options: Sequence[tuple[str, Any]] = ()
+) -> Backend:
     """Return the backend of this name; by default Inductor, or "eager" without a C++ compiler.
 
     Args:
@@ -25,7 +27,9 @@ def find_backend(given: str | Callable[..., Any] | None, options: Sequence[tuple
     if given is None:
         given = "inductor" if _has_compiler() else "eager"
     if options and given != "inductor":
-        raise ValueError(f"sm.jit: compiler_options has {options[0][0]!r}, an option of Inductor, but the backend is {given!r}")
+        raise ValueError(
+            f"sm.jit: compiler_options has {options[0][0]!r}, an option of Inductor, but the backend is {given!r}"
+        )
     if given == "eager":
         return lambda program, inputs: compile_eagerly(program.graph)
     return functools.partial(compile_segments, given, dict(options))
@@ -35,5 +39,8 @@ def find_backend(given: str | Callable[..., Any] | None, options: Sequence[tuple
 def _has_compiler() -> bool:
     if any(map(shutil.which, ("g++", "clang++", "c++"))):
         return True
-    warnings.warn("sm.jit: no C++ compiler was found, so graphs run as Python; install g++, or pass backend='eager'", stacklevel=4)
+    warnings.warn(
+        "sm.jit: no C++ compiler was found, so graphs run as Python; install g++, or pass backend='eager'",
+        stacklevel=4,
+    )
     return False

@@ -36,8 +36,16 @@ class CompileProgress:
         self._done += 1
         self._seconds += time.perf_counter() - self._start
         if self._is_shown and self._done == self.parts:
-            print(f"sm.jit: compiled {self._name} in {self._seconds:.1f} s", file=sys.stderr, flush=True)
+            print(
+                f"sm.jit: compiled {self._name} in {self._seconds:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _show(self) -> None:
         self._is_shown = True
-        print(f"sm.jit: compiling {self._name}, part {self._done + 1} of {self.parts} ...", file=sys.stderr, flush=True)
+        print(
+            f"sm.jit: compiling {self._name}, part {self._done + 1} of {self.parts} ...",
+            file=sys.stderr,
+            flush=True,
+        )

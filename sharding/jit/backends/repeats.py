@@ -36,7 +36,13 @@ def cut(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     return [nodes[i:j] for i, j in pairwise([0, *bounds, len(nodes)]) if i < j]
 
 
-def _bounds(letters: np.ndarray[Any, Any], costs: list[int], crossings: np.ndarray[Any, Any], first: int, last: int) -> list[int]:
+def _bounds(
+    letters: np.ndarray[Any, Any],
+    costs: list[int],
+    crossings: np.ndarray[Any, Any],
+    first: int,
+    last: int,
+) -> list[int]:
     """Return where letters[first:last] is cut."""
     if costs[last] - costs[first] <= LONG:
         return []
@@ -44,14 +50,26 @@ def _bounds(letters: np.ndarray[Any, Any], costs: list[int], crossings: np.ndarr
     if period == 0:
         return []
     start, end = first + start, first + end
-    parts = -(-_SMALLEST * (end - start) // max(1, costs[end] - costs[start]) // period)  # so many periods are one part
+    parts = -(
+        -_SMALLEST * (end - start) // max(1, costs[end] - costs[start]) // period
+    )  # so many periods are one part
     period *= max(1, parts)
-    offsets = [i for i in range(start, min(start + period, end - 2 * period + 1)) if all(crossings[i : end + 1 : period] >= 0)]
+    offsets = [
+        i
+        for i in range(start, min(start + period, end - 2 * period + 1))
+        if all(crossings[i : end + 1 : period] >= 0)
+    ]
     if not offsets:
         return []
-    start = min(offsets, key=lambda i: crossings[i : end + 1 : period].sum() / len(crossings[i : end + 1 : period]))
+    start = min(
+        offsets,
+        key=lambda i: crossings[i : end + 1 : period].sum() / len(crossings[i : end + 1 : period]),
+    )
     inside = list(range(start, end + 1, period))
-    left, right = _bounds(letters, costs, crossings, first, start), _bounds(letters, costs, crossings, inside[-1], last)
+    left, right = (
+        _bounds(letters, costs, crossings, first, start),
+        _bounds(letters, costs, crossings, inside[-1], last),
+    )
     return [*left, *inside, *right]
 
 
@@ -101,7 +119,9 @@ def _letter(node: fx.Node) -> Hashable:
 def _constants(node: fx.Node, number: Callable[[fx.Node], Hashable]) -> Hashable:
     """Return the arguments of a node as something with a hash, with a number for each node, and without the site of a collective."""
     args = node.args[:-1] if node.target in OPERATORS else node.args
-    return _frozen(args, number), tuple((name, _frozen(x, number)) for name, x in node.kwargs.items())
+    return _frozen(args, number), tuple(
+        (name, _frozen(x, number)) for name, x in node.kwargs.items()
+    )
 
 
 def _frozen(x: Any, number: Callable[[fx.Node], Hashable]) -> Hashable:

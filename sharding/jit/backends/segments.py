@@ -28,22 +28,37 @@ from ..program import Program, Runner, compile_eagerly
 from .progress import CompileProgress
 from .repeats import cut, key_of
 
-_LEAST = 3  # operators in a segment: a call of a compiled function costs as much as several operators
+_LEAST = (
+    3  # operators in a segment: a call of a compiled function costs as much as several operators
+)
 _NOT_COMPILED = ("_fused_", "_local_scalar_dense", "set_", "resize_", "_amp_", "record_stream")
 
 
-def compile_segments(backend: str | Callable[..., Any], options: dict[str, Any], program: Program, inputs: Sequence[Any]) -> Runner:
+def compile_segments(
+    backend: str | Callable[..., Any],
+    options: dict[str, Any],
+    program: Program,
+    inputs: Sequence[Any],
+) -> Runner:
     """Return the program's graph as a function of its inputs, whose segments are compiled when they are first called."""
     graph = copy_graph(program.graph)
     _draw_first(graph)
-    parts = [_Part(nodes) for run in _segments(graph) for nodes in cut(run) if _size(nodes) >= _LEAST]
+    parts = [
+        _Part(nodes) for run in _segments(graph) for nodes in cut(run) if _size(nodes) >= _LEAST
+    ]
     wanted: dict[Any, set[int]] = {}
     for part in parts:
         wanted.setdefault(part.key, set()).update(part.outputs)
     compiled: dict[Any, CompiledSegment] = {}
     compiler, progress = _compiler(backend, options), CompileProgress(program)
     for part in parts:
-        _replace(graph, part, sorted(wanted[part.key]), compiled, lambda made: CompiledSegment(made, compiler, progress))
+        _replace(
+            graph,
+            part,
+            sorted(wanted[part.key]),
+            compiled,
+            lambda made: CompiledSegment(made, compiler, progress),
+        )
     progress.parts = len(compiled)
     return compile_eagerly(graph)
 
@@ -51,7 +66,12 @@ def compile_segments(backend: str | Callable[..., Any], options: dict[str, Any],
 def _draw_first(graph: fx.Graph) -> None:
     """Draw random tensors that depend on nothing at the start, so that what uses them can be compiled together."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    moved = [node for node in graph.nodes if isinstance(node.target, Draw) and all(x.op == "placeholder" for x in node.all_input_nodes)]
+    moved = [
+        node
+        for node in graph.nodes
+        if isinstance(node.target, Draw)
+        and all(x.op == "placeholder" for x in node.all_input_nodes)
+    ]
     place = inputs[-1] if inputs else None
     for node in moved:
         if place is not None:
@@ -72,15 +92,21 @@ class _Part:
         self.key = key_of(nodes, self.inputs())
         inside = {node: i for i, node in enumerate(nodes)}
         self.used = [node for node in nodes if any(user not in inside for user in node.users)]
-        self.outputs = {inside[source] for node in self.used if (source := _made_at(node)) in inside}
+        self.outputs = {
+            inside[source] for node in self.used if (source := _made_at(node)) in inside
+        }
 
     def inputs(self) -> list[fx.Node]:
         """Return the nodes from outside that it uses, in the order in which it does."""
         inside = set(self.nodes)
-        return list(dict.fromkeys(x for node in self.nodes for x in node.all_input_nodes if x not in inside))
+        return list(
+            dict.fromkeys(x for node in self.nodes for x in node.all_input_nodes if x not in inside)
+        )
 
 
-def _compiler(backend: str | Callable[..., Any], options: dict[str, Any]) -> Callable[[fx.GraphModule, list[Tensor]], Any]:
+def _compiler(
+    backend: str | Callable[..., Any], options: dict[str, Any]
+) -> Callable[[fx.GraphModule, list[Tensor]], Any]:
     """Return a function that compiles a graph, as a function of a list of its inputs."""
     if backend == "inductor":
         return functools.partial(_compile_with_inductor, options)
@@ -95,7 +121,9 @@ def _of_list(function: Callable[..., Any]) -> Callable[[list[Tensor]], Any]:
     return lambda inputs: function(*inputs)
 
 
-def _compile_with_inductor(options: dict[str, Any], module: fx.GraphModule, inputs: list[Tensor]) -> Any:
+def _compile_with_inductor(
+    options: dict[str, Any], module: fx.GraphModule, inputs: list[Tensor]
+) -> Any:
     """Return a graph compiled by Inductor, or found in its cache on disk, which takes only graphs that were traced with a `ShapeEnv`.
 
     What torch returns for a `GmWrapper` empties the list of inputs; for another module, it holds them until it returns.
@@ -108,7 +136,10 @@ def _compile_with_inductor(options: dict[str, Any], module: fx.GraphModule, inpu
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with tracing(TracingContext(fake)), config.patch({"fallback_random": True, "size_asserts": False} | options):
+    with (
+        tracing(TracingContext(fake)),
+        config.patch({"fallback_random": True, "size_asserts": False} | options),
+    ):
         return compile_fx(GmWrapper(module, lambda flat: flat), inputs)  # type: ignore[arg-type]
 
 
@@ -140,7 +171,10 @@ def _is_compiled(node: fx.Node, before: list[fx.Node]) -> bool:
         return bool(before) and before[-1] is node.args[0]
     if not isinstance(node.target, torch._ops.OpOverload):
         return getattr(node.target, "__name__", "") == "getitem" and node.args[0] in before
-    if torch.Tag.nondeterministic_seeded in node.target.tags or torch.Tag.inplace_view in node.target.tags:
+    if (
+        torch.Tag.nondeterministic_seeded in node.target.tags
+        or torch.Tag.inplace_view in node.target.tags
+    ):
         return False
     if node.target is torch.ops.aten.as_strided.default and root_of(node) not in before:
         return False  # its offset counts from the start of memory that a compiler does not see
@@ -149,7 +183,9 @@ def _is_compiled(node: fx.Node, before: list[fx.Node]) -> bool:
     if "owner" in node.meta and all(r.alias_info is None for r in node.target._schema.returns):
         return False  # a view that the operator does not declare
     name = node.target._schema.name.partition("::")[2]
-    return not name.startswith(_NOT_COMPILED) and not any("val" not in x.meta and not _is_list(x, before) for x in node.all_input_nodes)
+    return not name.startswith(_NOT_COMPILED) and not any(
+        "val" not in x.meta and not _is_list(x, before) for x in node.all_input_nodes
+    )
 
 
 def _is_strided(x: fx.Node) -> bool:
@@ -168,17 +204,28 @@ def _is_list(x: fx.Node, before: Sequence[fx.Node]) -> bool:
 
 
 def _replace(
-    graph: fx.Graph, part: _Part, outputs: list[int], compiled: dict[Any, CompiledSegment], compile_graph: Callable[..., CompiledSegment]
+    graph: fx.Graph,
+    part: _Part,
+    outputs: list[int],
+    compiled: dict[Any, CompiledSegment],
+    compile_graph: Callable[..., CompiledSegment],
 ) -> None:
     """Replace the nodes of a part by one call of a segment."""
     nodes, inputs, inside = part.nodes, part.inputs(), set(part.nodes)
-    key = key_of(nodes, inputs), tuple(outputs)  # again: what parts before it return in place of two inputs may be one
+    key = (
+        key_of(nodes, inputs),
+        tuple(outputs),
+    )  # again: what parts before it return in place of two inputs may be one
     if key not in compiled:
         compiled[key] = compile_graph(_graph_of(nodes, inputs, outputs))
     calls = [bound(node) for node in nodes if node.target in OPERATORS]
     with graph.inserting_before(nodes[0]):
         call = graph.call_function(Segment(compiled[key], calls), tuple(inputs))
-        made = {nodes[n]: graph.call_function(operator.getitem, (call, i)) for i, n in enumerate(outputs) if n in part.outputs}
+        made = {
+            nodes[n]: graph.call_function(operator.getitem, (call, i))
+            for i, n in enumerate(outputs)
+            if n in part.outputs
+        }
         for node in part.used:
             outside = _outside(graph, node, made, inside)
             outside.meta = dict(node.meta)
@@ -198,9 +245,16 @@ def _graph_of(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[int]) -
         if node.target is WAIT:
             values[node] = values[node.args[0]]
         elif node.target in OPERATORS:
-            size = None if OPERATORS[node.target] in ("all_reduce", "broadcast") else node.meta["val"][0][0]  # type: ignore[index]
+            size = (
+                None
+                if OPERATORS[node.target] in ("all_reduce", "broadcast")
+                else node.meta["val"][0][0]
+            )  # type: ignore[index]
             both = made.call_function(ORDERED, (values[node.args[0]], token, size, count))  # type: ignore[index]
-            values[node], token = made.call_function(operator.getitem, (both, 0)), made.call_function(operator.getitem, (both, 1))
+            values[node], token = (
+                made.call_function(operator.getitem, (both, 0)),
+                made.call_function(operator.getitem, (both, 1)),
+            )
             count += 1
         else:
             values[node] = made.node_copy(node, lambda x: values[x])
@@ -219,13 +273,17 @@ def _made_at(node: fx.Node) -> fx.Node:
     return node
 
 
-def _outside(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node], inside: set[fx.Node]) -> fx.Node:
+def _outside(
+    graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node], inside: set[fx.Node]
+) -> fx.Node:
     """Return a node outside of a segment with the value of one inside: a result, or a view made of one again."""
     found = made.get(node, node if node not in inside else None)
     if found is None:
         owner: Any = owner_of(node)
         above = _outside(graph, owner, made, inside)
-        found = above if writes(node) else graph.node_copy(node, lambda x: above if x is owner else x)
+        found = (
+            above if writes(node) else graph.node_copy(node, lambda x: above if x is owner else x)
+        )
         made[node] = found
     return found
 

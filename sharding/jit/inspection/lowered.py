@@ -1,8 +1,8 @@
 """What a graph will do, before and after the passes.
 
-    f.lower(*args)             ->   Lowered         recorded on "meta": nothing runs and nothing is sent
-    f.lower(*args).compile()   ->   CompiledGraph        with the passes applied
-    f.recorded                 ->   [CompiledGraph]      the graphs that calls have made
+f.lower(*args)             ->   Lowered         recorded on "meta": nothing runs and nothing is sent
+f.lower(*args).compile()   ->   CompiledGraph        with the passes applied
+f.recorded                 ->   [CompiledGraph]      the graphs that calls have made
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ class Lowered(StepGraph):
     """A graph as recorded, before any pass."""
 
     def __init__(
-        self, program: Program, world: World, layouts: dict[str, str], device_type: str, function: Any, options: PassOptions
+        self,
+        program: Program,
+        world: World,
+        layouts: dict[str, str],
+        device_type: str,
+        function: Any,
+        options: PassOptions,
     ) -> None:
         super().__init__(program, world, layouts, device_type)
         self._function, self._options = function, options
@@ -58,7 +64,13 @@ class CompiledGraph(StepGraph):
     """
 
     def __init__(
-        self, program: Program, world: World, layouts: dict[str, str], device_type: str | None, function: Any, entry: Any = None
+        self,
+        program: Program,
+        world: World,
+        layouts: dict[str, str],
+        device_type: str | None,
+        function: Any,
+        entry: Any = None,
     ) -> None:
         super().__init__(program, world, layouts, device_type)
         self._function, self.entry = function, entry
@@ -82,7 +94,13 @@ class CompiledGraph(StepGraph):
         yield from super()._lines()
 
 
-def lower(function: Any, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: PassOptions) -> Lowered:
+def lower(
+    function: Any,
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    options: PassOptions,
+) -> Lowered:
     """Record `f` on "meta" tensors; see `eval_shape` for what arguments may be."""
     cells = _cells(f)
     root = _root_mesh(None, (args, kwargs, list(cells.values())))
@@ -93,15 +111,34 @@ def lower(function: Any, f: Callable[..., Any], args: Sequence[Any], kwargs: dic
             given, named, held = inside.enter((tuple(args), kwargs, cells))
             leaves = [*given, *named.values()]
             inner = _with_cells(f, held)
-            snapshot = Snapshot([("f", inner), *((f"args[{i}]", x) for i, x in enumerate(leaves) if not isinstance(x, Tensor))])
+            snapshot = Snapshot(
+                [
+                    ("f", inner),
+                    *((f"args[{i}]", x) for i, x in enumerate(leaves) if not isinstance(x, Tensor)),
+                ]
+            )
             layouts = {path: f" @ {x._layout}" for x, path in snapshot.sharded}
-            layouts |= {f"args[{i}]": f" @ {x._layout}" for i, x in enumerate(leaves) if hasattr(x, "_layout")}
+            layouts |= {
+                f"args[{i}]": f" @ {x._layout}"
+                for i, x in enumerate(leaves)
+                if hasattr(x, "_layout")
+            }
             count = len(given)
             run = lambda now: inner(*now[:count], **dict(zip(named, now[count:], strict=True)))  # noqa: E731
-            _, found, _ = record(run, leaves, snapshot, Hyperparameters().inputs(snapshot), world, first=False, abstract=True)
+            _, found, _ = record(
+                run,
+                leaves,
+                snapshot,
+                Hyperparameters().inputs(snapshot),
+                world,
+                first=False,
+                abstract=True,
+            )
         if isinstance(found, str):
             raise JitError(f"{function!r} cannot be lowered: {found}")
-        device_type = getattr(root, "device_type", "cuda")  # without devices as `AbstractMesh.topology`
+        device_type = getattr(
+            root, "device_type", "cuda"
+        )  # without devices as `AbstractMesh.topology`
         return Lowered(found.program, world, layouts, device_type, function, options)
 
 
@@ -117,7 +154,10 @@ def _cells(f: Any) -> dict[str, Any]:
     inner = f.__func__ if isinstance(f, types.MethodType) else f
     found = {"": f.__self__} if isinstance(f, types.MethodType) else {}
     if isinstance(inner, types.FunctionType):
-        found |= {name: cell.cell_contents for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)}
+        found |= {
+            name: cell.cell_contents
+            for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
+        }
     return {"f": f} if isinstance(f, torch.nn.Module) else found
 
 
@@ -129,8 +169,8 @@ def _with_cells(f: Any, cells: dict[str, Any]) -> Callable[..., Any]:
     if not isinstance(inner, types.FunctionType):
         return f
     closure = tuple(types.CellType(cells[name]) for name in inner.__code__.co_freevars)
-    made = types.FunctionType(inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, closure)
+    made = types.FunctionType(
+        inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, closure
+    )
     made.__kwdefaults__, made.__qualname__ = inner.__kwdefaults__, inner.__qualname__
     return types.MethodType(made, cells[""]) if isinstance(f, types.MethodType) else made
-
-

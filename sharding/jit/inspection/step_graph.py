@@ -65,11 +65,23 @@ class StepGraph:
         device_type: where it runs; "cuda" for one on an `AbstractMesh`, as for its topology.
     """
 
-    def __init__(self, program: Program, world: World, layouts: dict[str, str], device_type: str | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        world: World,
+        layouts: dict[str, str],
+        device_type: str | None = None,
+    ) -> None:
         self._program, self.world, self._layouts = program, world, layouts
-        self.axes = {node: world.axes_of(ranks_of(node)) for node in program.graph.nodes if node.target in OPERATORS}
+        self.axes = {
+            node: world.axes_of(ranks_of(node))
+            for node in program.graph.nodes
+            if node.target in OPERATORS
+        }
         self._size = {node: len(ranks_of(node)) for node in self.axes}
-        self.device_type = device_type or next((x.meta["val"][3].type for x in program.graph.nodes if "val" in x.meta), "cpu")
+        self.device_type = device_type or next(
+            (x.meta["val"][3].type for x in program.graph.nodes if "val" in x.meta), "cpu"
+        )
 
     @property
     def graph(self) -> fx.Graph:
@@ -91,8 +103,17 @@ class StepGraph:
             elif node.op == "output":
                 yield f"return {', '.join(map(_text, node.args[0]))}"
             else:
-                target = str(node.target).removeprefix("aten.") if isinstance(node.target, torch._ops.OpOverload) else _called(node.target)
-                operands = ", ".join([*map(_text, node.args), *(f"{name}={_text(x)}" for name, x in node.kwargs.items())])
+                target = (
+                    str(node.target).removeprefix("aten.")
+                    if isinstance(node.target, torch._ops.OpOverload)
+                    else _called(node.target)
+                )
+                operands = ", ".join(
+                    [
+                        *map(_text, node.args),
+                        *(f"{name}={_text(x)}" for name, x in node.kwargs.items()),
+                    ]
+                )
                 yield f"{node.name}: {_type(node)} = {target}({operands}){self._purpose(node)}"
 
     def _purpose(self, node: fx.Node) -> str:
@@ -112,7 +133,11 @@ class StepGraph:
             return (sum(splits) - splits[self._program.rank_in(ranks_of(node))]) * width
         if name == "permute":
             return node.args[1] * width  # type: ignore[operator]
-        shares = {"all_gather": (n - 1) * size, "reduce_scatter": (n - 1) * size // n, "all_reduce": 2 * (n - 1) * size // n}
+        shares = {
+            "all_gather": (n - 1) * size,
+            "reduce_scatter": (n - 1) * size // n,
+            "all_reduce": 2 * (n - 1) * size // n,
+        }
         return shares.get(name, (n - 1) * size // n if name == "all_to_all" else size)
 
     def cost_analysis(self) -> Cost:
@@ -122,7 +147,9 @@ class StepGraph:
         for node, axes in self.axes.items():
             received[axes] = received.get(axes, 0) + self.received(node)
             launches[axes] = launches.get(axes, 0) + 1
-        nodes = [node for node in self.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+        nodes = [
+            node for node in self.graph.nodes if isinstance(node.target, torch._ops.OpOverload)
+        ]
         return Cost(sum(map(flops_of, nodes)), received, launches, len(nodes) - len(launches))
 
     def memory_analysis(self) -> Memory:
@@ -142,7 +169,9 @@ class StepGraph:
                 peak, best, at = now, dict(live), node.name
             live = {x: size for x, size in live.items() if last[x] > i}
         alive = sorted(((x.name, size) for x, size in best.items()), key=lambda item: -item[1])
-        return Memory(sum(bytes_of(node) for node in nodes if node.op == "placeholder"), peak, at, alive[:20])
+        return Memory(
+            sum(bytes_of(node) for node in nodes if node.op == "placeholder"), peak, at, alive[:20]
+        )
 
 
 # -- nodes ---------------------------------------------------------------------------------------------------------------
@@ -158,7 +187,9 @@ def bytes_of(node: fx.Node) -> int:
     value = node.meta.get("val")
     if value is not None:
         return math.prod(value[0]) * value[2].itemsize
-    return sum(bytes_of(user) for user in node.users if getattr(user.target, "__name__", "") == "getitem")
+    return sum(
+        bytes_of(user) for user in node.users if getattr(user.target, "__name__", "") == "getitem"
+    )
 
 
 def _width(node: fx.Node) -> int:
@@ -182,7 +213,11 @@ def _meta_of(node: fx.Node) -> Any:
 
 def _type(node: fx.Node) -> str:
     value = node.meta.get("val")
-    return "number" if value is None else f"{_SHORT.get(value[2], str(value[2]).removeprefix('torch.'))}{list(value[0])}"
+    return (
+        "number"
+        if value is None
+        else f"{_SHORT.get(value[2], str(value[2]).removeprefix('torch.'))}{list(value[0])}"
+    )
 
 
 def _text(x: Any) -> str:

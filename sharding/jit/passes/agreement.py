@@ -1,7 +1,7 @@
 """Compare the schedules of collectives of all ranks.
 
-    line        all_reduce sum float32 x 12 over 0,1
-    schedule    the lines of a graph in the order of its starts
+line        all_reduce sum float32 x 12 over 0,1
+schedule    the lines of a graph in the order of its starts
 """
 
 from __future__ import annotations
@@ -66,10 +66,14 @@ def _lines(graph: fx.Graph) -> Iterator[Line]:
             how = "" if name in (*_FREE, "all_gather") else f" {node.args[1]}"
             size = "" if name in _FREE else f" x {math.prod(shape)}"
             ranks = tuple(map(int, str(node.args[-2]).split(",")))
-            what = f"{name}{how} {str(dtype).removeprefix('torch.')}{size}{node.meta.get('moved', '')}"
+            what = (
+                f"{name}{how} {str(dtype).removeprefix('torch.')}{size}{node.meta.get('moved', '')}"
+            )
             yield Line(what, ranks, node.meta.get("numbers", ()))
         elif (group := _group_of_other(node)) is not None:
-            yield Line(getattr(node.target, "__name__", "exchange"), tuple(map(int, group.split(","))))
+            yield Line(
+                getattr(node.target, "__name__", "exchange"), tuple(map(int, group.split(",")))
+            )
 
 
 def _group_of_other(node: fx.Node) -> str | None:
@@ -84,7 +88,10 @@ def _group_of_other(node: fx.Node) -> str | None:
 
 def hash_of(schedule: Schedule) -> str:
     """Return a hash that is the same on ranks whose groups have the same place: each at other ranks."""
-    relative = [(line.what, line.numbers, tuple(rank - line.ranks[0] for rank in line.ranks)) for line in schedule]
+    relative = [
+        (line.what, line.numbers, tuple(rank - line.ranks[0] for rank in line.ranks))
+        for line in schedule
+    ]
     return hashlib.blake2b(repr(relative).encode(), digest_size=8).hexdigest()
 
 
@@ -109,7 +116,9 @@ def announce(world: World, meshes: Sequence[Sequence[int]], name: str, reason: s
         raise
 
 
-def agree(world: World, meshes: list[Sequence[int]], schedules: list[Schedule] | str) -> int | str | None:
+def agree(
+    world: World, meshes: list[Sequence[int]], schedules: list[Schedule] | str
+) -> int | str | None:
     """Return up to which pass all ranks have schedules that fit each other.
 
     Args:
@@ -132,7 +141,11 @@ def agree(world: World, meshes: list[Sequence[int]], schedules: list[Schedule] |
     failed = {rank: why for rank, why in sorted(known.items()) if isinstance(why, str)}
     if failed:
         rank = min(failed)
-        return failed[rank] if isinstance(schedules, str) else f"rank {rank} has no graph: {failed[rank]}"
+        return (
+            failed[rank]
+            if isinstance(schedules, str)
+            else f"rank {rank} has no graph: {failed[rank]}"
+        )
     if not all(known.values()):
         return None
     if all(found == known[world.rank] for found in known.values()):
@@ -149,17 +162,26 @@ def agree(world: World, meshes: list[Sequence[int]], schedules: list[Schedule] |
     return fitting
 
 
-def agree_on_names(world: World, meshes: list[Sequence[int]], names: frozenset[Any]) -> frozenset[Any]:
+def agree_on_names(
+    world: World, meshes: list[Sequence[int]], names: frozenset[Any]
+) -> frozenset[Any]:
     """Return those of some collectives, named by their groups and numbers, that all ranks of their groups have named."""
     known = _gather(world, _rounds(world.rank, meshes), names)
-    return frozenset(name for name in names if all(name in known.get(int(rank), ()) for rank in name[0].split(",")))
+    return frozenset(
+        name
+        for name in names
+        if all(name in known.get(int(rank), ()) for rank in name[0].split(","))
+    )
 
 
 def _rounds(rank: int, meshes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Return the largest sets of ranks that this rank is in, in an order that no two ranks see differently."""
     sets = {frozenset(ranks) for ranks in meshes if rank in ranks and len(ranks) > 1}
     largest = [found for found in sets if not any(found < other for other in sets)]
-    return sorted((tuple(sorted(found)) for found in largest), key=lambda ranks: ([r - ranks[0] for r in ranks], ranks))
+    return sorted(
+        (tuple(sorted(found)) for found in largest),
+        key=lambda ranks: ([r - ranks[0] for r in ranks], ranks),
+    )
 
 
 def _gather(world: World, rounds: list[tuple[int, ...]], mine: Any) -> dict[int, Any]:
@@ -174,11 +196,16 @@ def _check_recorded(schedules: dict[int, Schedule]) -> None:
     """Raise if two ranks have recorded different collectives of one group."""
     for ranks in sorted({line.ranks for schedule in schedules.values() for line in schedule}):
         members = [rank for rank in ranks if rank in schedules]
-        parts = {rank: [line for line in schedules[rank] if line.ranks == ranks] for rank in members}
+        parts = {
+            rank: [line for line in schedules[rank] if line.ranks == ranks] for rank in members
+        }
         for rank in members[1:]:
             mine, theirs = parts[members[0]], parts[rank]
             if mine != theirs:
-                i = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+                i = next(
+                    (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
+                    min(len(mine), len(theirs)),
+                )
                 a, b = (str(lines[i]) if i < len(lines) else "nothing" for lines in (mine, theirs))
                 raise JitError(
                     f"ranks have recorded different collectives under sm.jit; the first difference is number {i} of the group of ranks "
@@ -195,7 +222,10 @@ def fits(schedules: dict[int, Schedule]) -> bool:
         if place[rank] == len(schedules[rank]):
             continue
         line = schedules[rank][place[rank]]
-        if all(r in place and place[r] < len(schedules[r]) and schedules[r][place[r]] == line for r in line.ranks):
+        if all(
+            r in place and place[r] < len(schedules[r]) and schedules[r][place[r]] == line
+            for r in line.ranks
+        ):
             for r in line.ranks:
                 place[r] += 1
             work += line.ranks

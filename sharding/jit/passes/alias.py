@@ -29,7 +29,14 @@ from ..program import is_pure
 aten = torch.ops.aten
 _None: frozenset[int] = frozenset()
 # Operators whose schemas do not say that they write running statistics.
-_UNDECLARED = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm", "batch_norm_with_update", "_batch_norm")
+_UNDECLARED = (
+    "native_batch_norm",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+    "_native_batch_norm",
+    "batch_norm_with_update",
+    "_batch_norm",
+)
 
 
 class MemoryUse:
@@ -129,10 +136,14 @@ def _form(target: Any) -> _Form:
     schema = target._schema
     name = schema.name.partition("::")[2]
     shared = frozenset(a.name for a in schema.arguments if a.alias_info is not None)
-    written = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    written = frozenset(
+        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    )
     is_view = name == "_unsafe_view" or any(r.alias_info is not None for r in schema.returns)
     is_new = any(r.alias_info is None for r in schema.returns)
-    return _Form([a.name for a in schema.arguments], shared, written, is_view, is_new, name in _UNDECLARED)
+    return _Form(
+        [a.name for a in schema.arguments], shared, written, is_view, is_new, name in _UNDECLARED
+    )
 
 
 def _given(node: fx.Node, names: frozenset[str]) -> Iterator[fx.Node]:
@@ -167,7 +178,9 @@ def _classes(inputs: list[fx.Node]) -> list[int | None]:
         current = i if low >= end and spans else current
         end = max(end, high)
         found[i] = current
-    gradients = {found[i] for i, node in enumerate(inputs) if node.meta.get("slot") and found[i] is not None}
+    gradients = {
+        found[i] for i, node in enumerate(inputs) if node.meta.get("slot") and found[i] is not None
+    }
     return [min(gradients) if number in gradients else number for number in found]  # type: ignore[type-var]
 
 
@@ -176,7 +189,12 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem or node.target is aten._unsafe_view.default:
         return True
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and not schema.is_mutable and bool(schema.returns) and all(r.alias_info is not None for r in schema.returns)
+    return (
+        schema is not None
+        and not schema.is_mutable
+        and bool(schema.returns)
+        and all(r.alias_info is not None for r in schema.returns)
+    )
 
 
 def owner_of(node: fx.Node) -> fx.Node | None:
@@ -201,13 +219,21 @@ def root_of(node: fx.Node) -> fx.Node:
 
 def writes(node: fx.Node) -> list[fx.Node]:
     """Return the operands that a node declares to write."""
-    return list(_given(node, _form(node.target).written)) if isinstance(node.target, torch._ops.OpOverload) else []
+    return (
+        list(_given(node, _form(node.target).written))
+        if isinstance(node.target, torch._ops.OpOverload)
+        else []
+    )
 
 
 def written_inputs(graph: fx.Graph) -> list[int]:
     """Return the numbers of the inputs that a graph writes to."""
     roots = {root_of(x) for node in graph.nodes for x in writes(node)}
-    return [i for i, node in enumerate(node for node in graph.nodes if node.op == "placeholder") if node in roots]
+    return [
+        i
+        for i, node in enumerate(node for node in graph.nodes if node.op == "placeholder")
+        if node in roots
+    ]
 
 
 def nbytes(node: fx.Node) -> int:

@@ -42,7 +42,9 @@ def bucket_collectives(graph: fx.Graph, limit: int, max_live_bytes: int | None =
     wait_late(graph)
     removed = 0
     done: set[fx.Node] = set()
-    while count := _walk(graph, limit, peak, done):  # again, since packing frees operands: most often twice
+    while count := _walk(
+        graph, limit, peak, done
+    ):  # again, since packing frees operands: most often twice
         removed += count
     if not removed:
         set_order(graph, before)
@@ -57,9 +59,14 @@ def _walk(graph: fx.Graph, limit: int, peak: int, done: set[fx.Node]) -> int:
     places = Places(graph)
     buckets = sorted(_buckets(places, limit, peak, done), key=lambda bucket: bucket[0])
     fixed = fixed_memory(graph, places.use)
-    needed = [{x for node in starts for x in places.needed(node, place)} - set(starts) for place, starts in buckets]
+    needed = [
+        {x for node in starts for x in places.needed(node, place)} - set(starts)
+        for place, starts in buckets
+    ]
     anchors = []
-    for place, _ in reversed(buckets):  # what is at a place may go, what is next to it stays in order
+    for place, _ in reversed(
+        buckets
+    ):  # what is at a place may go, what is next to it stays in order
         with graph.inserting_after(places.nodes[place]):
             anchors.append(graph.call_function(_anchor))
     moved: set[fx.Node] = set()
@@ -80,16 +87,25 @@ def _anchor() -> None:
     """The node behind which a bucket is put."""
 
 
-def _buckets(places: Places, limit: int, peak: int, done: set[fx.Node]) -> Iterator[tuple[int, list[fx.Node]]]:
+def _buckets(
+    places: Places, limit: int, peak: int, done: set[fx.Node]
+) -> Iterator[tuple[int, list[fx.Node]]]:
     """Yield the place of each bucket, and the starts that can be one, in order."""
     memory = _PackedMemory(places, peak)
     by_key: dict[Any, list[fx.Node]] = {}
     for node in places.nodes:
-        if node.target in OPERATORS and OPERATORS[node.target] in _KINDS and node not in done and nbytes(node) < limit:  # type: ignore[index]
+        if (
+            node.target in OPERATORS
+            and OPERATORS[node.target] in _KINDS
+            and node not in done
+            and nbytes(node) < limit
+        ):  # type: ignore[index]
             x: Any = node.args[0]
             only = len(node.users) == 1 and next(iter(node.users)).target is WAIT
             if only and math.prod(x.meta["val"][0]):
-                by_key.setdefault((node.target, node.args[1:-1], x.meta["val"][2:]), []).append(node)
+                by_key.setdefault((node.target, node.args[1:-1], x.meta["val"][2:]), []).append(
+                    node
+                )
     for nodes in by_key.values():
         while len(nodes) > 1:
             taken, size = nodes[:1], _buffer(nodes[0])
@@ -117,7 +133,9 @@ class _PackedMemory:
         self._last: dict[int, int] = {}
         self._writers: dict[int, list[int]] = {}
         for i, node in enumerate(places.nodes):
-            self._last |= dict.fromkeys(self._use.of[node] | self._use.reads[node] | self._use.writes[node], i)
+            self._last |= dict.fromkeys(
+                self._use.of[node] | self._use.reads[node] | self._use.writes[node], i
+            )
             for c in self._use.writes[node]:
                 self._writers.setdefault(c, []).append(i)
         self._fences = [places.at[node] for node in self._use.fences]
@@ -127,8 +145,13 @@ class _PackedMemory:
         at, use, place = self.places.at, self._use, _place(self.places, starts)
         for node in starts:
             (wait,) = node.users
-            touched = [self._fences, *(self._writers.get(c, ()) for c in use.reads[node] | use.of[node])]
-            if place >= at[wait] or any(at[node] < i <= place and i != at[wait] for found in touched for i in found):
+            touched = [
+                self._fences,
+                *(self._writers.get(c, ()) for c in use.reads[node] | use.of[node]),
+            ]
+            if place >= at[wait] or any(
+                at[node] < i <= place and i != at[wait] for found in touched for i in found
+            ):
                 return False
         first, more = self._more(starts)
         return bool((self._live[first : first + len(more)] + more <= self._peak).all())
@@ -138,7 +161,9 @@ class _PackedMemory:
         first, more = self._more(starts)
         place = _place(self.places, starts)
         for x in {x for node in starts for x in self.places.needed(node, place)} - set(starts):
-            more[place + 1 - first : self.places.at[x] + 1 - first] += 0 if is_view(x) else nbytes(x)
+            more[place + 1 - first : self.places.at[x] + 1 - first] += (
+                0 if is_view(x) else nbytes(x)
+            )
         if (self._live[first : first + len(more)] + more > self._peak).any():
             return False
         self._live[first : first + len(more)] += more
@@ -158,7 +183,9 @@ class _PackedMemory:
         more[place + 1 - first : end + 1 - first] += out
         if place < end:
             into = sum(nbytes(node.args[0]) for node in starts)  # type: ignore[arg-type]
-            more[place + 1 - first] += into + (out if OPERATORS[starts[0].target] == "all_gather" else 0)  # type: ignore[index]
+            more[place + 1 - first] += into + (
+                out if OPERATORS[starts[0].target] == "all_gather" else 0
+            )  # type: ignore[index]
         return first, more
 
 
@@ -177,12 +204,16 @@ def _pack(new: Appender, starts: list[fx.Node], own: list[bool]) -> fx.Node:
     kind, size = OPERATORS[target], group_size(starts[0])
     sizes = [math.prod(node.args[0].meta["val"][0]) for node in starts]  # type: ignore[union-attr]
     total, rows = sum(sizes), size if kind == "reduce_scatter" else 1
-    parts = [new.flat(node.args[0], [rows, n // rows]) for node, n in zip(starts, sizes, strict=True)]
+    parts = [
+        new.flat(node.args[0], [rows, n // rows]) for node, n in zip(starts, sizes, strict=True)
+    ]
     packed = new.make(aten.cat.default, (parts, 1), [rows, total // rows])
     flat = new.make(aten.view.default, (packed, [total]), [total])
     length = {"all_gather": total * size, "reduce_scatter": total // size}.get(kind, total)
     start = new.make(target, (flat, *starts[0].args[1:]), [length])
-    start.meta["numbers"] = tuple(number for node in starts for number in node.meta.get("numbers", ()))
+    start.meta["numbers"] = tuple(
+        number for node in starts for number in node.meta.get("numbers", ())
+    )
     start.meta["moved"] = "".join(dict.fromkeys(node.meta.get("moved", "") for node in starts))
     if kind == "all_reduce":
         start.meta["donate"] = True
@@ -202,8 +233,15 @@ def _part(new: Appender, whole: fx.Node, offset: int, count: int, is_own: bool) 
     """Add what one collective has of a packed result: columns of a table, which are copied, or elements."""
     if len(whole.meta["val"][0]) == 2:
         size, total = whole.meta["val"][0]
-        part = new.make(aten.slice.Tensor, (whole, 1, offset, offset + count), [size, count], [total, 1])
-        part = new.make(aten.clone.default, (part,), [size, count], kwargs={"memory_format": torch.contiguous_format})
+        part = new.make(
+            aten.slice.Tensor, (whole, 1, offset, offset + count), [size, count], [total, 1]
+        )
+        part = new.make(
+            aten.clone.default,
+            (part,),
+            [size, count],
+            kwargs={"memory_format": torch.contiguous_format},
+        )
         return new.make(aten.view.default, (part, [size * count]), [size * count])
     part = new.make(aten.slice.Tensor, (whole, 0, offset, offset + count), [count])
     return new.make(aten.clone.default, (part,), [count]) if is_own else part

@@ -47,4 +47,9 @@ def _alias_of(node: fx.Node) -> fx.Node | None:
 
 def _may_be_returned(x: fx.Node, output: fx.Node) -> bool:
     """Return whether a node can be returned in place of an alias of it: it is a new tensor and not returned already."""
-    return x.op == "call_function" and x.target not in _RESHAPING and x.target is not WAIT and output not in x.users
+    return (
+        x.op == "call_function"
+        and x.target not in _RESHAPING
+        and x.target is not WAIT
+        and output not in x.users
+    )

@@ -53,7 +53,12 @@ def _pairs(graph: fx.Graph, limit: int | None) -> list[tuple[fx.Node, fx.Node, f
             writers.setdefault(c, []).append(node)
 
     def is_written(start: fx.Node, wait: fx.Node) -> bool:
-        later = (node for c in use.of[start] for node in writers.get(c, ()) if node is not start and node is not wait)
+        later = (
+            node
+            for c in use.of[start]
+            for node in writers.get(c, ())
+            if node is not start and node is not wait
+        )
         return any(order[node] > order[start] for node in later)
 
     found: list[tuple[fx.Node, fx.Node, fx.Node]] = []
@@ -61,7 +66,11 @@ def _pairs(graph: fx.Graph, limit: int | None) -> list[tuple[fx.Node, fx.Node, f
     values = _Values(use)
     for node in graph.nodes:
         key = values.visit(node)
-        if node.target not in OPERATORS or OPERATORS[node.target] == "permute" or len(node.users) != 1:
+        if (
+            node.target not in OPERATORS
+            or OPERATORS[node.target] == "permute"
+            or len(node.users) != 1
+        ):
             continue
         (wait,) = node.users
         if wait.target is not WAIT or is_written(node, wait):
@@ -79,7 +88,10 @@ def _pairs(graph: fx.Graph, limit: int | None) -> list[tuple[fx.Node, fx.Node, f
             last |= dict.fromkeys(_own(use, start), max(kept, *(last[c] for c in _own(use, node))))
             found.append((done, node, wait))
             if use.of[node] & use.outputs:
-                seen[key] = node, wait  # the graph returns the result once: a third collective is compared with this one
+                seen[key] = (
+                    node,
+                    wait,
+                )  # the graph returns the result once: a third collective is compared with this one
                 return found
     return found
 
@@ -104,8 +116,12 @@ class _Values:
         operands = [self._content(x) for x in node.all_input_nodes]
         names = {x: i for i, x in enumerate(node.all_input_nodes)}
         args = map_arg((_drop_site(node), node.kwargs), lambda x: _Operand(names[x]))  # type: ignore[arg-type,return-value]
-        communicates = node.target in OPERATORS or node.target is WAIT  # these write at most their operand, which `is_written` sees
-        known = communicates or (is_pure(node) and not is_empty(node) and not self._use.writes[node])
+        communicates = (
+            node.target in OPERATORS or node.target is WAIT
+        )  # these write at most their operand, which `is_written` sees
+        known = communicates or (
+            is_pure(node) and not is_empty(node) and not self._use.writes[node]
+        )
         key: Any = (node.target, repr(args), tuple(operands)) if known else node
         if isinstance(key, tuple) and "Generator" in key[1]:
             key = node
@@ -116,7 +132,9 @@ class _Values:
         return key
 
     def _content(self, x: fx.Node) -> Any:
-        versions = tuple(sorted((c, self._version[c]) for c in self._use.of[x] if c in self._version))
+        versions = tuple(
+            sorted((c, self._version[c]) for c in self._use.of[x] if c in self._version)
+        )
         return self._made[x], versions, self._fences
 
 

@@ -53,4 +53,7 @@ def _is_root(node: fx.Node, use: MemoryUse) -> bool:
 
 
 def _only_writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in node.target.tags
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+    )

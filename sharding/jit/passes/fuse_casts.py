@@ -26,7 +26,13 @@ from .movement import Movement, is_empty, is_moving
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten.clone.default)
 _SCALES = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
-_FREE = {"dtype", "layout", "device", "pin_memory", "non_blocking"}  # arguments of a cast that say nothing of strides
+_FREE = {
+    "dtype",
+    "layout",
+    "device",
+    "pin_memory",
+    "non_blocking",
+}  # arguments of a cast that say nothing of strides
 
 
 class _CastRegion(NamedTuple):
@@ -98,24 +104,44 @@ def _region(move: Movement, first: int) -> _CastRegion | None:
             return None
         classes.add(c)
         fillers = move.fillers[c]
-        if not all(node.target in OPERATORS or is_empty(node) or node.target in _COPIES for node in fillers):
+        if not all(
+            node.target in OPERATORS or is_empty(node) or node.target in _COPIES for node in fillers
+        ):
             return None
         for node in move.readers.get(c, ()):
-            if node in fillers or (node.target is WAIT and use.of[node] <= classes) or is_empty(node):
+            if (
+                node in fillers
+                or (node.target is WAIT and use.of[node] <= classes)
+                or is_empty(node)
+            ):
                 continue
             if at[fillers[-1]] > at[node]:
                 return None  # written after it was read
             copied = node.target in _COPIES and (use.writes[node] or use.of[node])
-            if copied and _dtype(node) == _dtype(use.made_by[c]) and not copied & (use.inputs | use.outputs):
+            if (
+                copied
+                and _dtype(node) == _dtype(use.made_by[c])
+                and not copied & (use.inputs | use.outputs)
+            ):
                 work += copied
             else:
                 exits.append(node)
     for node in sorted({node for c in classes for node in move.fillers[c]}, key=at.__getitem__):
-        source: Any = None if is_empty(node) else node.args[1] if node.target is aten.copy_.default else node.args[0]
+        source: Any = (
+            None
+            if is_empty(node)
+            else node.args[1]
+            if node.target is aten.copy_.default
+            else node.args[0]
+        )
         if source is not None and not use.of[source] <= classes:
             inputs.append((node, source))
     dtypes = {_dtype(node) for c in classes for node in move.holders[c] if "val" in node.meta}
-    return _CastRegion(classes, inputs, list(dict.fromkeys(exits))) if exits and len(dtypes) == 1 else None
+    return (
+        _CastRegion(classes, inputs, list(dict.fromkeys(exits)))
+        if exits and len(dtypes) == 1
+        else None
+    )
 
 
 def _kind(node: fx.Node) -> tuple[str, str] | None:
@@ -124,14 +150,20 @@ def _kind(node: fx.Node) -> tuple[str, str] | None:
         return None
     if node.target is aten._to_copy.default and node.kwargs.keys() <= _FREE and _same_device(node):
         return "cast", str(_dtype(node))
-    if node.target is aten.copy_.default and _dtype(node) != _dtype(node.args[1]) and node.args[1] is not node.args[0]:  # type: ignore[arg-type]
+    if (
+        node.target is aten.copy_.default
+        and _dtype(node) != _dtype(node.args[1])
+        and node.args[1] is not node.args[0]
+    ):  # type: ignore[arg-type]
         return "cast", str(_dtype(node))
     if node.target in _SCALES and not node.kwargs and type(node.args[1]) in (int, float):
         return "scale", f"{node.target} {node.args[1]!r}"
     return None
 
 
-def _apply(graph: fx.Graph, move: Movement, region: _CastRegion, is_cast: bool, dtype: torch.dtype) -> None:
+def _apply(
+    graph: fx.Graph, move: Movement, region: _CastRegion, is_cast: bool, dtype: torch.dtype
+) -> None:
     """Do at the inputs of a region what its exits do, and let their users take its values as they are."""
     function = region.exits[0]
     droppable = [node for node in region.exits if _can_go(move, node)]
@@ -178,7 +210,12 @@ def _can_go(move: Movement, node: fx.Node) -> bool:
         return False
     use, x = move.use, node.args[0]
     (made,) = use.of[node]
-    if made in use.outputs or made in move.mixed or move.fillers[made] != [node] or node.meta["val"][:2] != x.meta["val"][:2]:  # type: ignore[union-attr]
+    if (
+        made in use.outputs
+        or made in move.mixed
+        or move.fillers[made] != [node]
+        or node.meta["val"][:2] != x.meta["val"][:2]
+    ):  # type: ignore[union-attr]
         return False
     (c,) = use.of[x]  # type: ignore[index]
     if math.prod(x.meta["val"][0]) != math.prod(use.made_by[c].meta["val"][0]):  # type: ignore[union-attr]
@@ -197,12 +234,21 @@ def _send_narrow(graph: fx.Graph, move: Movement) -> int:
     live = live_bytes(graph, move.use)
     for start in filter(is_moving, move.nodes):
         cast, own = _widening(start.args[0]), move.own(start)  # type: ignore[arg-type]
-        if cast is None or len(start.users) != 1 or own in move.mixed | move.use.outputs or move.fillers[own] != [start]:
+        if (
+            cast is None
+            or len(start.users) != 1
+            or own in move.mixed | move.use.outputs
+            or move.fillers[own] != [start]
+        ):
             continue
         narrow: Any = cast.args[0]
         (wait,) = start.users
         between = range(move.at[cast] + 1, move.at[wait] + 1)
-        if wait.target is not WAIT or not is_contiguous(narrow) or any(_is_written(move, x, between) for x in (narrow, cast)):
+        if (
+            wait.target is not WAIT
+            or not is_contiguous(narrow)
+            or any(_is_written(move, x, between) for x in (narrow, cast))
+        ):
             continue
         more = nbytes(narrow) + nbytes(start) * _dtype(narrow).itemsize // _dtype(start).itemsize
         if max(live[i] for i in between) + more > max(live):
@@ -216,7 +262,9 @@ def _send_narrow(graph: fx.Graph, move: Movement) -> int:
             _retype(node, _dtype(narrow))
         start.meta["moved"] = f"{start.meta.get('moved', '')} before {wide}"
         with graph.inserting_after(wait):
-            whole = _note(graph.call_function(aten._to_copy.default, (wait,), {"dtype": wide}), wait, wide)
+            whole = _note(
+                graph.call_function(aten._to_copy.default, (wait,), {"dtype": wide}), wait, wide
+            )
         _replace(wait, whole)
         for node in reversed(list(graph.nodes)):
             if not node.users and (is_view(node) or node is cast):
@@ -240,8 +288,11 @@ def _widening(x: fx.Node) -> fx.Node | None:
 
 def _is_exact(given: torch.dtype, made: torch.dtype) -> bool:
     """Return whether a larger dtype has all values of a smaller one."""
-    return given.itemsize < made.itemsize and given is not torch.bool and torch.promote_types(given, made) is made and (
-        given.is_floating_point == made.is_floating_point
+    return (
+        given.itemsize < made.itemsize
+        and given is not torch.bool
+        and torch.promote_types(given, made) is made
+        and (given.is_floating_point == made.is_floating_point)
     )
 
 
@@ -251,7 +302,12 @@ def _cast_in_copies(graph: fx.Graph, move: Movement) -> int:
     sent = {c for node in move.nodes if node.target in OPERATORS for c in move.use.of[node.args[0]]}  # type: ignore[index]
     for node in move.nodes:
         cast: Any = node.args[1] if node.target is aten.copy_.default else None
-        if cast is None or not move.use.writes[node] <= sent or cast.target is not aten._to_copy.default or _kind(cast) is None:
+        if (
+            cast is None
+            or not move.use.writes[node] <= sent
+            or cast.target is not aten._to_copy.default
+            or _kind(cast) is None
+        ):
             continue
         x: Any = cast.args[0]
         same = _dtype(cast) is _dtype(node) or _is_exact(_dtype(x), _dtype(cast))
@@ -274,12 +330,22 @@ def _after_slices(graph: fx.Graph, move: Movement) -> int:
         made, given = move.use.of[node], move.use.of[x]
         if not _is_of_collective(move, x):
             continue
-        if made & (move.use.outputs | move.mixed) or any(move.fillers[c] != [node] for c in made) or given & move.use.outputs:
+        if (
+            made & (move.use.outputs | move.mixed)
+            or any(move.fillers[c] != [node] for c in made)
+            or given & move.use.outputs
+        ):
             continue
-        if any(move.at[filler] > move.at[node] for c in given for filler in move.fillers[c]) or not is_contiguous(x):
+        if any(
+            move.at[filler] > move.at[node] for c in given for filler in move.fillers[c]
+        ) or not is_contiguous(x):
             continue
         chain = _up_to_slice(node)
-        if not chain or math.prod(chain[-1].meta["val"][0]) >= math.prod(x.meta["val"][0]) or not is_contiguous(chain[-1]):
+        if (
+            not chain
+            or math.prod(chain[-1].meta["val"][0]) >= math.prod(x.meta["val"][0])
+            or not is_contiguous(chain[-1])
+        ):
             continue
         part = chain[-1]
         if nbytes(x) > nbytes(node) and move.at[part] - move.at[node] > len(chain):
@@ -302,7 +368,11 @@ def _is_of_collective(move: Movement, x: fx.Node) -> bool:
         found = {move.use.made_by.get(c) for node in found for c in move.use.of[node]} - {None}
         if any(node.target in OPERATORS for node in found):
             return True
-        found = {node.args[0] for node in found if _kind(node) is not None and node.target is not aten.copy_.default}
+        found = {
+            node.args[0]
+            for node in found
+            if _kind(node) is not None and node.target is not aten.copy_.default
+        }
     return False
 
 
@@ -329,7 +399,9 @@ def _same_device(node: fx.Node) -> bool:
 
 def _applied(graph: fx.Graph, function: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Add a node that does to each element of x what another node does to its operand."""
-    return _note(graph.call_function(function.target, (x, *function.args[1:]), function.kwargs), x, dtype)  # type: ignore[arg-type]
+    return _note(
+        graph.call_function(function.target, (x, *function.args[1:]), function.kwargs), x, dtype
+    )  # type: ignore[arg-type]
 
 
 def _replace(x: fx.Node, made: fx.Node) -> None:
@@ -340,7 +412,12 @@ def _replace(x: fx.Node, made: fx.Node) -> None:
 def _note(made: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Note the shape of a node that computes with each element of another."""
     shape, strides, _, device = x.meta["val"]
-    made.meta["val"] = shape, torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride(), dtype, device
+    made.meta["val"] = (
+        shape,
+        torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride(),
+        dtype,
+        device,
+    )
     return made
 
 

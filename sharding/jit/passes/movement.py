@@ -12,13 +12,22 @@ from .alias import MemoryUse
 
 aten = torch.ops.aten
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
-_COPIES = (aten.copy_.default, aten.clone.default, aten._to_copy.default, aten.cat.default, aten.contiguous.default)
+_COPIES = (
+    aten.copy_.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.cat.default,
+    aten.contiguous.default,
+)
 _MOVING = ("all_gather", "all_to_all")
 
 
 def is_empty(node: fx.Node) -> bool:
     """Return whether a node makes a tensor without values."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.partition("::")[2] in _EMPTY
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.name.partition("::")[2] in _EMPTY
+    )
 
 
 def is_copy(node: fx.Node) -> bool:
@@ -72,7 +81,9 @@ class Movement:
         work: list[Any] = list(found)
         while work:
             for node in self.readers.get(work.pop(), ()):
-                made = self.use.writes[node] | {c for c in self.use.of[node] if self.use.made_by.get(c) is node}
+                made = self.use.writes[node] | {
+                    c for c in self.use.of[node] if self.use.made_by.get(c) is node
+                }
                 for c in made - found.keys():
                     if c in self.use.made_by and all(map(is_copy, self.fillers[c])):
                         found[c] = None

@@ -45,18 +45,35 @@ class PassOptions:
         if given is False:
             return PassOptions(**dict.fromkeys(_PASSES, 0))  # type: ignore[arg-type]
         if not isinstance(given, Mapping):
-            raise TypeError(f"sm.jit: compiler_options must be a dict of options or False, got {given!r}")
-        ours = {name: value for name, value in given.items() if name in (*_PASSES, "max_live_bytes")}
+            raise TypeError(
+                f"sm.jit: compiler_options must be a dict of options or False, got {given!r}"
+            )
+        ours = {
+            name: value for name, value in given.items() if name in (*_PASSES, "max_live_bytes")
+        }
         for name, value in ours.items():
             is_size = name == "bucket_bytes" or (name == "max_live_bytes" and value is not None)
             if is_size and (type(value) is not int or value < 0):
-                raise ValueError(f"sm.jit: compiler_options[{name!r}] must be a number of bytes, an integer >= 0, got {value!r}")
+                raise ValueError(
+                    f"sm.jit: compiler_options[{name!r}] must be a number of bytes, an integer >= 0, got {value!r}"
+                )
             if not is_size and name != "max_live_bytes" and type(value) is not bool:
-                raise TypeError(f"sm.jit: compiler_options[{name!r}] must be True or False, got {value!r}")
-        return PassOptions(**ours, inductor=tuple((name, _checked(name, x)) for name, x in given.items() if name not in ours))
+                raise TypeError(
+                    f"sm.jit: compiler_options[{name!r}] must be True or False, got {value!r}"
+                )
+        return PassOptions(
+            **ours,
+            inductor=tuple(
+                (name, _checked(name, x)) for name, x in given.items() if name not in ours
+            ),
+        )
 
 
-_PASSES = tuple(option.name for option in fields(PassOptions) if option.name not in ("max_live_bytes", "inductor"))
+_PASSES = tuple(
+    option.name
+    for option in fields(PassOptions)
+    if option.name not in ("max_live_bytes", "inductor")
+)
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -71,5 +88,7 @@ def _checked(name: str, value: Any) -> Any:
         )
     kind = type(options[name])
     if options[name] is not None and not callable(value) and type(value) is not kind:
-        raise TypeError(f"sm.jit: compiler_options[{name!r}] must be {kind.__name__}, as in torch._inductor.config, got {value!r}")
+        raise TypeError(
+            f"sm.jit: compiler_options[{name!r}] must be {kind.__name__}, as in torch._inductor.config, got {value!r}"
+        )
     return value

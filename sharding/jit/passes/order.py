@@ -79,20 +79,32 @@ class Appender:
         self._last = node
 
     def make(
-        self, target: Callable[..., Any], args: Any, shape: Sequence[int], strides: Sequence[int] | None = None, kwargs: Any = None
+        self,
+        target: Callable[..., Any],
+        args: Any,
+        shape: Sequence[int],
+        strides: Sequence[int] | None = None,
+        kwargs: Any = None,
     ) -> fx.Node:
         """Add a node whose result has this shape, dtype and device of the first operand, and is contiguous without strides."""
         with self._graph.inserting_after(self._last):
             self._last = self._graph.call_function(target, tuple(args), kwargs or {})
         dtype, device = self._last.all_input_nodes[0].meta["val"][2:]
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))] if strides is None else strides
+        strides = (
+            [math.prod(shape[i + 1 :]) for i in range(len(shape))] if strides is None else strides
+        )
         self._last.meta["val"] = tuple(shape), tuple(strides), dtype, device
         return self._last
 
     def flat(self, x: Any, shape: Sequence[int]) -> fx.Node:
         """Add a view of a node's values in order, in another shape."""
         if not is_contiguous(x):
-            x = self.make(aten.clone.default, (x,), x.meta["val"][0], kwargs={"memory_format": torch.contiguous_format})
+            x = self.make(
+                aten.clone.default,
+                (x,),
+                x.meta["val"][0],
+                kwargs={"memory_format": torch.contiguous_format},
+            )
         return self.make(aten.view.default, (x, list(shape)), shape)
 
 
@@ -103,7 +115,9 @@ def group_size(start: fx.Node) -> int:
 
 def fixed_memory(graph: fx.Graph, use: MemoryUse) -> frozenset[int]:
     """Return the classes of memory that may not become part of a larger buffer: returned by the graph, or addressed by offset."""
-    return use.outputs | use.union(node for node in graph.nodes if node.target is aten.as_strided.default)
+    return use.outputs | use.union(
+        node for node in graph.nodes if node.target is aten.as_strided.default
+    )
 
 
 def set_order(graph: fx.Graph, nodes: list[fx.Node]) -> None:

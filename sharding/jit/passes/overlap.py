@@ -54,7 +54,9 @@ def _start_early(graph: fx.Graph, limit: int | None, peak: int) -> set[fx.Node]:
             continue
         target, size = i - 1, nbytes(node)
         earliest = max(places.early(node), place)
-        while target > earliest and (live[target] + size <= peak if limit is None else flying[target] + size <= limit):
+        while target > earliest and (
+            live[target] + size <= peak if limit is None else flying[target] + size <= limit
+        ):
             target -= 1
         if target < i - 1:  # it runs right behind `target`, after the starts that are there already
             need = [x for x in places.needed(node, target) if x not in inside]
@@ -92,14 +94,18 @@ def wait_late(graph: fx.Graph) -> set[fx.Node]:
         node = nodes[i]
         if node in waits:
             users = (late.get(user, at[user]) for user in node.users)
-            others = [written.get(c, fence) for c in use.reads[node]] + [touched.get(c, fence) for c in use.writes[node]]
+            others = [written.get(c, fence) for c in use.reads[node]] + [
+                touched.get(c, fence) for c in use.writes[node]
+            ]
             late[node] = min([fence, *users, *others])
         else:
             written |= dict.fromkeys(use.writes[node], i)
             touched |= dict.fromkeys(use.reads[node] | use.writes[node], i)
             fence = i if node in use.fences or node.op == "output" else fence
     before: dict[int, list[fx.Node]] = {}
-    moved = {node for node, i in late.items() if any(x not in late for x in nodes[at[node] + 1 : i])}
+    moved = {
+        node for node, i in late.items() if any(x not in late for x in nodes[at[node] + 1 : i])
+    }
     for node in nodes:
         if node in late:
             before.setdefault(late[node], []).append(node)

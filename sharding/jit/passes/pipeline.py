@@ -24,7 +24,9 @@ from .regather import regather, run_again
 Pass = Callable[[fx.Graph], int]
 
 
-def run(found: Program | str, options: PassOptions, world: World | None, meshes: Iterable[Sequence[int]]) -> Program | str:
+def run(
+    found: Program | str, options: PassOptions, world: World | None, meshes: Iterable[Sequence[int]]
+) -> Program | str:
     """Return a program with the passes applied that all ranks apply alike; the given one is not changed.
 
     A pass whose schedules do not fit each other on all ranks is left out, on all of them.
@@ -44,11 +46,21 @@ def run(found: Program | str, options: PassOptions, world: World | None, meshes:
         stages = [] if isinstance(found, str) else _stages(found, options, twice)
         if world is None:
             return stages[-1][0] if stages else found
-        chosen = agree(world, list(meshes), found if isinstance(found, str) else [schedule_of(program.graph) for program, _ in stages])
+        chosen = agree(
+            world,
+            list(meshes),
+            found
+            if isinstance(found, str)
+            else [schedule_of(program.graph) for program, _ in stages],
+        )
         if isinstance(chosen, str):
             return chosen
         if chosen is None:  # what does not change the order of starts needs no agreement
-            alone = dataclasses.replace(PassOptions.of(False), overlap=options.overlap, max_live_bytes=options.max_live_bytes)
+            alone = dataclasses.replace(
+                PassOptions.of(False),
+                overlap=options.overlap,
+                max_live_bytes=options.max_live_bytes,
+            )
             return _stages(found, alone)[-1][0]  # type: ignore[arg-type]
         if chosen == len(stages) - 1:
             return stages[chosen][0]
@@ -60,7 +72,9 @@ def run(found: Program | str, options: PassOptions, world: World | None, meshes:
     return found
 
 
-def _stages(program: Program, options: PassOptions, twice: frozenset[object] | None = None) -> list[tuple[Program, str]]:
+def _stages(
+    program: Program, options: PassOptions, twice: frozenset[object] | None = None
+) -> list[tuple[Program, str]]:
     """Return the program as recorded, and after each pass that is on.
 
     Args:
@@ -73,20 +87,47 @@ def _stages(program: Program, options: PassOptions, twice: frozenset[object] | N
     stages = [(program, "")]
     passes: list[tuple[str, Any, Pass]] = [
         ("dead_collectives", options.dead_collectives, remove_dead_collectives),
-        ("common_collectives", options.common_collectives, lambda graph: share_common_collectives(graph, options.max_live_bytes)),
+        (
+            "common_collectives",
+            options.common_collectives,
+            lambda graph: share_common_collectives(graph, options.max_live_bytes),
+        ),
         ("fuse_casts", options.fuse_casts, fuse_casts),
-        ("reduce_scatter", options.reduce_scatter, lambda graph: scatter_reductions(graph, program.rank_in)),
-        ("regather", options.regather, lambda graph: regather(graph, options.max_live_bytes, twice)),
-        ("bucket_bytes", options.bucket_bytes, lambda graph: bucket_collectives(graph, options.bucket_bytes, options.max_live_bytes)),
+        (
+            "reduce_scatter",
+            options.reduce_scatter,
+            lambda graph: scatter_reductions(graph, program.rank_in),
+        ),
+        (
+            "regather",
+            options.regather,
+            lambda graph: regather(graph, options.max_live_bytes, twice),
+        ),
+        (
+            "bucket_bytes",
+            options.bucket_bytes,
+            lambda graph: bucket_collectives(graph, options.bucket_bytes, options.max_live_bytes),
+        ),
         ("overlap", options.overlap, lambda graph: overlap(graph, options.max_live_bytes)),
     ]
-    is_fixed = changes_metadata(program.graph) or not any(node.target in OPERATORS for node in program.graph.nodes)
+    is_fixed = changes_metadata(program.graph) or not any(
+        node.target in OPERATORS for node in program.graph.nodes
+    )
     graph = None if is_fixed else copy_graph(program.graph)
     for name, on, apply in passes:
         if on:
             last = stages[-1][0]
             count = 0 if graph is None else apply(graph)
-            stages.append((dataclasses.replace(last, graph=graph if count else last.graph, passes=(*last.passes, (name, count))), name))  # type: ignore[arg-type]
+            stages.append(
+                (
+                    dataclasses.replace(
+                        last,
+                        graph=graph if count else last.graph,
+                        passes=(*last.passes, (name, count)),
+                    ),
+                    name,
+                )
+            )  # type: ignore[arg-type]
             graph = copy_graph(graph) if count and graph is not None else graph
     return stages
 

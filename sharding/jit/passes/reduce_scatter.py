@@ -39,7 +39,9 @@ def scatter_reductions(graph: fx.Graph, rank_in: Callable[[tuple[int, ...]], int
         flat = [part.meta["val"][0][0] * _row(view)]
         new = Appender(graph, start)
         operand = new.flat(start.args[0], [flat[0] * group_size(start)])
-        scattered = new.make(torch.ops.shardmesh.reduce_scatter.default, (operand, *start.args[1:]), flat)
+        scattered = new.make(
+            torch.ops.shardmesh.reduce_scatter.default, (operand, *start.args[1:]), flat
+        )
         scattered.meta["numbers"] = start.meta.get("numbers", ())
         new = Appender(graph, wait)
         done = new.make(WAIT, (scattered,), flat)
@@ -56,7 +58,11 @@ def _sliced(start: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     while len(chain[-1].users) == 1 and len(chain) < 4:
         (user,) = chain[-1].users
         if user.target is aten.slice.Tensor:
-            return (chain[1], chain[-1], user) if len(chain) > 1 and _bounds(user, chain[-1])[:2] == (0, 1) else None
+            return (
+                (chain[1], chain[-1], user)
+                if len(chain) > 1 and _bounds(user, chain[-1])[:2] == (0, 1)
+                else None
+            )
         if user.target is not (WAIT if len(chain) == 1 else aten.view.default):
             return None
         chain.append(user)

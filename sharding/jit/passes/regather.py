@@ -42,7 +42,9 @@ class _Again(NamedTuple):
     more: int
 
 
-def regather(graph: fx.Graph, max_live_bytes: int | None = None, only: frozenset[object] | None = None) -> int:
+def regather(
+    graph: fx.Graph, max_live_bytes: int | None = None, only: frozenset[object] | None = None
+) -> int:
     """Run collectives again before the later uses of their results, where keeping these makes the graph take the most memory.
 
     It goes on until no result is kept at the peak that could be gathered again, or until the graph takes at most `max_live_bytes`.
@@ -55,14 +57,32 @@ def regather(graph: fx.Graph, max_live_bytes: int | None = None, only: frozenset
     memory = _LiveMemory(graph)
     peak = memory.peak
     chosen: list[_Again] = []
-    starts = [node for node in memory.move.nodes if is_moving(node) and (only is None or name_of(node) in only)]
-    families = [(node, classes) for node in starts if not memory.unsafe & set(classes := memory.move.derived(node))]
+    starts = [
+        node
+        for node in memory.move.nodes
+        if is_moving(node) and (only is None or name_of(node) in only)
+    ]
+    families = [
+        (node, classes)
+        for node in starts
+        if not memory.unsafe & set(classes := memory.move.derived(node))
+    ]
     while memory.peak > (max_live_bytes or 0):
         place = int(memory.live.argmax())
-        found = [again for node, classes in families if (again := memory.again(node, classes, place)) is not None]
+        found = [
+            again
+            for node, classes in families
+            if (again := memory.again(node, classes, place)) is not None
+        ]
         if not found:
             break
-        best = max(found, key=lambda again: (again.saved / class_bytes(again.start), -memory.move.at[again.start]))
+        best = max(
+            found,
+            key=lambda again: (
+                again.saved / class_bytes(again.start),
+                -memory.move.at[again.start],
+            ),
+        )
         memory.apply(best)
         chosen.append(best)
         families = [family for family in families if family[0] is not best.start]
@@ -108,40 +128,74 @@ class _LiveMemory:
         """Return how the values of a collective that are kept at a place can be had again after it; None if they cannot or need not."""
         at, use = self.move.at, self.use
         members: set[int] = set()
-        for c in classes:  # those that are complete at this place, and not written once they are read
+        for (
+            c
+        ) in classes:  # those that are complete at this place, and not written once they are read
             inside = {x for node in self.move.fillers[c] for x in use.reads[node]} & set(classes)
             if at[self.move.fillers[c][-1]] < peak and inside <= members | {c}:
                 members.add(c)
         filling = {node for c in members for node in self.move.fillers[c]}
-        reads = {c: [at[node] for node in self.move.readers.get(c, ()) if node not in filling and not _waits(node, start)] for c in members}
+        reads = {
+            c: [
+                at[node]
+                for node in self.move.readers.get(c, ())
+                if node not in filling and not _waits(node, start)
+            ]
+            for c in members
+        }
         needed = [c for c in classes if any(i > peak for i in reads.get(c, ()))]
-        if not needed or any(peak in places for places in reads.values()) or not any(i < peak for c in members for i in reads[c]):
+        if (
+            not needed
+            or any(peak in places for places in reads.values())
+            or not any(i < peak for c in members for i in reads[c])
+        ):
             return None
-        if any(reads[c] and at[self.move.fillers[c][-1]] > reads[c][0] for c in members) or self._sources & members:
+        if (
+            any(reads[c] and at[self.move.fillers[c][-1]] > reads[c][0] for c in members)
+            or self._sources & members
+        ):
             return None
         place = min(i for c in needed for i in reads[c] if i > peak)
         begin = at[start]
         if any(begin < i < place for i in self._fences):
             return None
         run = self._run(members, needed)
-        sources = {c for node in run for x in node.all_input_nodes if x not in run for c in use.of[x]}
+        sources = {
+            c for node in run for x in node.all_input_nodes if x not in run for c in use.of[x]
+        }
         if not self._can_be_read(sources, run, place):
             return None
         kept = [c for c in sources if not self._is_there(c, place)]
         for c in list(kept):  # made again rather than kept, if what they are made from is there
             nodes = self._closed(set(self.move.fillers[c]), {c})
-            given = {d for node in nodes for x in node.all_input_nodes if x not in nodes for d in use.of[x]}
+            given = {
+                d
+                for node in nodes
+                for x in node.all_input_nodes
+                if x not in nodes
+                for d in use.of[x]
+            }
             is_copied = all(map(is_copy, self.move.fillers[c])) and c not in self.move.mixed
-            if is_copied and all(self._is_there(d, place) for d in given) and self._can_be_read(given, nodes, place):
+            if (
+                is_copied
+                and all(self._is_there(d, place) for d in given)
+                and self._can_be_read(given, nodes, place)
+            ):
                 run |= nodes
                 kept.remove(c)
                 sources = sources - {c} | given
         made = {c for node in run for c in use.of[node] if use.made_by.get(c) in run}
         saved = sum(self.size(c) for c in needed) - sum(self.size(c) for c in kept)
         more = sum(self.size(c) for c in made if c not in needed)
-        if saved <= 0 or sources & self._gone or self.live[place] + more + sum(self.size(c) for c in kept) >= self.peak:
+        if (
+            saved <= 0
+            or sources & self._gone
+            or self.live[place] + more + sum(self.size(c) for c in kept) >= self.peak
+        ):
             return None
-        return _Again(start, place, sorted(run, key=at.__getitem__), needed, kept, sources, saved, more)
+        return _Again(
+            start, place, sorted(run, key=at.__getitem__), needed, kept, sources, saved, more
+        )
 
     def size(self, c: int) -> int:
         """Return the bytes of a class."""
@@ -155,7 +209,10 @@ class _LiveMemory:
         work = list(run)
         while work:
             for x in work.pop().all_input_nodes:
-                for node in [x, *(filler for c in self.use.of[x] for filler in self.move.fillers.get(c, ()))]:
+                for node in [
+                    x,
+                    *(filler for c in self.use.of[x] for filler in self.move.fillers.get(c, ())),
+                ]:
                     if node not in run and self.use.of[x] and self.use.of[x] <= members:
                         run.add(node)
                         work.append(node)
@@ -165,8 +222,14 @@ class _LiveMemory:
         """Return whether sources have the same values at a later place as when these nodes read them."""
         first: dict[int, int] = {}
         for node in sorted(run, key=self.move.at.__getitem__, reverse=True):
-            first |= dict.fromkeys(self.use.union(x for x in node.all_input_nodes if x not in run), self.move.at[node])
-        return not any(first[c] < self.move.at[node] < place for c in sources for node in self.move.fillers.get(c, ()))
+            first |= dict.fromkeys(
+                self.use.union(x for x in node.all_input_nodes if x not in run), self.move.at[node]
+            )
+        return not any(
+            first[c] < self.move.at[node] < place
+            for c in sources
+            for node in self.move.fillers.get(c, ())
+        )
 
     def _is_there(self, c: int, place: int) -> bool:
         return c in self.use.inputs or self.last[c] >= place

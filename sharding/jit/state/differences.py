@@ -1,7 +1,7 @@
 """Why a call is recorded again, in words: what differs between two signatures, or between tensors then and now.
 
-    key     structure of the arguments | modes of torch | a key for each leaf | which leaves share memory
-    text    the shape of x is [3, 8] and was [4, 8]
+key     structure of the arguments | modes of torch | a key for each leaf | which leaves share memory
+text    the shape of x is [3, 8] and was [4, 8]
 """
 
 from __future__ import annotations
@@ -21,12 +21,21 @@ from .slots import GradSlot
 
 _log = logging.getLogger(__name__)
 _MANY = 8  # recordings of one function before a warning
-_MODES = ("grad mode", "inference mode", "the default dtype", "the use of deterministic algorithms", "autocast")
+_MODES = (
+    "grad mode",
+    "inference mode",
+    "the default dtype",
+    "the use of deterministic algorithms",
+    "autocast",
+)
 _OF_TENSORS = ("shape", "stride", "dtype", "device", "requires_grad")
 _OF_LAYOUTS = ("shape", "dtype", "spec", "mesh")
 _ADVICE = (
     ("the shape of ", "Pad tensors to a few shapes."),
-    ("the value of ", "Pass a number that changes as a float or a tensor, of which a graph takes any value."),
+    (
+        "the value of ",
+        "Pass a number that changes as a float or a tensor, of which a graph takes any value.",
+    ),
     ("the object ", "Pass the same object in every call."),
 )
 
@@ -75,8 +84,14 @@ class Reasons:
 
     def _summary(self) -> str:
         found = sorted(self._found.values(), key=lambda item: -item[1])
-        what = "; ".join(f"{reason.text} ({count} time{'s' * (count != 1)})" for reason, count in found)
-        advice = [text for start, text in _ADVICE if any(reason.what.startswith(start) for reason, _ in found)]
+        what = "; ".join(
+            f"{reason.text} ({count} time{'s' * (count != 1)})" for reason, count in found
+        )
+        advice = [
+            text
+            for start, text in _ADVICE
+            if any(reason.what.startswith(start) for reason, _ in found)
+        ]
         return " ".join([f"was recorded {_MANY} times, each time eagerly: {what}.", *advice])
 
 
@@ -87,7 +102,9 @@ def texts_of(reasons: Sequence[Reason]) -> str:
 
 def _reason_of(text: str) -> Reason:
     """Return a reason that is there as text: `f.depth was 2 and is 3`."""
-    return Reason(min((text.partition(word)[0] for word in (" was ", " is ", " had ")), key=len), text)
+    return Reason(
+        min((text.partition(word)[0] for word in (" was ", " is ", " had ")), key=len), text
+    )
 
 
 # -- signatures ----------------------------------------------------------------------------------------------------------
@@ -101,14 +118,33 @@ def nearest(f: Callable[..., Any], key: Any, others: Sequence[Any]) -> list[Reas
 
 def differences(f: Callable[..., Any], before: Any, now: Any) -> list[Reason]:
     """Return what differs between two signatures of a function."""
-    found = [_changed(name, _word(y), _word(x)) for name, x, y in zip(_MODES, before[1], now[1], strict=True) if x != y]
-    names, names_before = leaf_names(f, now[0], len(now[2])), leaf_names(f, before[0], len(before[2]))
+    found = [
+        _changed(name, _word(y), _word(x))
+        for name, x, y in zip(_MODES, before[1], now[1], strict=True)
+        if x != y
+    ]
+    names, names_before = (
+        leaf_names(f, now[0], len(now[2])),
+        leaf_names(f, before[0], len(before[2])),
+    )
     if before[0] != now[0]:
-        return [*found, _changed("the structure of the arguments", ", ".join(names) or "empty", ", ".join(names_before) or "empty")]
+        return [
+            *found,
+            _changed(
+                "the structure of the arguments",
+                ", ".join(names) or "empty",
+                ", ".join(names_before) or "empty",
+            ),
+        ]
     for name, x, y in zip(names, before[2], now[2], strict=True):
         found += _leaf(name, x, y) if x != y else []
     if before[3] != now[3] and not found:
-        found.append(Reason("shared memory", "which arguments share memory, and how far apart they begin, has changed"))
+        found.append(
+            Reason(
+                "shared memory",
+                "which arguments share memory, and how far apart they begin, has changed",
+            )
+        )
     return found
 
 
@@ -116,11 +152,15 @@ def leaf_names(f: Callable[..., Any], tree: Any, count: int) -> list[str]:
     """Return the name of each leaf of the arguments: `batch['x'][0]`."""
     try:
         kinds = inspect.signature(f).parameters.values()
-        parameters = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        parameters = [
+            p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
     except (TypeError, ValueError):
         parameters = []
     args, kwargs = unflatten_tree(tree, list(range(count)))
-    given = [(parameters[i] if i < len(parameters) else f"args[{i}]", x) for i, x in enumerate(args)]
+    given = [
+        (parameters[i] if i < len(parameters) else f"args[{i}]", x) for i, x in enumerate(args)
+    ]
     return [name + path for name, x in (*given, *kwargs.items()) for path in paths_of(x)]
 
 
@@ -138,7 +178,11 @@ def _leaf(name: str, before: Any, now: Any) -> list[Reason]:
     elif isinstance(now[1], now[0]):
         return [_changed(f"the value of {name}", repr(now[1])[:80], repr(before[1])[:80])]
     else:
-        return [Reason(f"the object {name}", f"the object {name} is another {now[0].__name__} than before")]
+        return [
+            Reason(
+                f"the object {name}", f"the object {name} is another {now[0].__name__} than before"
+            )
+        ]
     differing = [one for one in parts if one[1] != one[2]]
     if len(differing) > 1 and differing[0][0] == "shape":  # the stride follows from it
         differing = [one for one in differing if one[0] != "stride"]
@@ -163,7 +207,9 @@ def _word(x: Any) -> str:
     if isinstance(x, bool):
         return "on" if x else "off"
     if isinstance(x, tuple):
-        return str(list(x)) if all(type(n) is int for n in x) else ", ".join(_word(one) for one in x)
+        return (
+            str(list(x)) if all(type(n) is int for n in x) else ", ".join(_word(one) for one in x)
+        )
     return str(x).removeprefix("torch.")
 
 

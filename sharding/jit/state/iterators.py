@@ -16,7 +16,11 @@ def iterator_state(x: Any) -> Any:
     if isinstance(x, types.GeneratorType):
         return _resumed.get(id(x), 0), x.gi_frame is None
     if isinstance(getattr(x, "__dict__", None), dict):
-        return tuple((name, value) for name, value in vars(x).items() if isinstance(value, (int, float, str, bool)))
+        return tuple(
+            (name, value)
+            for name, value in vars(x).items()
+            if isinstance(value, (int, float, str, bool))
+        )
     try:
         found = x.__reduce__()
     except TypeError:
@@ -36,7 +40,11 @@ def _places(x: Any) -> Any:
 @contextmanager
 def counting_resumptions(iterators: Sequence[Any]) -> Iterator[None]:
     """Count how often these generators are resumed in this thread in the block; a running profiler is called as before."""
-    frames = {id(x.gi_frame): id(x) for x in iterators if isinstance(x, types.GeneratorType) and x.gi_frame is not None}
+    frames = {
+        id(x.gi_frame): id(x)
+        for x in iterators
+        if isinstance(x, types.GeneratorType) and x.gi_frame is not None
+    }
     if not frames:
         yield
         return

@@ -17,12 +17,26 @@ from typing import Any
 import torch
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR")
-_FOREIGN = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, types.ModuleType, dict, list, tuple, set, str)
+_FOREIGN = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.Tensor,
+    types.ModuleType,
+    dict,
+    list,
+    tuple,
+    set,
+    str,
+)
 _UNKNOWN = object()
-Use = tuple[str, "tuple[str, ...] | None"]  # a name, and if it is an attribute's, how the code reaches its object: ("self", "optimizer")
+Use = tuple[
+    str, "tuple[str, ...] | None"
+]  # a name, and if it is an attribute's, how the code reaches its object: ("self", "optimizer")
 
 
-def names_of(f: types.FunctionType, selves: Sequence[Any], is_program: Callable[[str | None], bool]) -> set[str]:
+def names_of(
+    f: types.FunctionType, selves: Sequence[Any], is_program: Callable[[str | None], bool]
+) -> set[str]:
     """Return the names and the strings in a function's code, without those of attributes of objects that are not the program's.
 
     Args:
@@ -48,16 +62,26 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 @lru_cache(4096)
 def _uses(code: types.CodeType) -> tuple[Use, ...]:
     """Return how the code uses names."""
-    found: set[Use] = {(name, None) for part in codes(code) if part is not code for name in part.co_names}
+    found: set[Use] = {
+        (name, None) for part in codes(code) if part is not code for name in part.co_names
+    }
     path: tuple[str, ...] | None = None  # of the object on top of the stack
-    stored = {i.argval for i in dis.get_instructions(code) if i.opname.startswith(("STORE_FAST", "STORE_DEREF", "STORE_GLOBAL"))}
+    stored = {
+        i.argval
+        for i in dis.get_instructions(code)
+        if i.opname.startswith(("STORE_FAST", "STORE_DEREF", "STORE_GLOBAL"))
+    }
     stored = {name for x in stored for name in (x if isinstance(x, tuple) else (x,))}
     for i in dis.get_instructions(code):
         if i.is_jump_target:  # what is on the stack may come from elsewhere
             path = None
         if i.opname in _ATTRIBUTES:
             found.add((i.argval, path))
-            path = None if path is None or i.opname in ("STORE_ATTR", "DELETE_ATTR") else (*path, i.argval)
+            path = (
+                None
+                if path is None or i.opname in ("STORE_ATTR", "DELETE_ATTR")
+                else (*path, i.argval)
+            )
         elif i.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL")):
             name = i.argval[-1] if isinstance(i.argval, tuple) else i.argval
             path = None if name in stored else (name,)
@@ -96,7 +120,14 @@ def _attribute(x: Any, name: str) -> Any:
     values = getattr(x, "__dict__", {})
     if name in vars(type(x)) or not isinstance(values, dict):  # a property, say
         return _UNKNOWN
-    places = [values, *(values[part] for part in ("_modules", "_parameters", "_buffers") if isinstance(x, torch.nn.Module))]
+    places = [
+        values,
+        *(
+            values[part]
+            for part in ("_modules", "_parameters", "_buffers")
+            if isinstance(x, torch.nn.Module)
+        ),
+    ]
     return next((place[name] for place in places if name in place), _UNKNOWN)
 
 

@@ -32,12 +32,19 @@ class GradSlot(NamedTuple):
         return getattr(self.owner(leaves), self.name, None)
 
 
-def slots_of(x: Tensor, owner: Callable[[Sequence[Any]], Any], path: str, fixed: bool) -> list[GradSlot]:
+def slots_of(
+    x: Tensor, owner: Callable[[Sequence[Any]], Any], path: str, fixed: bool
+) -> list[GradSlot]:
     """Return the slots of a leaf: `.grad` of the plain tensor, and of a sharded one the part that is already reduced."""
     mine = x if fixed else None
     if not isinstance(x, ShardedTensor):
         return [GradSlot(owner, "grad", f"{path}.grad", mine)]
-    local = GradSlot(lambda leaves: owner(leaves)._local, "grad", f"{path}.grad (unreduced)", x._local if fixed else None)
+    local = GradSlot(
+        lambda leaves: owner(leaves)._local,
+        "grad",
+        f"{path}.grad (unreduced)",
+        x._local if fixed else None,
+    )
     return [local, *(GradSlot(owner, name, f"{path}.grad", mine) for name in _ATTRIBUTES)]
 
 
@@ -50,7 +57,9 @@ def signature(value: Any) -> Any:
     return value.shape, value.stride(), value.dtype, value.requires_grad
 
 
-def empty_slots(slots: Sequence[GradSlot], signatures: Sequence[Any]) -> list[tuple[Callable[[Any], Any], list[Any]]] | None:
+def empty_slots(
+    slots: Sequence[GradSlot], signatures: Sequence[Any]
+) -> list[tuple[Callable[[Any], Any], list[Any]]] | None:
     """Return the owners of slots by attribute, if all slots are empty and no owner is an argument; else None."""
     if any(found is not None for found in signatures) or any(slot.fixed is None for slot in slots):
         return None

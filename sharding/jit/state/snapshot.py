@@ -36,17 +36,46 @@ from ...tensor.sharded_tensor import ShardedTensor
 from .iterators import iterator_state
 from .names import codes, names_of
 
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, range, slice, Placement, np.generic)
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    Enum,
+    range,
+    slice,
+    Placement,
+    np.generic,
+)
 _paths = sysconfig.get_paths()
-_INSTALLED = (_TORCH, *_OURS, *{_paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
+_INSTALLED = (
+    _TORCH,
+    *_OURS,
+    *{_paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    "<",
+)
 _PACKAGE = __name__.partition(".")[0]
-_LOOKED_INTO = tuple(f"{_PACKAGE}.sharding.{part}" for part in ("functional.shard_map", "training", "optim", "jit.jit"))
+_LOOKED_INTO = tuple(
+    f"{_PACKAGE}.sharding.{part}"
+    for part in ("functional.shard_map", "training", "optim", "jit.jit")
+)
 _OPAQUE = (
     "torch._", "torch.autograd", "torch.distributed", "torch.cuda", "torch.utils", "threading", "logging", "weakref", "_io", _PACKAGE,
 )  # fmt: skip
 _OF_MODULES = frozenset(torch.nn.Module().__dict__)
 _OF_SCHEDULERS = {"get_last_lr", "get_lr", "last_epoch", "_last_lr", "_step_count", "state_dict"}
-_MAKING = {"__init__", "__new__", "__post_init__", "__repr__", "__str__"}  # methods that a program calls where it names the class
+_MAKING = {
+    "__init__",
+    "__new__",
+    "__post_init__",
+    "__repr__",
+    "__str__",
+}  # methods that a program calls where it names the class
 _SMALL = 1 << 16  # bytes of a numpy array that is compared by value, larger ones by a checksum
 
 
@@ -120,10 +149,15 @@ class Snapshot:
 
     def change(self, dynamic: set[tuple[int, Any]]) -> str | None:
         """Return the first thing that has changed since, as text; None if nothing has."""
-        advanced = next((path for path, x, before in self.iterators if iterator_state(x) != before), None)
+        advanced = next(
+            (path for path, x, before in self.iterators if iterator_state(x) != before), None
+        )
         if advanced is not None:
             return f"{advanced} is an iterator and was advanced: call next() outside and pass what it returns"
-        return next((change for holder in self.holders if (change := holder.change(dynamic)) is not None), None)
+        return next(
+            (change for holder in self.holders if (change := holder.change(dynamic)) is not None),
+            None,
+        )
 
     def knows(self, x: Any) -> bool:
         """Return whether an object can be reached."""
@@ -132,10 +166,16 @@ class Snapshot:
     def _used_names(self) -> set[str]:
         selves: dict[types.CodeType, list[Any]] = {}
         for x in self._instances:
-            methods = [getattr(f, "fget", f) for base in type(x).__mro__ for f in vars(base).values()]
+            methods = [
+                getattr(f, "fget", f) for base in type(x).__mro__ for f in vars(base).values()
+            ]
             for code in {f.__code__ for f in methods if isinstance(f, types.FunctionType)}:
                 selves.setdefault(code, []).append(x)
-        return {name for f in self._functions for name in names_of(f, selves.get(f.__code__, ()), _is_program)}
+        return {
+            name
+            for f in self._functions
+            for name in names_of(f, selves.get(f.__code__, ()), _is_program)
+        }
 
     # -- the walk ------------------------------------------------------------------------------------------------------
 
@@ -159,9 +199,19 @@ class Snapshot:
         elif isinstance(x, types.MethodType):
             self._todo += [(path.rpartition(".")[0] or "self", x.__self__), (path, x.__func__)]
         elif isinstance(x, functools.partial):
-            self._todo += [(path, x.func), (f"{path}.args", x.args), (f"{path}.keywords", x.keywords)]
+            self._todo += [
+                (path, x.func),
+                (f"{path}.args", x.args),
+                (f"{path}.keywords", x.keywords),
+            ]
         elif isinstance(x, np.ndarray):
-            self._hold(path, lambda: ["", x.tobytes() if x.nbytes < _SMALL else zlib.crc32(np.ascontiguousarray(x).data)])
+            self._hold(
+                path,
+                lambda: [
+                    "",
+                    x.tobytes() if x.nbytes < _SMALL else zlib.crc32(np.ascontiguousarray(x).data),
+                ],
+            )
         elif isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
             self._hold(path, functools.partial(_state_of_generator, x))
         elif isinstance(x, Iterator) and not isinstance(x, io.IOBase):
@@ -183,7 +233,12 @@ class Snapshot:
             holders = x.param_groups
         elif getattr(type(x), "_numbers_are_inputs", False):
             holders = [vars(x)]
-        self.numbers += [(values, key) for values in holders for key, value in values.items() if _is_number(value)]
+        self.numbers += [
+            (values, key)
+            for values in holders
+            for key, value in values.items()
+            if _is_number(value)
+        ]
         if isinstance(x, DeviceMesh):
             self.meshes.append(x)
         kind = type(x)
@@ -193,27 +248,51 @@ class Snapshot:
             self._todo.append((path, getattr(x, "__wrapped_function__")))  # noqa: B009
             return
         module = kind.__module__ or ""
-        is_known = isinstance(x, (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler))
-        if not is_known and (module == "builtins" or (module.startswith(_OPAQUE) and not module.startswith(_LOOKED_INTO))):
+        is_known = isinstance(
+            x, (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+        )
+        if not is_known and (
+            module == "builtins"
+            or (module.startswith(_OPAQUE) and not module.startswith(_LOOKED_INTO))
+        ):
             return
         values = getattr(x, "__dict__", None)
         if any(_is_program(base.__module__) for base in kind.__mro__):
             self._instances.append(x)
-        if isinstance(values, dict) and _is_program(module) and not isinstance(x, torch.optim.Optimizer):
-            names = self._names if "__dict__" not in self._names and "vars" not in self._names else set(values)
-            self._hold(path, functools.partial(_named_items, values, frozenset(names) | _OF_MODULES), values)
+        if (
+            isinstance(values, dict)
+            and _is_program(module)
+            and not isinstance(x, torch.optim.Optimizer)
+        ):
+            names = (
+                self._names
+                if "__dict__" not in self._names and "vars" not in self._names
+                else set(values)
+            )
+            self._hold(
+                path,
+                functools.partial(_named_items, values, frozenset(names) | _OF_MODULES),
+                values,
+            )
         elif isinstance(values, dict):
             self._hold(path, functools.partial(_items, values), values)
         slots = [name for base in kind.__mro__ for name in _slots(base)]
         if slots:
-            self._hold(path, lambda: [part for name in slots if hasattr(x, name) for part in (name, getattr(x, name))])
+            self._hold(
+                path,
+                lambda: [
+                    part for name in slots if hasattr(x, name) for part in (name, getattr(x, name))
+                ],
+            )
         self._todo.append((kind.__name__, kind))
 
     def _visit_class(self, path: str, kind: type) -> None:
         """Look at the methods and plain attributes of the program's own classes."""
         for base in kind.__mro__:
             if _is_program(getattr(base, "__module__", None)):
-                self._hold(base.__name__, functools.partial(_class_items, base, frozenset(self._names)))
+                self._hold(
+                    base.__name__, functools.partial(_class_items, base, frozenset(self._names))
+                )
 
     def _visit_function(self, path: str, f: types.FunctionType) -> None:
         file = f.__code__.co_filename
@@ -224,18 +303,28 @@ class Snapshot:
             self._hold(f"{inside} closure", functools.partial(_cell_items, name, cell))
         if is_installed(file):
             return
-        self._hold(f"{inside} defaults", lambda: ["", f.__defaults__, "kw", f.__kwdefaults__, "code", f.__code__])
+        self._hold(
+            f"{inside} defaults",
+            lambda: ["", f.__defaults__, "kw", f.__kwdefaults__, "code", f.__code__],
+        )
         if f.__dict__:
             self._hold(f"{inside} attributes", functools.partial(_items, f.__dict__), f.__dict__)
         self._functions.append(f)
         names = sorted({name for code in codes(f.__code__) for name in code.co_names})
         used = [name for name in names if name in f.__globals__]
         if used:
-            self._hold(f"globals of {f.__module__}", functools.partial(_global_items, f.__globals__, used))
+            self._hold(
+                f"globals of {f.__module__}", functools.partial(_global_items, f.__globals__, used)
+            )
         for name in used:
             module = f.__globals__[name]
             if isinstance(module, types.ModuleType) and _is_program(module.__name__):
-                self._hold(name, functools.partial(_global_items, vars(module), [n for n in names if n in vars(module)]))
+                self._hold(
+                    name,
+                    functools.partial(
+                        _global_items, vars(module), [n for n in names if n in vars(module)]
+                    ),
+                )
 
 
 class Guard:
@@ -252,18 +341,26 @@ class Guard:
         self._empty: list[Any] = [h.source for h in empty]
         self._dicts = [h for h in snapshot.holders if isinstance(h.source, dict) and h not in empty]
         self._sources: list[Any] = [h.source for h in self._dicts]
-        self._others = [(h, h.read, h.held[1::2]) for h in snapshot.holders if not isinstance(h.source, dict) and h not in empty and h.held]
+        self._others = [
+            (h, h.read, h.held[1::2])
+            for h in snapshot.holders
+            if not isinstance(h.source, dict) and h not in empty and h.held
+        ]
         self._versions = list(map(dict_version, self._sources))
         self._leaves = [x for x, _ in snapshot.sharded]
         self._layouts: list[Layout] = [x._layout for x in self._leaves]
         self._kept = [x._local for x in self._leaves]
-        self._needs = [x.requires_grad for x, _ in snapshot.tensors] + [x.requires_grad for x in self._kept]
+        self._needs = [x.requires_grad for x, _ in snapshot.tensors] + [
+            x.requires_grad for x in self._kept
+        ]
         self._checked = [x for x, _ in snapshot.tensors] + self._kept
         self.versions = self._versions_now()
         self.storages = {x.untyped_storage()._cdata for x in self._checked if x.numel()}
 
     def _versions_now(self) -> list[int]:
-        return [-1 if x.is_inference() else x._version for x in self._checked] + [x._data_accesses for x in self._leaves]
+        return [-1 if x.is_inference() else x._version for x in self._checked] + [
+            x._data_accesses for x in self._leaves
+        ]
 
     def was_written(self) -> bool:
         """Return whether a tensor was written since the snapshot."""
@@ -281,14 +378,22 @@ class Guard:
             self._versions = versions
         for holder, read, held in self._others:
             values = read()[1::2]
-            if (len(values) != len(held) or not all(map(is_, values, held))) and (change := holder.change(set())) is not None:
+            if (len(values) != len(held) or not all(map(is_, values, held))) and (
+                change := holder.change(set())
+            ) is not None:
                 return change
         return self._change_of_tensors()
 
     def _change_of_tensors(self) -> str | None:
-        if not all(map(is_, map(_local_of, self._leaves), self._kept)) or not all(map(is_, map(_layout_of, self._leaves), self._layouts)):
+        if not all(map(is_, map(_local_of, self._leaves), self._kept)) or not all(
+            map(is_, map(_layout_of, self._leaves), self._layouts)
+        ):
             known = zip(self._snapshot.sharded, self._kept, self._layouts, strict=True)
-            path = next(path for (x, path), part, layout in known if x._local is not part or x._layout is not layout)
+            path = next(
+                path
+                for (x, path), part, layout in known
+                if x._local is not part or x._layout is not layout
+            )
             return f"the local part or the layout of {path} was replaced"
         needs = list(map(_requires_grad, self._checked))
         if needs != self._needs:
@@ -301,12 +406,19 @@ class Guard:
     def names(self) -> dict[int, str]:
         """The names of plain tensors, and of the local parts of sharded ones, by their ids."""
         found = {id(x): path for x, path in self._snapshot.tensors}
-        return found | {id(part): path for part, (_, path) in zip(self._kept, self._snapshot.sharded, strict=True)}
+        return found | {
+            id(part): path
+            for part, (_, path) in zip(self._kept, self._snapshot.sharded, strict=True)
+        }
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-_local_of, _layout_of, _requires_grad = attrgetter("_local"), attrgetter("_layout"), attrgetter("requires_grad")
+_local_of, _layout_of, _requires_grad = (
+    attrgetter("_local"),
+    attrgetter("_layout"),
+    attrgetter("requires_grad"),
+)
 
 
 def _items(x: dict[Any, Any]) -> list[Any]:
@@ -330,22 +442,41 @@ def _named_items(x: dict[Any, Any], names: frozenset[str]) -> list[Any]:
 
 def _class_items(kind: type, names: frozenset[str]) -> list[Any]:
     wanted = (*_PLAIN, types.FunctionType, list, dict, tuple, set)
-    found = {name: x.fget if isinstance(x, property) else getattr(x, "__func__", x) for name, x in vars(kind).items()}
+    found = {
+        name: x.fget if isinstance(x, property) else getattr(x, "__func__", x)
+        for name, x in vars(kind).items()
+    }
     implicit = {name for name in found if name == "forward" or name[:2] == name[-2:] == "__"}
     implicit -= set() if kind.__name__ in names else _MAKING
     named = {name: x for name, x in found.items() if name in names or name in implicit}
-    return [part for name, x in named.items() if isinstance(x, wanted) and not name.startswith("__abc") for part in (name, x)]
+    return [
+        part
+        for name, x in named.items()
+        if isinstance(x, wanted) and not name.startswith("__abc")
+        for part in (name, x)
+    ]
 
 
 def _state_of_generator(x: Any) -> list[Any]:
     if isinstance(x, random.Random):
         return ["", x.getstate()]
-    return ["", repr(x.bit_generator.state if isinstance(x, np.random.Generator) else x.get_state(legacy=False))]
+    return [
+        "",
+        repr(
+            x.bit_generator.state
+            if isinstance(x, np.random.Generator)
+            else x.get_state(legacy=False)
+        ),
+    ]
 
 
 def _slots(kind: type) -> list[str]:
     names = vars(kind).get("__slots__", ())
-    return [name for name in ((names,) if isinstance(names, str) else names) if name not in ("__weakref__", "__dict__")]
+    return [
+        name
+        for name in ((names,) if isinstance(names, str) else names)
+        if name not in ("__weakref__", "__dict__")
+    ]
 
 
 @functools.lru_cache(4096)
@@ -364,12 +495,16 @@ def _is_program(module: str | None) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    return type(x) in (int, float) or (type(x) is tuple and len(x) > 0 and all(type(part) is float for part in x))
+    return type(x) in (int, float) or (
+        type(x) is tuple and len(x) > 0 and all(type(part) is float for part in x)
+    )
 
 
 def _is_alike(x: Any, y: Any) -> bool:
     """Return whether both are numbers, or both tuples of as many."""
-    return type(x) in (int, float) or (type(x) is tuple and type(y) is tuple and len(x) == len(y) and all(map(_is_number, x)))
+    return type(x) in (int, float) or (
+        type(x) is tuple and type(y) is tuple and len(x) == len(y) and all(map(_is_number, x))
+    )
 
 
 def _same(x: Any, y: Any) -> bool:

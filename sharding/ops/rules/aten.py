@@ -18,7 +18,12 @@ from torch._ops import OpOverload, OpOverloadPacket
 from .registry import DECOMPOSITIONS, HANDLERS, RULES, functions
 
 # Operators without a public function of the same name -> the public function that is made of them.
-_PUBLIC_NAMES = {"_softmax": "softmax", "_log_softmax": "log_softmax", "_unsafe_view": "reshape", "_local_scalar_dense": "item"}
+_PUBLIC_NAMES = {
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+    "_unsafe_view": "reshape",
+    "_local_scalar_dense": "item",
+}
 _PUBLIC_NAMES |= {f"adaptive_max_pool{n}d": f"adaptive_max_pool{n}d_with_indices" for n in (2, 3)}
 _PREFIXES = {"linalg_": torch.linalg, "special_": torch.special, "fft_": torch.fft}
 _REDUCTIONS = ("none", "mean", "sum")  # as aten numbers them
@@ -44,7 +49,11 @@ def public_call(op: Any) -> Callable[..., Any] | None:
 @cache
 def _call_of(op: OpOverload | OpOverloadPacket) -> Callable[..., Any]:
     name = (op.overloadpacket if isinstance(op, OpOverload) else op).__name__
-    if name not in _TRANSLATED and _public(name) is None and _public(name.removesuffix("_")) is None:
+    if (
+        name not in _TRANSLATED
+        and _public(name) is None
+        and _public(name.removesuffix("_")) is None
+    ):
         raise _unknown(op)
     return partial(_run_overload, op) if isinstance(op, OpOverload) else partial(_run_packet, op)
 
@@ -65,7 +74,9 @@ def _run_packet(packet: OpOverloadPacket, *args: Any, **kwargs: Any) -> Any:
 
 def _run_overload(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     name, several = op.overloadpacket.__name__, len(op._schema.returns)
-    named = dict(zip([argument.name for argument in op._schema.arguments], args, strict=False)) | kwargs
+    named = (
+        dict(zip([argument.name for argument in op._schema.arguments], args, strict=False)) | kwargs
+    )
     if name in _TRANSLATED:
         return _TRANSLATED[name](**named)
     public = _public(name, any(argument.name == "reduction" for argument in op._schema.arguments))
@@ -95,7 +106,11 @@ def _public(name: str, in_python: bool = False) -> Callable[..., Any] | None:
 
 def _candidates(name: str) -> Iterator[Callable[..., Any]]:
     yield from functions(*reversed(public_names(name)))
-    owners = [(owner, name.removeprefix(prefix)) for prefix, owner in _PREFIXES.items() if name.startswith(prefix)]
+    owners = [
+        (owner, name.removeprefix(prefix))
+        for prefix, owner in _PREFIXES.items()
+        if name.startswith(prefix)
+    ]
     for owner, own_name in (*owners, (torch._C._nn, name)):  # type: ignore[attr-defined]
         func = getattr(owner, own_name, None)
         if func is not None:
@@ -136,13 +151,17 @@ def _positional(op: OpOverload, named: dict[str, Any]) -> Sequence[Any]:
 
 def _by_name(op: OpOverload, named: dict[str, Any]) -> dict[str, Any]:
     rest = list(named)[len(_positional(op, named)) :]
-    return {"input" if name == "self" else name: named[name] for name in rest if named[name] is not None}
+    return {
+        "input" if name == "self" else name: named[name] for name in rest if named[name] is not None
+    }
 
 
 # -- operators without a public function ------------------------------------------------------------------------------
 
 
-def _slice(self: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+def _slice(
+    self: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
     return self[(slice(None),) * (dim % self.ndim) + (slice(start, end, step),)]
 
 
@@ -154,9 +173,17 @@ def _softmax(of: Callable[..., Any], self: Any, dim: int, half_to_float: bool = 
     return of(self, dim, dtype=torch.float32 if half_to_float else None)
 
 
-def _embedding(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> Any:
+def _embedding(
+    weight: Any,
+    indices: Any,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
     padding = None if padding_idx < 0 else padding_idx
-    return F.embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    return F.embedding(
+        indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
+    )
 
 
 def _to_copy(self: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
@@ -179,37 +206,58 @@ def _safe_softmax(self: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
     return torch.softmax(self, dim, dtype=dtype).masked_fill(nothing, 0)
 
 
-def _layer_norm(input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
+def _layer_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> tuple[Any, Any, Any]:
     dims = tuple(range(-len(normalized_shape), 0))
     var, mean = torch.var_mean(input, dims, correction=0, keepdim=True)
     return F.layer_norm(input, normalized_shape, weight, bias, eps), mean, (var + eps).rsqrt()
 
 
 def _layer_norm_gradient(
-    grad_out: Any, input: Any, normalized_shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, output_mask: Sequence[bool]
+    grad_out: Any,
+    input: Any,
+    normalized_shape: Sequence[int],
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    bias: Any,
+    output_mask: Sequence[bool],
 ) -> tuple[Any, ...]:
     dims = tuple(range(-len(normalized_shape), 0))
     rows = tuple(range(input.ndim - len(dims)))
     normal = (input - mean) * rstd
     scaled = grad_out if weight is None else grad_out * weight
-    of_input = (scaled - scaled.mean(dims, keepdim=True) - normal * (scaled * normal).mean(dims, keepdim=True)) * rstd
+    of_input = (
+        scaled
+        - scaled.mean(dims, keepdim=True)
+        - normal * (scaled * normal).mean(dims, keepdim=True)
+    ) * rstd
     sums = [x.sum(rows) if rows else x for x in (grad_out * normal, grad_out)]
-    return tuple(x if wanted else None for x, wanted in zip((of_input, *sums), output_mask, strict=True))
+    return tuple(
+        x if wanted else None for x, wanted in zip((of_input, *sums), output_mask, strict=True)
+    )
 
 
 def _select_gradient(grad_output: Any, input_sizes: Sequence[int], dim: int, index: int) -> Any:
     return torch.select_scatter(grad_output.new_zeros(input_sizes), grad_output, dim, index)
 
 
-def _slice_gradient(grad_output: Any, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
-    return torch.slice_scatter(grad_output.new_zeros(input_sizes), grad_output, dim, start, end, step)
+def _slice_gradient(
+    grad_output: Any, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int
+) -> Any:
+    return torch.slice_scatter(
+        grad_output.new_zeros(input_sizes), grad_output, dim, start, end, step
+    )
 
 
 def _embedding_gradient(
     grad_output: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Any:
     if scale_grad_by_freq:
-        raise NotImplementedError("the gradient of an embedding with scale_grad_by_freq=True, in a transform of torch.func")
+        raise NotImplementedError(
+            "the gradient of an embedding with scale_grad_by_freq=True, in a transform of torch.func"
+        )
     rows, numbers = grad_output.flatten(0, indices.ndim - 1), indices.flatten()
     if padding_idx >= 0:
         rows = rows.masked_fill((numbers == padding_idx)[:, None], 0)
@@ -231,7 +279,9 @@ _TRANSLATED: dict[str, Callable[..., Any]] = {
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_gradient,
     "lift_fresh": lambda self: self,
-    "native_dropout_backward": lambda grad_output, mask, scale: grad_output * (mask.to(grad_output.dtype) * scale),
+    "native_dropout_backward": lambda grad_output, mask, scale: (
+        grad_output * (mask.to(grad_output.dtype) * scale)
+    ),
     "select_backward": _select_gradient,
     "slice": _slice,
     "slice_backward": _slice_gradient,

@@ -42,7 +42,12 @@ _TOLERANCE = {
 _NO_GRADIENT = (
     "derivative for", "is not differentiable with respect to", "Autograd not support dtype", "no autograd formula was registered",
 )  # fmt: skip
-_QUANTUM = {torch.float64: 2**20, torch.complex128: 2**20, torch.float32: 2**8, torch.complex64: 2**8}
+_QUANTUM = {
+    torch.float64: 2**20,
+    torch.complex128: 2**20,
+    torch.float32: 2**8,
+    torch.complex64: 2**8,
+}
 
 
 class RuleError(Exception):
@@ -123,7 +128,9 @@ class _Sample:
     gradients: list[Tensor] = field(default_factory=list)
 
     @staticmethod
-    def of(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], kinds: Sequence[str]) -> _Sample:
+    def of(
+        func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], kinds: Sequence[str]
+    ) -> _Sample:
         values = [_exact(t) for t in _leaves([args, kwargs]) if isinstance(t, Tensor)]
         in_place = writes_first_operand(func) or kwargs.get("inplace") is True
         sample = _Sample(func, args, kwargs, kinds, values, in_place)
@@ -155,13 +162,19 @@ class _Sample:
 
     def leaves(self, requires_grad: Sequence[bool]) -> list[Tensor]:
         """Return copies of the values."""
-        return [x.clone().requires_grad_(grad) for x, grad in zip(self.values, requires_grad, strict=True)]
+        return [
+            x.clone().requires_grad_(grad)
+            for x, grad in zip(self.values, requires_grad, strict=True)
+        ]
 
     def call(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Call the operator on other tensors; an in-place one gets a copy to write, since leaves refuse it."""
         given = [t.clone() if self.in_place and i == 0 else t for i, t in enumerate(tensors)]
         rest = iter(given)
-        args, kwargs = _filled(self.args, rest), {name: _filled(value, rest) for name, value in self.kwargs.items()}
+        args, kwargs = (
+            _filled(self.args, rest),
+            {name: _filled(value, rest) for name, value in self.kwargs.items()},
+        )
         result = self.func(*args, **kwargs)
         return [given[0]] if self.in_place else list(_leaves(result))
 
@@ -194,12 +207,18 @@ def _filled(tree: Any, tensors: Iterator[Tensor]) -> Any:
     return next(tensors) if isinstance(tree, Tensor) else tree
 
 
-def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+def _gradients(
+    results: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[Tensor]:
     """Return the gradients of the leaves that require one."""
     sources = [x for x in leaves if x.requires_grad]
     if not results or not sources:
         return []
-    return list(torch.autograd.grad(list(results), sources, list(weights), allow_unused=True, materialize_grads=True))
+    return list(
+        torch.autograd.grad(
+            list(results), sources, list(weights), allow_unused=True, materialize_grads=True
+        )
+    )
 
 
 # -- the simulated ranks -----------------------------------------------------------------------------------------------
@@ -227,7 +246,11 @@ def combinations(sample: _Sample, mesh: DeviceMesh, most: int | None) -> Iterato
         yield from itertools.product(*choices)
         return
     generator = random.Random(0)
-    numbers = generator.sample(range(total), most) if total < sys.maxsize else (generator.randrange(total) for _ in range(most))
+    numbers = (
+        generator.sample(range(total), most)
+        if total < sys.maxsize
+        else (generator.randrange(total) for _ in range(most))
+    )
     for number in numbers:
         picked = []
         for specs in choices:
@@ -236,7 +259,9 @@ def combinations(sample: _Sample, mesh: DeviceMesh, most: int | None) -> Iterato
         yield tuple(picked)
 
 
-def _ragged_combinations(sample: _Sample, mesh: DeviceMesh, choices: Sequence[Sequence[P]]) -> list[tuple[P, ...]]:
+def _ragged_combinations(
+    sample: _Sample, mesh: DeviceMesh, choices: Sequence[Sequence[P]]
+) -> list[tuple[P, ...]]:
     """Yield, on a mesh of one axis, each tensor once in parts of given sizes, with other specs for the others."""
     if mesh.ndim > 1:
         return []
@@ -261,7 +286,11 @@ def _ragged_spec(x: Tensor, dim: int, mesh: DeviceMesh) -> P:
 
 def specs_of(x: Tensor, mesh: DeviceMesh, kinds: Sequence[str] = ("sum",)) -> list[P]:
     """Return every spec of a tensor of this shape and dtype; axes that split the same dim do so in each order."""
-    kinds = [k for k in kinds if x.dtype not in (torch.bool, torch.uint8) and (k != "avg" or x.is_floating_point())]
+    kinds = [
+        k
+        for k in kinds
+        if x.dtype not in (torch.bool, torch.uint8) and (k != "avg" or x.is_floating_point())
+    ]
     found: dict[P, None] = {}
     for order in itertools.permutations(mesh.axis_names):
         for states in itertools.product([None, *range(x.ndim), *kinds], repeat=mesh.ndim):
@@ -275,7 +304,10 @@ def specs_of(x: Tensor, mesh: DeviceMesh, kinds: Sequence[str] = ("sum",)) -> li
 
 def _try(sample: _Sample, mesh: DeviceMesh, specs: Sequence[P]) -> bool:
     """Return whether this combination ran (and gave the right result); False if an in-place operator refused it."""
-    leaves = [place(x, mesh, spec, seed) for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))]
+    leaves = [
+        place(x, mesh, spec, seed)
+        for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))
+    ]
     for x, differentiable in zip(leaves, sample.differentiable, strict=True):
         x.requires_grad_(differentiable)
     before = [x._local.detach().clone() for x in leaves]
@@ -283,7 +315,10 @@ def _try(sample: _Sample, mesh: DeviceMesh, specs: Sequence[P]) -> bool:
         results = sample.call(leaves)
         _check_results(results, sample)
         _check_gradients(results, leaves, sample)
-        if all(torch.equal(x._local, b) or bool(b.isnan().any()) for x, b in zip(leaves, before, strict=True)):
+        if all(
+            torch.equal(x._local, b) or bool(b.isnan().any())
+            for x, b in zip(leaves, before, strict=True)
+        ):
             return True
         raise RuleError("the operator changed an input")
     except CannotKeep as error:
@@ -297,7 +332,9 @@ def _try(sample: _Sample, mesh: DeviceMesh, specs: Sequence[P]) -> bool:
 def _failure(sample: _Sample, leaves: Sequence[ShardedTensor], error: Exception) -> RuleError:
     name = getattr(sample.func, "__name__", repr(sample.func))
     where = "\n".join(f"  {x._layout}" for x in leaves)
-    return RuleError(f"{name} is wrong for tensors laid out as\n{where}\n{type(error).__name__}: {error}")
+    return RuleError(
+        f"{name} is wrong for tensors laid out as\n{where}\n{type(error).__name__}: {error}"
+    )
 
 
 def place(x: Tensor, mesh: DeviceMesh, spec: P, seed: int = 0) -> ShardedTensor:
@@ -316,7 +353,10 @@ def place(x: Tensor, mesh: DeviceMesh, spec: P, seed: int = 0) -> ShardedTensor:
 def _contributions(x: Tensor, count: int, kind: str, seed: int) -> list[Tensor]:
     """Return `count` tensors that combine to x: small integers (powers of two for a product), and the rest."""
     generator = torch.Generator("cpu").manual_seed(seed)  # the same numbers on every device
-    offsets = [torch.randint(1, 4, x.shape, generator=generator, device="cpu").to(x) for _ in range(count - 1)]
+    offsets = [
+        torch.randint(1, 4, x.shape, generator=generator, device="cpu").to(x)
+        for _ in range(count - 1)
+    ]
     if kind == "sum":
         return [x - sum(offsets), *offsets]
     if kind == "avg":
@@ -349,7 +389,9 @@ def _check_value(what: str, got: Any, want: Any, tolerance: float) -> None:
     if (got.dtype, got.shape) != (want.dtype, want.shape):
         raise RuleError(f"{what} is {got._layout}, and should be {want.dtype}{list(want.shape)}")
     if got._local.shape != got._layout.local_shape or got._local.dtype != got.dtype:
-        raise RuleError(f"{what} is {got._layout}, with a local tensor {got._local.dtype}{list(got._local.shape)}")
+        raise RuleError(
+            f"{what} is {got._layout}, with a local tensor {got._local.dtype}{list(got._local.shape)}"
+        )
     found, wanted = got.detach()._local, want[slices(got._layout.box)]
     if got._layout.pending:
         found, wanted = got.detach().full_tensor(), want
@@ -364,11 +406,15 @@ def _check_close(what: str, found: Tensor, wanted: Tensor, tolerance: float) -> 
         raise RuleError(f"{what}: {error}") from None
 
 
-def _check_gradients(results: Sequence[Any], leaves: Sequence[ShardedTensor], sample: _Sample) -> None:
+def _check_gradients(
+    results: Sequence[Any], leaves: Sequence[ShardedTensor], sample: _Sample
+) -> None:
     if set(sample.kinds) != {"sum"}:
         return  # along an axis pending with another kind, each rank's part has a separate gradient
     sources = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
     if len(sources) != len(sample.weights):
         raise RuleError(f"{len(sources)} results require grad instead of {len(sample.weights)}")
-    for got, want in zip(_gradients(sources, leaves, sample.weights), sample.gradients, strict=True):
+    for got, want in zip(
+        _gradients(sources, leaves, sample.weights), sample.gradients, strict=True
+    ):
         _check_value("gradient", got, want, sample.tolerance)

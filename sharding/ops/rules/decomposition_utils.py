@@ -108,10 +108,14 @@ def evenly_split(layout: Layout, dim: int, size: int) -> Layout:
 def interval_of(layout: Layout, dim: int, start: int, stop: int) -> Layout:
     """Return the layout of the interval [start, stop) of a dim, with every element on the rank that has it."""
     bounds = accumulate(part_sizes(layout, dim), initial=0)
-    return with_part_sizes(layout, dim, [max(0, min(b, stop) - max(a, start)) for a, b in pairwise(bounds)])
+    return with_part_sizes(
+        layout, dim, [max(0, min(b, stop) - max(a, start)) for a, b in pairwise(bounds)]
+    )
 
 
-def from_parts(layout: Layout, func: Callable[..., Tensor], *tensors: ShardedTensor) -> ShardedTensor:
+def from_parts(
+    layout: Layout, func: Callable[..., Tensor], *tensors: ShardedTensor
+) -> ShardedTensor:
     """Return the `ShardedTensor` of which `func` of this rank's parts is this rank's part."""
     if layout.mesh.coordinate is None:  # type: ignore[attr-defined]
         return nonmember.unknown(layout, *tensors)
@@ -132,11 +136,16 @@ def reduced(layout: Layout, dims: tuple[int, ...], kind: str = "sum") -> Layout:
     return Layout.of(layout.mesh, P.of_cuts(cuts, {**layout.pending, **axes}), shape, layout.dtype)
 
 
-def all_from_parts(layouts: Sequence[Layout], func: Callable[..., Iterable[Tensor]], *tensors: ShardedTensor) -> list[ShardedTensor]:
+def all_from_parts(
+    layouts: Sequence[Layout], func: Callable[..., Iterable[Tensor]], *tensors: ShardedTensor
+) -> list[ShardedTensor]:
     """Return the `ShardedTensor`s of which the results of `func` of this rank's parts are this rank's parts."""
     if layouts[0].mesh.coordinate is None:  # type: ignore[attr-defined]
         return [nonmember.unknown(layout, *tensors) for layout in layouts]
-    return [wrap(part, layout) for part, layout in zip(func(*[x._local for x in tensors]), layouts, strict=True)]
+    return [
+        wrap(part, layout)
+        for part, layout in zip(func(*[x._local for x in tensors]), layouts, strict=True)
+    ]
 
 
 def with_elements(x: Tensor) -> Tensor:
@@ -145,7 +154,9 @@ def with_elements(x: Tensor) -> Tensor:
     The caller slices these elements off the result. So an empty part has the same autograd graph as those of other ranks, and
     backward communicates alike on all, to every order.
     """
-    return x if x.numel() else F.pad(x, [n for size in reversed(x.shape) for n in (0, int(size == 0))])
+    return (
+        x if x.numel() else F.pad(x, [n for size in reversed(x.shape) for n in (0, int(size == 0))])
+    )
 
 
 @lru_cache
@@ -157,7 +168,11 @@ def body_of(func: Any) -> Callable[..., Any]:
     """
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     body = FunctionType(
-        func.__code__, {**func.__globals__, **dict.fromkeys(names, _never)}, func.__name__, func.__defaults__, func.__closure__
+        func.__code__,
+        {**func.__globals__, **dict.fromkeys(names, _never)},
+        func.__name__,
+        func.__defaults__,
+        func.__closure__,
     )
     body.__kwdefaults__ = func.__kwdefaults__
     return body

@@ -50,7 +50,11 @@ def _refused(name: str) -> Any:
 def _strided_as_it_is(result: Callable[[Any], Any], name: str) -> Any:
     def strided(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
         """Return the tensor where size, stride and offset are its own; others are of other ranks' memory."""
-        given = tuple(size), tuple(stride), input.storage_offset() if storage_offset is None else storage_offset
+        given = (
+            tuple(size),
+            tuple(stride),
+            input.storage_offset() if storage_offset is None else storage_offset,
+        )
         own = tuple(input.shape), tuple(input.stride()), input.storage_offset()
         if given != own:
             raise NotImplementedError(

@@ -102,11 +102,22 @@ def einrule(
     position = {old: new for new, old in enumerate(given)}
     return Rule(
         operands=tensors,
-        inputs=tuple([_without_broadcast(dims, t.shape, known) for dims, t in zip(sides.inputs, tensors, strict=True)]),
+        inputs=tuple(
+            [
+                _without_broadcast(dims, t.shape, known)
+                for dims, t in zip(sides.inputs, tensors, strict=True)
+            ]
+        ),
         outputs=sides.outputs,
         sizes=known,
         whole=sides.whole,
-        linear=tuple([tuple([position[i] for i in group if i in position]) for group in linear if group[0] in position]),
+        linear=tuple(
+            [
+                tuple([position[i] for i in group if i in position])
+                for group in linear
+                if group[0] in position
+            ]
+        ),
         additive=frozenset([position[i] for i in additive if i in position]),
         **options,
     )
@@ -119,7 +130,13 @@ def dim_names(count: int, whole: Iterable[int] = (), prefix: str = "d") -> str:
 
 
 def along_dims(
-    input: torch.Tensor, dims: Iterable[int], result: str | None = None, *, whole: bool = True, results: int = 1, **options: Any
+    input: torch.Tensor,
+    dims: Iterable[int],
+    result: str | None = None,
+    *,
+    whole: bool = True,
+    results: int = 1,
+    **options: Any,
 ) -> Rule:
     """Return the rule of an operator that works along some dims of one operand and keeps the others.
 
@@ -132,11 +149,17 @@ def along_dims(
     """
     chosen = set(dims)
     left = dim_names(input.ndim, chosen if whole else ())
-    right = left if result is None else " ".join([result if d in chosen else f"d{d}" for d in range(input.ndim)])
+    right = (
+        left
+        if result is None
+        else " ".join([result if d in chosen else f"d{d}" for d in range(input.ndim)])
+    )
     return einrule(f"{left} -> {', '.join([right] * results)}", input, **options)
 
 
-def _factor_sizes(inputs: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> dict[str, int]:
+def _factor_sizes(
+    inputs: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Tensor], given: Mapping[str, int]
+) -> dict[str, int]:
     """Return the size of every factor: that of the dims that have it, where they are not broadcast."""
     sizes = dict(given)
     for dims, tensor in zip(inputs, tensors, strict=True):
@@ -146,11 +169,18 @@ def _factor_sizes(inputs: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Ten
     return sizes
 
 
-def _without_broadcast(dims: tuple[Dim, ...], shape: Sequence[int], sizes: dict[str, int]) -> tuple[Dim, ...]:
+def _without_broadcast(
+    dims: tuple[Dim, ...], shape: Sequence[int], sizes: dict[str, int]
+) -> tuple[Dim, ...]:
     """Return the dims of an operand, those of size one as () where their factor is larger."""
     if 1 not in shape:
         return dims
-    return tuple([() if n == 1 and len(f) == 1 and sizes.get(f[0], 1) != 1 else f for f, n in zip(dims, shape, strict=True)])
+    return tuple(
+        [
+            () if n == 1 and len(f) == 1 and sizes.get(f[0], 1) != 1 else f
+            for f, n in zip(dims, shape, strict=True)
+        ]
+    )
 
 
 class _Sides(NamedTuple):
@@ -174,12 +204,21 @@ def _expanded(pattern: str, ndims: tuple[int | None, ...]) -> _Sides:
         raise NoMatch(f"{pattern!r} is for {len(left)} operands, not {len(ndims)}")
     given = [(names, n) for names, n in zip(left, ndims, strict=True) if n is not None]
     inputs = [_expand_ellipsis(names, n) for names, n in given]
-    longest = max((len(t) - len(names) + 1 for t, (names, _) in zip(inputs, given, strict=True) if _ANY in names), default=0)
+    longest = max(
+        (
+            len(t) - len(names) + 1
+            for t, (names, _) in zip(inputs, given, strict=True)
+            if _ANY in names
+        ),
+        default=0,
+    )
     outputs = [_expand_ellipsis(names, len(names) - 1 + longest) for names in right]
     for names, (_, n) in zip(inputs, given, strict=True):
         if len(names) != n:
             raise NoMatch(f"{pattern!r} does not fit a tensor of {n} dims")
-    whole = frozenset(n[1:-1] for dims in (*inputs, *outputs) for names in dims for n in names if n[0] == "[")
+    whole = frozenset(
+        n[1:-1] for dims in (*inputs, *outputs) for names in dims for n in names if n[0] == "["
+    )
     return _Sides(tuple(map(_plain, inputs)), tuple(map(_plain, outputs)), whole)
 
 
@@ -191,7 +230,9 @@ def _plain(names: tuple[Dim, ...]) -> tuple[Dim, ...]:
 @lru_cache(maxsize=1024)
 def _parse(pattern: str) -> tuple[tuple[tuple[Dim, ...], ...], tuple[tuple[Dim, ...], ...]]:
     left, _, right = pattern.partition("->")
-    return tuple(_side(part) for part in left.split(",")), tuple(_side(part) for part in right.split(","))
+    return tuple(_side(part) for part in left.split(",")), tuple(
+        _side(part) for part in right.split(",")
+    )
 
 
 def _side(text: str) -> tuple[Dim, ...]:

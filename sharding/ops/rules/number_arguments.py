@@ -17,7 +17,9 @@ from .registry import functions
 _SCALED = """
     add add_ sub sub_ subtract subtract_ rsub addmm addmm_ addmv addmv_ addr addr_ addbmm addbmm_ baddbmm baddbmm_ index_add index_add_
 """
-_NAMES: dict[Callable[..., Any], tuple[str, ...]] = dict.fromkeys(functions(*_SCALED.split()), ("alpha", "beta"))
+_NAMES: dict[Callable[..., Any], tuple[str, ...]] = dict.fromkeys(
+    functions(*_SCALED.split()), ("alpha", "beta")
+)
 _NAMES |= dict.fromkeys(functions("addcmul", "addcmul_", "addcdiv", "addcdiv_"), ("value",))
 
 

@@ -77,7 +77,10 @@ class Splits:
 
     def spec(self, dims: Sequence[Dim], unreduced: dict[str, str]) -> P:
         """Return the spec of an operand or result with these dims."""
-        entries = [tuple(axis for factor in factors for axis in self.axes.get(factor, ())) for factors in dims]
+        entries = [
+            tuple(axis for factor in factors for axis in self.axes.get(factor, ()))
+            for factors in dims
+        ]
         if not self.sized:
             return P(*entries, unreduced=unreduced)
         cuts = [self.sized[f] for factors in dims for f in factors if f in self.sized]
@@ -120,14 +123,19 @@ def _shapeless(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Any:
         return None
     if any(layout.spec.sizes for layout in layouts):
         return None
-    operands = tuple([(x.spec, x.dtype is torch.bool, tuple([min(n, 2) for n in x.shape])) for x in layouts])
+    operands = tuple(
+        [(x.spec, x.dtype is torch.bool, tuple([min(n, 2) for n in x.shape])) for x in layouts]
+    )
     options = rule.whole, rule.combine, rule.linear, rule.additive, rule.transparent, fixed
     return operands, rule.inputs, rule.outputs, options
 
 
 def _assigned(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Assignment:
     mesh = layouts[0].mesh
-    states = {axis: [_state(rule, i, layout, axis) for i, layout in enumerate(layouts)] for axis in mesh.axis_names}
+    states = {
+        axis: [_state(rule, i, layout, axis) for i, layout in enumerate(layouts)]
+        for axis in mesh.axis_names
+    }
     choices = {axis: _choose(rule, layouts, states, axis, fixed) for axis in mesh.axis_names}
     by_weight = _by_weight(layouts, fixed)
     order = axis_order([layouts[i] for i in by_weight])
@@ -143,7 +151,9 @@ def _assigned(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Assig
     ]
     if fixed is not None:
         targets[fixed] = _kept(layouts[fixed], targets[fixed])
-    outputs = (splits.spec(dims, _pending_output(rule, choices, axes, dims)) for dims in rule.outputs)
+    outputs = (
+        splits.spec(dims, _pending_output(rule, choices, axes, dims)) for dims in rule.outputs
+    )
     return Assignment(tuple(targets), tuple(outputs))
 
 
@@ -199,12 +209,18 @@ def axis_order(by_weight: Sequence[Layout]) -> list[str]:
 
 
 def _choose(
-    rule: Rule, layouts: Sequence[Layout], states: dict[str, list[State]], axis: str, fixed: int | None
+    rule: Rule,
+    layouts: Sequence[Layout],
+    states: dict[str, list[State]],
+    axis: str,
+    fixed: int | None,
 ) -> Choice:
     here = states[axis]
     candidates = list(_candidates(rule, layouts, here))
     if fixed is not None and layouts[fixed].mesh.size(axis) > 1:
-        candidates = [c for c in candidates if _target(rule, fixed, c) == _outcome(rule, c) == here[fixed]]
+        candidates = [
+            c for c in candidates if _target(rule, fixed, c) == _outcome(rule, c) == here[fixed]
+        ]
     if not candidates:
         raise CannotKeep
     if len(candidates) == 1:
@@ -238,7 +254,9 @@ def joined_pending(layouts: Sequence[Layout]) -> dict[str, str]:
     Returns:
         axis -> kind; empty if an operand is not pending at all, or they are pending with several kinds.
     """
-    pending = [{axis: kind for axis, kind in x.pending.items() if x.mesh.size(axis) > 1} for x in layouts]
+    pending = [
+        {axis: kind for axis, kind in x.pending.items() if x.mesh.size(axis) > 1} for x in layouts
+    ]
     union = {axis: kind for each in pending for axis, kind in each.items()}
     one_kind = len({kind for each in pending for kind in each.values()}) == 1
     return union if one_kind and all(pending) else {}
@@ -246,7 +264,9 @@ def joined_pending(layouts: Sequence[Layout]) -> dict[str, str]:
 
 def _passes(rule: Rule, kind: str | None, pending: Sequence[Layout]) -> bool:
     """Return whether a linear operator may be applied to values pending with this kind; bools do not add up."""
-    return rule.transparent or (kind in ("sum", "avg") and all(x.dtype is not torch.bool for x in pending))
+    return rule.transparent or (
+        kind in ("sum", "avg") and all(x.dtype is not torch.bool for x in pending)
+    )
 
 
 def _target(rule: Rule, operand: int, choice: Choice) -> State:
@@ -254,7 +274,11 @@ def _target(rule: Rule, operand: int, choice: Choice) -> State:
     if choice.what == SPLIT:
         if any(choice.detail in dim for dim in rule.inputs[operand]):
             return State(SPLIT, choice.detail)
-        return State(PENDING, rule.combine) if operand in rule.additive and _reduces(rule, choice) else REPLICATED
+        return (
+            State(PENDING, rule.combine)
+            if operand in rule.additive and _reduces(rule, choice)
+            else REPLICATED
+        )
     if choice.what == PENDING and (operand in choice.group or operand in rule.additive):
         return State(PENDING, choice.detail)
     return REPLICATED
@@ -280,7 +304,9 @@ def _price(
     price = moved = 0.0
     for i, (state, layout) in enumerate(zip(here, layouts, strict=True)):
         target = _target(rule, i, choice)
-        if state != target and not (i in rule.additive and state.what == WHOLE):  # a whole bias becomes pending at no cost
+        if state != target and not (
+            i in rule.additive and state.what == WHOLE
+        ):  # a whole bias becomes pending at no cost
             nbytes = layout.largest_local_numel * layout.dtype.itemsize
             price += move_price(state, target, n) * nbytes
             moved += max(nbytes, 1)
@@ -301,7 +327,9 @@ def move_price(state: State, target: State, n: int) -> float:
     return (n - 1) / n * (1 if target.what == SPLIT else 2)
 
 
-def _output_bytes(rule: Rule, layouts: Sequence[Layout], states: dict[str, list[State]], axis: str) -> float:
+def _output_bytes(
+    rule: Rule, layouts: Sequence[Layout], states: dict[str, list[State]], axis: str
+) -> float:
     """Return the estimated size of one rank's part of the first result, given how the other axes split its factors now."""
     factors = {f for dim in rule.outputs[0] for f in dim}
     numel = math.prod(rule.sizes.get(f, 1) for f in factors)
@@ -314,7 +342,9 @@ def _output_bytes(rule: Rule, layouts: Sequence[Layout], states: dict[str, list[
 # -- result ------------------------------------------------------------------------------------------------------------
 
 
-def _unrepresentable(rule: Rule, size, choices: dict[str, Choice], order: Sequence[str]) -> str | None:
+def _unrepresentable(
+    rule: Rule, size, choices: dict[str, Choice], order: Sequence[str]
+) -> str | None:
     """Return an axis to leave whole where a composite dim cannot be split as chosen, since its parts would not be boxes."""
     split = _axes_by_factor(choices, order)
     for dims in (*rule.inputs, *rule.outputs):
@@ -345,17 +375,29 @@ def _sized_factors(
     if not any(layout.spec.sizes for layout in layouts):
         return {}
     alone = factors_alone(rule)
-    first = {f: cut for i in reversed(by_weight) for f, cut in _outer_cuts(rule.inputs[i], layouts[i], split)}
+    first = {
+        f: cut
+        for i in reversed(by_weight)
+        for f, cut in _outer_cuts(rule.inputs[i], layouts[i], split)
+    }
     return {f: cut for f, cut in first.items() if cut.sizes is not None and f in alone}
 
 
 def factors_alone(rule: Rule) -> set[str]:
     """Return the factors that may be split and are a dim by themselves wherever they appear."""
-    shared = {f for dims in (*rule.inputs, *rule.outputs) for factors in dims if len(factors) > 1 for f in factors}
+    shared = {
+        f
+        for dims in (*rule.inputs, *rule.outputs)
+        for factors in dims
+        if len(factors) > 1
+        for f in factors
+    }
     return {f for dims in rule.inputs for factors in dims for f in factors} - shared - rule.whole
 
 
-def _outer_cuts(dims: Sequence[Dim], layout: Layout, split: dict[str, list[str]]) -> Iterator[tuple[str, Cut]]:
+def _outer_cuts(
+    dims: Sequence[Dim], layout: Layout, split: dict[str, list[str]]
+) -> Iterator[tuple[str, Cut]]:
     """Yield the outermost cut of each dim that is one factor, if the axes of the cut split that factor first."""
     size = layout.mesh.size
     for factors, cuts in zip(dims, without_trivial_axes(layout).spec.cuts, strict=True):
@@ -374,9 +416,13 @@ def _moves(
     splits: Splits,
 ) -> bool:
     """Return whether the operand may have to change its layout, also the order of axes in a factor or the sizes of parts."""
-    if any(states[axis][operand] != _target(rule, operand, choice) for axis, choice in choices.items()):
+    if any(
+        states[axis][operand] != _target(rule, operand, choice) for axis, choice in choices.items()
+    ):
         return True
-    return bool(splits.sized or layout.spec.sizes) or any(len(axes) > 1 for axes in layout.spec.dims)
+    return bool(splits.sized or layout.spec.sizes) or any(
+        len(axes) > 1 for axes in layout.spec.dims
+    )
 
 
 def _pending_operand(rule: Rule, operand: int, choices: dict[str, Choice]) -> dict[str, str]:
@@ -392,6 +438,11 @@ def _pending_output(
     rule: Rule, choices: dict[str, Choice], split: dict[str, list[str]], dims: Sequence[Dim]
 ) -> dict[str, str]:
     present = {factor for factors in dims for factor in factors}
-    pending = {axis: rule.combine for factor, axes in split.items() if factor not in present for axis in axes}
+    pending = {
+        axis: rule.combine
+        for factor, axes in split.items()
+        if factor not in present
+        for axis in axes
+    }
     pending.update({axis: c.detail or "sum" for axis, c in choices.items() if c.what == PENDING})
     return pending

@@ -44,7 +44,9 @@ def register_rule(
         >>> sm.ops.register_rule(torch.ops.mine.scaled_matmul, "m k, k n -> m n", linear=((0,), (1,)))
     """
     if "->" not in pattern:
-        raise ValueError(f"pattern must map the dims of operands to those of results, as in 'm k, k n -> m n', got {pattern!r}")
+        raise ValueError(
+            f"pattern must map the dims of operands to those of results, as in 'm k, k n -> m n', got {pattern!r}"
+        )
     if combine not in KINDS:
         raise ValueError(f"combine must be one of {', '.join(map(repr, KINDS))}, got {combine!r}")
 

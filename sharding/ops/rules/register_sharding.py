@@ -19,7 +19,9 @@ from .register_rule import operands_in
 from .registry import DECOMPOSITIONS, HANDLERS, functions, writes_first_operand
 
 Accepted = Sequence[tuple[Sequence[Any], Sequence[Any]]]
-Choice = tuple[tuple[State, ...], tuple[State, ...]]  # what one axis does to the results, and to the operands
+Choice = tuple[
+    tuple[State, ...], tuple[State, ...]
+]  # what one axis does to the results, and to the operands
 
 
 def register_sharding(op: Any) -> Callable[[Callable[..., Accepted]], Callable[..., Accepted]]:
@@ -53,7 +55,9 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Accepted]], Callable[.
         for one in op if isinstance(op, list | tuple) else [op]:
             for func in _callables(one):
                 HANDLERS.pop(func, None)
-                DECOMPOSITIONS[func] = _maker(func, accepted, one._schema if isinstance(one, OpOverload) else None)  # type: ignore[assignment]
+                DECOMPOSITIONS[func] = _maker(
+                    func, accepted, one._schema if isinstance(one, OpOverload) else None
+                )  # type: ignore[assignment]
         return accepted
 
     return register
@@ -67,7 +71,9 @@ def _callables(op: Any) -> list[Callable[..., Any]]:
     if not isinstance(op, OpOverload | OpOverloadPacket):
         return [op]
     packet = op.overloadpacket if isinstance(op, OpOverload) else op
-    overloads = [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
+    overloads = (
+        [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
+    )
     if not str(packet).startswith("aten."):
         return [packet, *overloads]
     public = list(functions(*public_names(packet.__name__)))
@@ -79,7 +85,9 @@ def _callables(op: Any) -> list[Callable[..., Any]]:
     return [packet, *overloads, *public]
 
 
-def _by_schema(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _by_schema(
+    schema: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments by the names of an aten overload, without those it lacks (such as dtype=None), added flags False."""
     kinds = {argument.name: argument for argument in schema.arguments}
     named = dict(zip(kinds, args, strict=False))
@@ -88,14 +96,20 @@ def _by_schema(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tupl
         flag = isinstance(argument.type, torch.BoolType) and not argument.has_default_value()
         if name not in named and (flag or argument.has_default_value()):
             named[name] = argument.default_value if argument.has_default_value() else False
-    positional = [named.pop(name) for name, argument in kinds.items() if not argument.kwarg_only and name in named]
+    positional = [
+        named.pop(name)
+        for name, argument in kinds.items()
+        if not argument.kwarg_only and name in named
+    ]
     return positional, {name: value for name, value in named.items() if name in kinds}
 
 
 # -- the strategy ------------------------------------------------------------------------------------------------------
 
 
-def _maker(func: Callable[..., Any], accepted: Callable[..., Accepted], schema: Any) -> Callable[..., OpStrategy]:
+def _maker(
+    func: Callable[..., Any], accepted: Callable[..., Accepted], schema: Any
+) -> Callable[..., OpStrategy]:
     """Return a function that makes the strategy for the cheapest of the accepted shardings."""
 
     def make(*args: Any, **kwargs: Any) -> OpStrategy:
@@ -107,12 +121,16 @@ def _maker(func: Callable[..., Any], accepted: Callable[..., Accepted], schema: 
             result = func(*args, **kwargs)
         results = [result] if isinstance(result, Tensor) else list(result)
         pairs = [_choice(func, pair, listed, results) for pair in accepted(*given, **named)]
-        return _strategy(func, pairs, listed, list(operands_in((*args, *kwargs.values()))), result, results)
+        return _strategy(
+            func, pairs, listed, list(operands_in((*args, *kwargs.values()))), result, results
+        )
 
     return make
 
 
-def _choice(func: Callable[..., Any], pair: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> Choice:
+def _choice(
+    func: Callable[..., Any], pair: Any, operands: Sequence[Tensor], results: Sequence[Tensor]
+) -> Choice:
     """Return one accepted pair as states.
 
     Raises:
@@ -128,13 +146,20 @@ def _choice(func: Callable[..., Any], pair: Any, operands: Sequence[Tensor], res
 
 
 def _state(placement: Placement, x: Tensor) -> State:
-    if isinstance(placement, Shard) and placement.sizes is None and placement.order is None and -x.ndim <= placement.dim < x.ndim:
+    if (
+        isinstance(placement, Shard)
+        and placement.sizes is None
+        and placement.order is None
+        and -x.ndim <= placement.dim < x.ndim
+    ):
         return State(SPLIT, str(placement.dim % x.ndim))
     if isinstance(placement, Partial):
         return State(PENDING, placement.reduce_op)
     if isinstance(placement, Replicate):
         return REPLICATED
-    raise ValueError(f"register_sharding: expected Shard of one of {x.ndim} dims, Replicate or Partial, got {placement!r}")
+    raise ValueError(
+        f"register_sharding: expected Shard of one of {x.ndim} dims, Replicate or Partial, got {placement!r}"
+    )
 
 
 def _strategy(
@@ -148,10 +173,16 @@ def _strategy(
     layouts = [layout_of(x) for x in listed]
     in_place = writes_first_operand(func)
     out_bytes = sum(r.nbytes for r in results)
-    chosen = {axis: _cheapest(func, pairs, layouts, axis, in_place, out_bytes) for axis in layouts[0].mesh.axis_names}
+    chosen = {
+        axis: _cheapest(func, pairs, layouts, axis, in_place, out_bytes)
+        for axis in layouts[0].mesh.axis_names
+    }
     order = axis_order(sorted(layouts, key=lambda layout: -layout.nbytes))
     outputs = [
-        Layout.of(layouts[0].mesh, _spec(r.ndim, {a: chosen[a][0][i] for a in order}), r.shape, r.dtype) for i, r in enumerate(results)
+        Layout.of(
+            layouts[0].mesh, _spec(r.ndim, {a: chosen[a][0][i] for a in order}), r.shape, r.dtype
+        )
+        for i, r in enumerate(results)
     ]
     wanted = {
         id(x): layout.replace(_spec(x.ndim, {a: chosen[a][1][i] for a in order}))
@@ -160,11 +191,24 @@ def _strategy(
     here, targets = [layout_of(x) for x in operands], [wanted[id(x)] for x in operands]
     if in_place and targets[0] is not here[0]:
         raise _cannot_keep(func, here[0])
-    return make_strategy(func, func, here, targets, outputs[0] if isinstance(result, Tensor) else outputs, result, in_place)
+    return make_strategy(
+        func,
+        func,
+        here,
+        targets,
+        outputs[0] if isinstance(result, Tensor) else outputs,
+        result,
+        in_place,
+    )
 
 
 def _cheapest(
-    func: Callable[..., Any], pairs: Sequence[Choice], layouts: Sequence[Layout], axis: str, in_place: bool, out_bytes: int
+    func: Callable[..., Any],
+    pairs: Sequence[Choice],
+    layouts: Sequence[Layout],
+    axis: str,
+    in_place: bool,
+    out_bytes: int,
 ) -> Choice:
     """Return the cheapest pair for the axis."""
     here = [_now(layout, axis) for layout in layouts]
@@ -173,15 +217,21 @@ def _cheapest(
         pairs = [(outs, ins) for outs, ins in pairs if outs[0] == ins[0] == here[0]]
     prices = [_price(here, pair, layouts, n, out_bytes) for pair in pairs]
     if not prices or min(prices)[0] == float("inf"):
-        raise _cannot_keep(func, layouts[0]) if in_place else ValueError(
-            f"register_sharding: no accepted sharding of {name_of(func)} can be reached from {', '.join(map(str, layouts))} on axis "
-            f"{axis!r}; accept Replicate() everywhere as well"
+        raise (
+            _cannot_keep(func, layouts[0])
+            if in_place
+            else ValueError(
+                f"register_sharding: no accepted sharding of {name_of(func)} can be reached from {', '.join(map(str, layouts))} on axis "
+                f"{axis!r}; accept Replicate() everywhere as well"
+            )
         )
     return pairs[prices.index(min(prices))]
 
 
 def _cannot_keep(func: Callable[..., Any], layout: Layout) -> CannotKeep:
-    return CannotKeep(f"{name_of(func)} writes into {layout}, and no accepted sharding leaves that as it is; redistribute it first")
+    return CannotKeep(
+        f"{name_of(func)} writes into {layout}, and no accepted sharding leaves that as it is; redistribute it first"
+    )
 
 
 def _now(layout: Layout, axis: str) -> State:
@@ -190,7 +240,9 @@ def _now(layout: Layout, axis: str) -> State:
     return State(SPLIT, str(layout.dim_of[axis])) if axis in layout.dim_of else REPLICATED
 
 
-def _price(here: Sequence[State], pair: Choice, layouts: Sequence[Layout], n: int, out_bytes: int) -> tuple[float, float]:
+def _price(
+    here: Sequence[State], pair: Choice, layouts: Sequence[Layout], n: int, out_bytes: int
+) -> tuple[float, float]:
     """Return the bytes received per rank, then the bytes of operands that do not stay in place.
 
     A result that becomes pending must be reduced later, which counts unless nothing moves for it.
@@ -201,12 +253,21 @@ def _price(here: Sequence[State], pair: Choice, layouts: Sequence[Layout], n: in
         if a != b:
             nbytes = max(layout.largest_local_numel * layout.dtype.itemsize, 1)
             price, moved = price + move_price(a, b, n) * nbytes, moved + nbytes
-    new = any(state.what == PENDING for state in outs) and not any(state.what == PENDING for state in here)
+    new = any(state.what == PENDING for state in outs) and not any(
+        state.what == PENDING for state in here
+    )
     return price + (2 * (n - 1) / n * out_bytes if new and moved else 0), moved
 
 
 def _spec(ndim: int, states: dict[str, State]) -> P:
     """Return the spec of a tensor with these states of the axes, major to minor."""
-    dims = [tuple(a for a, state in states.items() if state == State(SPLIT, str(d))) for d in range(ndim)]
-    return P(*dims, unreduced={a: state.detail or "sum" for a, state in states.items() if state.what == PENDING})
-
+    dims = [
+        tuple(a for a, state in states.items() if state == State(SPLIT, str(d)))
+        for d in range(ndim)
+    ]
+    return P(
+        *dims,
+        unreduced={
+            a: state.detail or "sum" for a, state in states.items() if state.what == PENDING
+        },
+    )

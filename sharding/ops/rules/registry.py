@@ -22,7 +22,9 @@ RULES: dict[Callable[..., Any], RuleMaker] = {}
 HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
 DECOMPOSITIONS: dict[Callable[..., Any], DecompositionMaker] = {}
 RESULT_IS_VIEW: set[Callable[..., Any]] = set()
-RANDOM: set[Callable[..., Any]] = set()  # functions without a rule that draw from torch's own generator
+RANDOM: set[Callable[..., Any]] = (
+    set()
+)  # functions without a rule that draw from torch's own generator
 
 _OWNERS = (torch, torch.Tensor, F, torch.special, torch.linalg)
 
@@ -49,7 +51,9 @@ def _put(table: dict[Callable[..., Any], Any], func: Callable[..., Any], entry: 
     """
     if func in table:
         name = getattr(func, "__qualname__", repr(func))
-        raise ValueError(f"{name} is registered twice: by {_whose(table[func])} and by {_whose(entry)}; remove one")
+        raise ValueError(
+            f"{name} is registered twice: by {_whose(table[func])} and by {_whose(entry)}; remove one"
+        )
     table[func] = entry
 
 
@@ -69,7 +73,9 @@ LOOKS_AT_FLOATS = frozenset(
 )  # fmt: skip
 
 
-def rule(*names: str, also: tuple[Callable[..., Any], ...] = (), view: bool = False) -> Callable[[Maker], Maker]:
+def rule(
+    *names: str, also: tuple[Callable[..., Any], ...] = (), view: bool = False
+) -> Callable[[Maker], Maker]:
     """Register a function that makes rules for every torch function of these names.
 
     It is called with the operator's own arguments, tensors replaced by meta tensors of the global shape, and returns the

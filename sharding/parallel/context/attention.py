@@ -91,7 +91,9 @@ def context_parallel_attention(
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if method not in METHODS:
-        raise ValueError(f"context_parallel_attention: method={method!r}; write one of {', '.join(map(repr, METHODS))}")
+        raise ValueError(
+            f"context_parallel_attention: method={method!r}; write one of {', '.join(map(repr, METHODS))}"
+        )
     options = AttentionOptions(axes, is_causal, scale, method, balanced)
     sharded = [isinstance(x, ShardedTensor) for x in (query, key, value)]
     if all(sharded):
@@ -104,7 +106,9 @@ def context_parallel_attention(
     return _of_plain(query, key, value, options, given_or_current(mesh))
 
 
-def _of_plain(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, mesh: DeviceMesh) -> Tensor:
+def _of_plain(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, mesh: DeviceMesh
+) -> Tensor:
     """Run on the slice of the mesh with these axes only: nothing is known of plain tensors along other axes."""
     axis_mesh = mesh[options.axes]
     spec = P(*[None] * (query.ndim - 2), axis_mesh.axis_names)
@@ -116,7 +120,9 @@ def _of_plain(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptio
 def _whole_of(part: Tensor, axis_mesh: DeviceMesh, spec: P) -> ShardedTensor:
     """Return the sequence that has this local part; lengths may differ. Communication: one small all_gather."""
     lengths = [n for (n,) in axis_mesh.group().all_gather_object((part.shape[-2],))]
-    by_place = [lengths[axis_mesh.group().ranks.index(int(rank))] for rank in axis_mesh.ranks.flatten()]
+    by_place = [
+        lengths[axis_mesh.group().ranks.index(int(rank))] for rank in axis_mesh.ranks.flatten()
+    ]
     cut = P(*spec.dims, sizes={axis_mesh.axis_names: by_place})
     return from_local(part, axis_mesh, cut, shape=(*part.shape[:-2], sum(by_place), part.shape[-1]))
 
@@ -145,7 +151,11 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
 def _strategy(q: Layout, k: Layout, v: Layout, options: AttentionOptions) -> AttentionStrategy:
     key = ("attention", k, v, options)
     found = q.runners.get(key)
-    return found if found is not None else keep(q.runners, key, choose_attention_strategy(q, k, v, options))
+    return (
+        found
+        if found is not None
+        else keep(q.runners, key, choose_attention_strategy(q, k, v, options))
+    )
 
 
 # -- for unchanged models ---------------------------------------------------------------------------------------------
@@ -161,7 +171,9 @@ class _ContextParallelBlock:
 
 
 @contextmanager
-def context_parallel(axis: Axis = "cp", *, method: str = "ring", balanced: bool = False) -> Iterator[None]:
+def context_parallel(
+    axis: Axis = "cp", *, method: str = "ring", balanced: bool = False
+) -> Iterator[None]:
     """with context_parallel("cp"): run `F.scaled_dot_product_attention` of sequences split over the axis as `context_parallel_attention`.
 
     A model that calls torch's attention needs no change. Attention whose queries or keys are not split over the axis is computed as
@@ -182,7 +194,9 @@ def context_parallel(axis: Axis = "cp", *, method: str = "ring", balanced: bool 
         ...     loss.backward()
     """
     if method not in METHODS:
-        raise ValueError(f"context_parallel: method={method!r}; write one of {', '.join(map(repr, METHODS))}")
+        raise ValueError(
+            f"context_parallel: method={method!r}; write one of {', '.join(map(repr, METHODS))}"
+        )
     first_block.begin()
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     with current_world().attending(_ContextParallelBlock(axes, method, balanced)):
@@ -206,7 +220,9 @@ def _in_block(
         return NotImplemented
     _check_axes(block, query)
     grouped = query.ndim > 2 and query.shape[-3] != key.shape[-3]
-    if not (_is_split(query, block.axes) and _is_split(key, block.axes)) or (grouped and not enable_gqa):
+    if not (_is_split(query, block.axes) and _is_split(key, block.axes)) or (
+        grouped and not enable_gqa
+    ):
         _check_order_known(block, query, key, is_causal)
         return NotImplemented
     if attn_mask is not None or dropout_p:
@@ -221,7 +237,11 @@ def _in_block(
 
 
 def _given(attn_mask: Any, dropout_p: float) -> str:
-    return f"dropout_p={dropout_p}" if attn_mask is None else f"attn_mask of shape {list(attn_mask.shape)}"
+    return (
+        f"dropout_p={dropout_p}"
+        if attn_mask is None
+        else f"attn_mask of shape {list(attn_mask.shape)}"
+    )
 
 
 def _is_split(x: ShardedTensor, axes: tuple[str, ...]) -> bool:
@@ -237,7 +257,9 @@ def _check_axes(block: _ContextParallelBlock, x: ShardedTensor) -> None:
         )
 
 
-def _check_order_known(block: _ContextParallelBlock, query: ShardedTensor, key: ShardedTensor, is_causal: bool) -> None:
+def _check_order_known(
+    block: _ContextParallelBlock, query: ShardedTensor, key: ShardedTensor, is_causal: bool
+) -> None:
     if block.balanced and is_causal and query.mesh.size(block.axes) > 1:
         raise ValueError(
             f"scaled_dot_product_attention inside context_parallel({block.axes}, balanced=True): is_causal for {query._layout} and "

@@ -47,11 +47,20 @@ class OnlineSoftmaxState:
         self.lse[..., rows] = total
 
 
-def attend(state: OnlineSoftmaxState, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scale: float) -> None:
+def attend(
+    state: OnlineSoftmaxState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Sequence[Block],
+    scale: float,
+) -> None:
     """Update the state with these blocks of the local keys."""
     for block in blocks:
         parts = _parts(block, q, k, v)
-        out, lse = (kernel_for(*parts, block.diagonal) or _MATMUL).forward(*parts, scale, block.diagonal)
+        out, lse = (kernel_for(*parts, block.diagonal) or _MATMUL).forward(
+            *parts, scale, block.diagonal
+        )
         state.merge(block.q_start, block.q_stop, out, lse)
 
 
@@ -64,11 +73,24 @@ class AttentionGrads(NamedTuple):
 
     @classmethod
     def zeros(cls, *tensors: Tensor) -> AttentionGrads:
-        return cls(*[torch.zeros_like(x, dtype=_wide(x.dtype), memory_format=torch.contiguous_format) for x in tensors])
+        return cls(
+            *[
+                torch.zeros_like(x, dtype=_wide(x.dtype), memory_format=torch.contiguous_format)
+                for x in tensors
+            ]
+        )
 
 
 def attend_grads(
-    into: AttentionGrads, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Sequence[Block], scale: float
+    into: AttentionGrads,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    blocks: Sequence[Block],
+    scale: float,
 ) -> None:
     """Add the contribution of these blocks to the gradients.
 
@@ -81,7 +103,9 @@ def attend_grads(
         rows, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
         parts = _parts(block, q, k, v)
         back = (kernel_for(*parts, block.diagonal) or _MATMUL).backward
-        found = back(grad[..., rows, :], *parts, out[..., rows, :], lse[..., rows], scale, block.diagonal)
+        found = back(
+            grad[..., rows, :], *parts, out[..., rows, :], lse[..., rows], scale, block.diagonal
+        )
         into.q[..., rows, :] += found[0]
         into.k[..., keys, :] += found[1]
         into.v[..., keys, :] += found[2]
@@ -99,7 +123,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 # -- by matrix products, if torch has no kernel ---------------------------------------------------------------------------
 
 
-def _by_matmul(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
+def _by_matmul(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool
+) -> tuple[Tensor, Tensor]:
     """Return output and lse of one block, computed for some queries at a time."""
     q, k, v = (x.to(_wide(x.dtype)) for x in (q, k, v))
     outs, lses = [], []
@@ -112,7 +138,14 @@ def _by_matmul(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) ->
 
 
 def _grads_by_matmul(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, diagonal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    diagonal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With p the weights and d = p (grad v' - sum(grad out)): grad_v = p' grad, grad_q = d k scale, grad_k = d' q scale."""
     grad, q, k, v, out = (x.to(_wide(x.dtype)) for x in (grad, q, k, v, out))
@@ -121,7 +154,9 @@ def _grads_by_matmul(
     for rows, keys in _tiles(q, k, diagonal):
         grouped = [_grouped(x[..., rows, :], k) for x in (q, grad, level, lse[..., None])]
         q_rows, grad_rows, level_rows, lse_rows = grouped
-        weights = (_scores(q[..., rows, :], k[..., keys, :], scale, rows, diagonal) - lse_rows).exp()
+        weights = (
+            _scores(q[..., rows, :], k[..., keys, :], scale, rows, diagonal) - lse_rows
+        ).exp()
         pull = weights * (grad_rows @ v[..., keys, :].mT - level_rows)
         grad_v[..., keys, :] += weights.mT @ grad_rows
         grad_k[..., keys, :] += pull.mT @ q_rows * scale
@@ -155,7 +190,9 @@ def _group(q: Tensor, k: Tensor) -> int:
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
     """Fold query heads that share a key head into the rows: `... (h g) l e -> ... h (g l) e`."""
     group = _group(x, k)
-    return x if group == 1 else x.reshape(*x.shape[:-3], k.shape[-3], group * x.shape[-2], x.shape[-1])
+    return (
+        x if group == 1 else x.reshape(*x.shape[:-3], k.shape[-3], group * x.shape[-2], x.shape[-1])
+    )
 
 
 def _ungrouped(x: Tensor, q: Tensor, rows: slice) -> Tensor:

@@ -36,9 +36,20 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, diagonal: bool = False) -> Flash
         return None
     if q.device.type == "cpu" and _CPU.forward is not None:
         return FlashKernel(_on_cpu, _on_cpu_grads)
-    halves = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    if q.is_cuda and _CUDA.forward is not None and halves and torch.cuda.get_device_capability(q.device) >= (8, 0):
-        return _CUDNN_KERNEL if _prefers_cudnn(q, k, v, diagonal) else FlashKernel(on_cuda, on_cuda_grads)
+    halves = (
+        q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    )
+    if (
+        q.is_cuda
+        and _CUDA.forward is not None
+        and halves
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    ):
+        return (
+            _CUDNN_KERNEL
+            if _prefers_cudnn(q, k, v, diagonal)
+            else FlashKernel(on_cuda, on_cuda_grads)
+        )
     return None
 
 
@@ -55,7 +66,9 @@ def _operators(name: str) -> _Operators:
 _CPU = _operators("_scaled_dot_product_flash_attention_for_cpu")
 _CUDA = _operators("_scaled_dot_product_flash_attention")
 _CUDNN = _operators("_scaled_dot_product_cudnn_attention")
-_CUDNN_WIDTH = 128  # wider heads are for inference, and torch's choice does not know that a backward follows
+_CUDNN_WIDTH = (
+    128  # wider heads are for inference, and torch's choice does not know that a backward follows
+)
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -71,9 +84,18 @@ def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tu
 
 
 def _on_cpu_grads(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, diagonal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    diagonal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _CPU.backward(*_widened(grad, q, k, v, out), lse.contiguous(), 0.0, diagonal, scale=scale)
+    return _CPU.backward(
+        *_widened(grad, q, k, v, out), lse.contiguous(), 0.0, diagonal, scale=scale
+    )
 
 
 def _widened(*tensors: Tensor) -> list[Tensor]:
@@ -89,32 +111,56 @@ def on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tu
 
 
 def on_cuda_grads(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, diagonal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    diagonal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # the random state for dropout
     options = (None, None, q.shape[-2], k.shape[-2], 0.0, diagonal, unused, unused)
-    return _CUDA.backward(*map(_in_rows, (grad, q, k, v, out)), lse.contiguous(), *options, scale=scale)
+    return _CUDA.backward(
+        *map(_in_rows, (grad, q, k, v, out)), lse.contiguous(), *options, scale=scale
+    )
 
 
 def _prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, diagonal: bool) -> bool:
     if _CUDNN.forward is None or q.shape[-1] > _CUDNN_WIDTH:
         return False
     with _disable_current_modes():  # it is an operator, and `sm.jit` would record it
-        choice = torch._fused_sdp_choice(q, k, v, None, 0.0, diagonal, enable_gqa=q.shape[1] != k.shape[1])
+        choice = torch._fused_sdp_choice(
+            q, k, v, None, 0.0, diagonal, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return choice == SDPBackend.CUDNN_ATTENTION.value
 
 
-def on_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _CUDNN.forward(*map(_in_rows, (q, k, v)), None, True, 0.0, diagonal, False, scale=scale)
+def on_cudnn(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _CUDNN.forward(
+        *map(_in_rows, (q, k, v)), None, True, 0.0, diagonal, False, scale=scale
+    )
     return out, lse.view(q.shape[:-1])  # cuDNN's has one more dim of size 1
 
 
 def on_cudnn_grads(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, diagonal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    diagonal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state for dropout
     options = (unused, unused, None, None, None, q.shape[-2], k.shape[-2], 0.0, diagonal)
-    return _CUDNN.backward(*map(_in_rows, (grad, q, k, v, out)), lse.contiguous()[..., None], *options, scale=scale)
+    return _CUDNN.backward(
+        *map(_in_rows, (grad, q, k, v, out)), lse.contiguous()[..., None], *options, scale=scale
+    )
 
 
 _CUDNN_KERNEL = FlashKernel(on_cudnn, on_cudnn_grads)

@@ -44,10 +44,10 @@ class Block(NamedTuple):
 def causal_blocks(queries: Runs, keys: Runs) -> tuple[Block, ...]:
     """Return the blocks that a causal mask leaves: each query attends to the keys up to its own position.
 
-        queries 2 3 4 5, keys 0 1 2 3      2 | x x \\ .
-                                           3 | x x x \\       4 by 2 whole, 2 by 2 diagonal, 2 by 2 whole
-                                           4 | x x x x
-                                           5 | x x x x
+    queries 2 3 4 5, keys 0 1 2 3      2 | x x \\ .
+                                       3 | x x x \\       4 by 2 whole, 2 by 2 diagonal, 2 by 2 whole
+                                       4 | x x x x
+                                       5 | x x x x
     """
     found: list[Block] = []
     for k_place, (k_start, k_stop) in _with_offsets(keys):
@@ -60,7 +60,14 @@ def causal_blocks(queries: Runs, keys: Runs) -> tuple[Block, ...]:
             ]
             for rows, cols, diagonal in pieces:
                 if rows[0] < rows[1] and cols[0] < cols[1]:
-                    _append_block(found, Block(*_shift(rows, q_place - q_start), *_shift(cols, k_place - k_start), diagonal))
+                    _append_block(
+                        found,
+                        Block(
+                            *_shift(rows, q_place - q_start),
+                            *_shift(cols, k_place - k_start),
+                            diagonal,
+                        ),
+                    )
     return tuple(found)
 
 
@@ -93,7 +100,9 @@ def contiguous(sizes: Sequence[int]) -> list[Runs]:
 def balanced(length: int, ranks: int) -> tuple[Runs, ...]:
     """Return the positions of each rank for a balanced sequence: the pieces i and 2n-1-i of 2n pieces of almost equal length."""
     count = 2 * ranks
-    bounds = list(accumulate([length // count + (i < length % count) for i in range(count)], initial=0))
+    bounds = list(
+        accumulate([length // count + (i < length % count) for i in range(count)], initial=0)
+    )
     pieces = list(pairwise(bounds))
     return tuple((pieces[i], pieces[count - 1 - i]) for i in range(ranks))
 
@@ -115,10 +124,15 @@ def _between(order: Sequence[Interval], start: int, stop: int) -> list[Interval]
 
 def _inverse(order: Sequence[Interval]) -> list[Interval]:
     """Return where each interval, in sequence order, is in the reordered sequence."""
-    return [(place, place + b - a) for place, (a, b) in sorted(_with_offsets(tuple(order)), key=lambda x: (x[1], x[0]))]
+    return [
+        (place, place + b - a)
+        for place, (a, b) in sorted(_with_offsets(tuple(order)), key=lambda x: (x[1], x[0]))
+    ]
 
 
-def balance_sequence(x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "cp") -> ShardedTensor:
+def balance_sequence(
+    x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "cp"
+) -> ShardedTensor:
     """balance_sequence(x, dim, "cp") -> x with a dim reordered so that causal attention costs every rank the same.
 
         x over 2 ranks   0 1 2 3 4 | 5 6 7 8 9      in 2n pieces; rank i gets the pieces i and 2n-1-i
@@ -153,7 +167,9 @@ def balance_sequence(x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "
     return _reorder("balance_sequence", x, target, dim, order)
 
 
-def unbalance_sequence(x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "cp") -> ShardedTensor:
+def unbalance_sequence(
+    x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "cp"
+) -> ShardedTensor:
     """unbalance_sequence(x, dim, "cp") -> x with a dim in its order before `balance_sequence`, split evenly over the axis.
 
     Args, Raises, Communication: as for `balance_sequence`.
@@ -168,9 +184,13 @@ def unbalance_sequence(x: ShardedTensor, dim: int, axis: str | tuple[str, ...] =
     return _reorder("unbalance_sequence", x, target, dim, _inverse(order))
 
 
-def _reorder(name: str, x: ShardedTensor, target: Layout, dim: int, order: list[Interval]) -> ShardedTensor:
+def _reorder(
+    name: str, x: ShardedTensor, target: Layout, dim: int, order: list[Interval]
+) -> ShardedTensor:
     known_local(x)
-    fetch = IntervalExchange(x._layout, target, dim, lambda start, stop: _between(order, start, stop))
+    fetch = IntervalExchange(
+        x._layout, target, dim, lambda start, stop: _between(order, start, stop)
+    )
     lineage = mixed(seed_of(name), [x])
 
     def reorder(local: Tensor) -> Tensor:
@@ -183,23 +203,33 @@ def _reorder(name: str, x: ShardedTensor, target: Layout, dim: int, order: list[
     return out
 
 
-def checked_axes(name: str, x: Any, dim: int, axis: str | tuple[str, ...]) -> tuple[tuple[str, ...], int]:
+def checked_axes(
+    name: str, x: Any, dim: int, axis: str | tuple[str, ...]
+) -> tuple[tuple[str, ...], int]:
     """Return the axes as a tuple, and the dim counted from the front.
 
     Raises:
         TypeError, ValueError: see `balance_sequence`.
     """
     if not isinstance(x, ShardedTensor):
-        raise TypeError(f"{name}: expected a ShardedTensor, got {type(x).__name__}; place it with sm.device_put(x, mesh, P(...)) first")
+        raise TypeError(
+            f"{name}: expected a ShardedTensor, got {type(x).__name__}; place it with sm.device_put(x, mesh, P(...)) first"
+        )
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if not axes or any(a not in x.mesh.axis_names for a in axes):
-        raise ValueError(f"{name}: axis={axis!r} is not on the mesh of {x._layout}; use one of {x.mesh.axis_names}")
+        raise ValueError(
+            f"{name}: axis={axis!r} is not on the mesh of {x._layout}; use one of {x.mesh.axis_names}"
+        )
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"{name}: dim={dim} of {x._layout}, which has {x.ndim} dims; give one from {-x.ndim} to {x.ndim - 1}")
+        raise ValueError(
+            f"{name}: dim={dim} of {x._layout}, which has {x.ndim} dims; give one from {-x.ndim} to {x.ndim - 1}"
+        )
     dim %= x.ndim
     taken = [a for a in axes if x._layout.dim_of.get(a, dim) != dim or a in x._layout.pending]
     if taken:
-        raise ValueError(f"{name}: axis {taken[0]!r} cannot split dim {dim} of {x._layout}, since it is in use; redistribute first")
+        raise ValueError(
+            f"{name}: axis {taken[0]!r} cannot split dim {dim} of {x._layout}, since it is in use; redistribute first"
+        )
     if x.spec.dims[dim] not in ((), axes):
         raise ValueError(
             f"{name}: dim {dim} of {x._layout} is split over {x.spec.dims[dim]} and must be split over {axes} alone; redistribute first"

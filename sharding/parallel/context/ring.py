@@ -97,7 +97,9 @@ class Ring:
         """Return the two tensors that were packed into the block that this rank holds after `hop` hops."""
         keys = self._keys(hop)
         parts = block.split([_count(x, keys) for x in like])
-        first, second = (part.view(*x.shape[:-2], keys, x.shape[-1]) for part, x in zip(parts, like, strict=True))
+        first, second = (
+            part.view(*x.shape[:-2], keys, x.shape[-1]) for part, x in zip(parts, like, strict=True)
+        )
         return first, second
 
     def _keys(self, hop: int) -> int:
@@ -133,7 +135,9 @@ class _RingAttention(torch.autograd.Function):
         return *[grad.to(x.dtype) for grad, x in zip(found, saved, strict=False)], None
 
 
-def _ring_grads(ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> AttentionGrads:
+def _ring_grads(
+    ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> AttentionGrads:
     """Pass the blocks once more; each is followed by the sum of the gradients from earlier ranks."""
     own = AttentionGrads.zeros(q, k, v)
     following: Pending = partial(grad.new_zeros, (), dtype=own.k.dtype)

@@ -51,7 +51,9 @@ class AttentionStrategy:
     run: Run
 
 
-def choose_attention_strategy(q: Layout, k: Layout, v: Layout, options: AttentionOptions) -> AttentionStrategy:
+def choose_attention_strategy(
+    q: Layout, k: Layout, v: Layout, options: AttentionOptions
+) -> AttentionStrategy:
     """Return the strategy for operands with these layouts.
 
     Raises:
@@ -64,7 +66,9 @@ def choose_attention_strategy(q: Layout, k: Layout, v: Layout, options: Attentio
     k = _cut(k, [*q.spec.cuts[:HEADS], _key_head_cuts(q, k), k.spec.cuts[SEQUENCE]])
     v = _cut(v, k.spec.cuts[:WIDTH])
     made = with_dim(q, len(q.shape) - 1, (), v.shape[WIDTH])
-    return {"ring": _ring, "all_gather": _all_gather, "all_to_all": _all_to_all}[options.method](q, k, v, made, options)
+    return {"ring": _ring, "all_gather": _all_gather, "all_to_all": _all_to_all}[options.method](
+        q, k, v, made, options
+    )
 
 
 def _cut(layout: Layout, cuts: Sequence[Sequence[Cut]]) -> Layout:
@@ -97,26 +101,46 @@ def _scale(q: Layout, options: AttentionOptions) -> float:
 # -- ring and all_gather ----------------------------------------------------------------------------------------------
 
 
-def _ring(q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions) -> AttentionStrategy:
+def _ring(
+    q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions
+) -> AttentionStrategy:
     mesh: Any = q.mesh
     runs = _runs(q, options), _runs(k, options)
     if mesh.coordinate is None or not splitting_axes(k, len(k.shape) + SEQUENCE):
         return _with_all_keys(q, k, v, made, options)
     group, ranks = mesh.group(options.axes), _in_order(mesh, options.axes)
     position, count = ranks.index(mesh.world.rank), len(ranks)
-    blocks = tuple(_blocks(runs[0][position], runs[1][(position - hop) % count], options) for hop in range(count))
+    blocks = tuple(
+        _blocks(runs[0][position], runs[1][(position - hop) % count], options)
+        for hop in range(count)
+    )
     keys = tuple(part_sizes(k, len(k.shape) + SEQUENCE))
-    ring = Ring(mesh.world, group, tuple(map(group.ranks.index, ranks)), position, keys, blocks, _scale(q, options))
+    ring = Ring(
+        mesh.world,
+        group,
+        tuple(map(group.ranks.index, ranks)),
+        position,
+        keys,
+        blocks,
+        _scale(q, options),
+    )
     return AttentionStrategy((q, k, v), made, made, _with_heads(ring, q, k))
 
 
-def _all_gather(q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions) -> AttentionStrategy:
+def _all_gather(
+    q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions
+) -> AttentionStrategy:
     whole_k, whole_v = (with_dim(x, len(x.shape) + SEQUENCE, (), x.shape[SEQUENCE]) for x in (k, v))
     return _with_all_keys(q, whole_k, whole_v, made, options, _runs(k, options))
 
 
 def _with_all_keys(
-    q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions, of_keys: Sequence[Runs] | None = None
+    q: Layout,
+    k: Layout,
+    v: Layout,
+    made: Layout,
+    options: AttentionOptions,
+    of_keys: Sequence[Runs] | None = None,
 ) -> AttentionStrategy:
     """Return the strategy in which each rank has all keys, in the order of `of_keys`."""
     mesh: Any = q.mesh
@@ -124,7 +148,9 @@ def _with_all_keys(
         return AttentionStrategy((q, k, v), made, made, _outside_mesh)
     ranks = _in_order(mesh, options.axes)
     of_keys = _runs(k, options) if of_keys is None else of_keys
-    mine = _runs(q, options)[ranks.index(mesh.world.rank) if splitting_axes(q, len(q.shape) + SEQUENCE) else 0]
+    mine = _runs(q, options)[
+        ranks.index(mesh.world.rank) if splitting_axes(q, len(q.shape) + SEQUENCE) else 0
+    ]
     blocks = (_blocks(mine, tuple(run for runs in of_keys for run in runs), options),)
     ring = Ring(mesh.world, None, (0,), 0, (k.shape[SEQUENCE],), blocks, _scale(q, options))
     return AttentionStrategy((q, k, v), made, made, _with_heads(ring, q, k))
@@ -162,19 +188,28 @@ def _with_heads(ring: Ring, q: Layout, k: Layout) -> Run:
     if (start, stop) == (first, last) and (b - a) == group * (stop - start):
         return ring
     if stop - start <= 1 or (a % group == 0 and b % group == 0):
-        return lambda q, k, v: ring(q, *[x.narrow(HEADS, start - first, stop - start) for x in (k, v)])
+        return lambda q, k, v: ring(
+            q, *[x.narrow(HEADS, start - first, stop - start) for x in (k, v)]
+        )
     heads = [head // group - first for head in range(a, b)]
-    return lambda q, k, v: ring(q, *[x.index_select(HEADS, to_device(heads, torch.int64, x.device)) for x in (k, v)])
+    return lambda q, k, v: ring(
+        q, *[x.index_select(HEADS, to_device(heads, torch.int64, x.device)) for x in (k, v)]
+    )
 
 
 # -- all_to_all -------------------------------------------------------------------------------------------------------
 
 
-def _all_to_all(q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions) -> AttentionStrategy:
+def _all_to_all(
+    q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions
+) -> AttentionStrategy:
     """Return the strategy in which every rank has a share of the heads with the whole sequence."""
     group, shares = _group(q, k), _shares(q, k, options)
     axes = (*q.spec.dims[HEADS], *options.axes)
-    targets = [_by_heads(x, axes, [n * times for n in shares]) for x, times in ((q, group), (k, 1), (v, 1), (made, group))]
+    targets = [
+        _by_heads(x, axes, [n * times for n in shares])
+        for x, times in ((q, group), (k, 1), (v, 1), (made, group))
+    ]
     attend = partial(_attend_whole, _runs(q, options), _runs(k, options), options, group)
     return AttentionStrategy((targets[0], targets[1], targets[2]), targets[3], made, attend)
 
@@ -191,7 +226,11 @@ def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:
         ValueError: a rank would get none.
     """
     ranks, axes = q.mesh.size(options.axes), q.spec.dims[HEADS]
-    known = part_sizes(k, len(k.shape) + HEADS) if k.spec.dims[HEADS] == axes else _evenly(k.shape[HEADS], q.mesh.size(axes) if axes else 1)
+    known = (
+        part_sizes(k, len(k.shape) + HEADS)
+        if k.spec.dims[HEADS] == axes
+        else _evenly(k.shape[HEADS], q.mesh.size(axes) if axes else 1)
+    )
     if min(known) < ranks and k.shape[HEADS]:
         over = f" (split over {axes})" if axes else ""
         raise ValueError(
@@ -206,20 +245,33 @@ def _evenly(count: int, parts: int) -> list[int]:
 
 
 def _attend_whole(
-    of_q: Sequence[Runs], of_k: Sequence[Runs], options: AttentionOptions, group: int, q: Tensor, k: Tensor, v: Tensor
+    of_q: Sequence[Runs],
+    of_k: Sequence[Runs],
+    options: AttentionOptions,
+    group: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
 ) -> Tensor:
     """Run torch's attention on the whole sequence in its original order."""
     if not (options.balanced and options.is_causal):
-        return attention_local(q, k, v, None, 0.0, options.is_causal, scale=options.scale, enable_gqa=group > 1)
+        return attention_local(
+            q, k, v, None, 0.0, options.is_causal, scale=options.scale, enable_gqa=group > 1
+        )
     q_places, k_places = _positions(of_q, q), _positions(of_k, k)
-    q, k, v = (x.index_select(SEQUENCE, at.argsort()) for x, at in ((q, q_places), (k, k_places), (v, k_places)))
+    q, k, v = (
+        x.index_select(SEQUENCE, at.argsort())
+        for x, at in ((q, q_places), (k, k_places), (v, k_places))
+    )
     out = attention_local(q, k, v, None, 0.0, True, scale=options.scale, enable_gqa=group > 1)
     return out.index_select(SEQUENCE, q_places)
 
 
 def _positions(of_ranks: Sequence[Runs], x: Tensor) -> Tensor:
     """Return the original position of each row of the sequence."""
-    return torch.cat([torch.arange(start, stop, device=x.device) for runs in of_ranks for start, stop in runs])
+    return torch.cat(
+        [torch.arange(start, stop, device=x.device) for runs in of_ranks for start, stop in runs]
+    )
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -242,7 +294,9 @@ def _shape_error(q: Layout, k: Layout, v: Layout) -> str:
     if min(map(len, shapes)) < 3 or len({len(shape) for shape in shapes}) > 1:
         return "query, key and value must be [... heads positions features], with the same number of dims, at least 3"
     if len({layout.dtype for layout in (q, k, v)}) > 1 or not q.dtype.is_floating_point:
-        return "query, key and value must have the same floating dtype; convert them with .to(dtype)"
+        return (
+            "query, key and value must have the same floating dtype; convert them with .to(dtype)"
+        )
     if len({shape[:HEADS] for shape in shapes}) > 1:
         return f"dims before the heads must be the same, and they are {[list(shape[:HEADS]) for shape in shapes]}; expand them first"
     if q.shape[WIDTH] != k.shape[WIDTH] or k.shape[:WIDTH] != v.shape[:WIDTH]:
@@ -261,13 +315,19 @@ def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
     if unknown or not options.axes:
         raise ValueError(f"{given}axis={options.axes!r} for {layout}; use one of {mesh.axis_names}")
     if splitting_axes(layout, dim) != tuple(a for a in options.axes if mesh.size(a) > 1):
-        wanted = [cuts if d != dim else [Cut((a,)) for a in options.axes] for d, cuts in enumerate(_without(layout, options.axes))]
+        wanted = [
+            cuts if d != dim else [Cut((a,)) for a in options.axes]
+            for d, cuts in enumerate(_without(layout, options.axes))
+        ]
         raise ValueError(
             f"{given}the sequence, dim {dim} of {layout}, must be split over {options.axes} and no other axis; "
             f"redistribute it to {P.of_cuts(wanted, {})} first"
         )
     if options.balanced and options.is_causal:
-        sizes, wanted_sizes = tuple(part_sizes(layout, dim)), balanced_sizes(layout.shape[dim], mesh.size(options.axes))
+        sizes, wanted_sizes = (
+            tuple(part_sizes(layout, dim)),
+            balanced_sizes(layout.shape[dim], mesh.size(options.axes)),
+        )
         if sizes != wanted_sizes:
             raise ValueError(
                 f"{given}balanced=True for {layout}, whose parts of the sequence have {sizes} positions, but balanced parts have "

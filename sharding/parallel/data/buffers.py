@@ -35,15 +35,22 @@ class BuffersInUse:
 
     def wrap(self, modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
         """Replace all buffers by sharded tensors on this mesh."""
-        self._replace(modules, lambda x: _on_mesh(x, mesh) if isinstance(x, ShardedTensor) else _replicated(x, mesh))
+        self._replace(
+            modules,
+            lambda x: _on_mesh(x, mesh) if isinstance(x, ShardedTensor) else _replicated(x, mesh),
+        )
 
-    def project(self, modules: Iterable[nn.Module], mesh_of: Callable[[DeviceMesh], DeviceMesh | None]) -> None:
+    def project(
+        self, modules: Iterable[nn.Module], mesh_of: Callable[[DeviceMesh], DeviceMesh | None]
+    ) -> None:
         """Replace sharded buffers by tensors on a part of their mesh.
 
         Args:
             mesh_of: a buffer's mesh -> the part of it; None for a plain tensor.
         """
-        self._replace(modules, lambda x: _on_mesh(x, mesh_of(x.mesh)) if isinstance(x, ShardedTensor) else x)
+        self._replace(
+            modules, lambda x: _on_mesh(x, mesh_of(x.mesh)) if isinstance(x, ShardedTensor) else x
+        )
 
     def _replace(self, modules: Iterable[nn.Module], in_use: Callable[[Tensor], Tensor]) -> None:
         for module in modules:
@@ -58,7 +65,9 @@ class BuffersInUse:
             now = table.get(name)
             if now is in_use:
                 table[name] = original
-            elif isinstance(now, ShardedTensor) or (now is not None and isinstance(original, ShardedTensor)):
+            elif isinstance(now, ShardedTensor) or (
+                now is not None and isinstance(original, ShardedTensor)
+            ):
                 table[name] = _like_original(now, original)
         self._changed = []
 
@@ -71,7 +80,11 @@ def _on_mesh(x: ShardedTensor, mesh: DeviceMesh | None) -> Tensor:
     """Return the buffer on a part of its mesh; the buffer itself if another axis splits it."""
     if mesh is x.mesh or not set(x.spec.axes) <= set(() if mesh is None else mesh.axis_names):
         return x
-    return x._local if mesh is None else ShardedTensor._make(x._local, Layout.of(mesh, x.spec, x.shape, x.dtype))
+    return (
+        x._local
+        if mesh is None
+        else ShardedTensor._make(x._local, Layout.of(mesh, x.spec, x.shape, x.dtype))
+    )
 
 
 def _like_original(now: Tensor, original: Tensor) -> Tensor:
@@ -82,5 +95,9 @@ def _like_original(now: Tensor, original: Tensor) -> Tensor:
     if isinstance(now, ShardedTensor):
         if now.mesh is original.mesh:
             return now
-        now = redistribute_local(now._local.detach(), now._layout, Layout.of(now.mesh, original.spec, now.shape, now.dtype))
+        now = redistribute_local(
+            now._local.detach(),
+            now._layout,
+            Layout.of(now.mesh, original.spec, now.shape, now.dtype),
+        )
     return ShardedTensor._make_guarded(now, layout)

@@ -83,7 +83,15 @@ def fully_shard(
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
     options, keep = fully_shard_options(
-        module, mesh, axes, reshard_after_forward, mp_policy, offload_policy, find_unused_parameters, transport, ignored_params
+        module,
+        mesh,
+        axes,
+        reshard_after_forward,
+        mp_policy,
+        offload_policy,
+        find_unused_parameters,
+        transport,
+        ignored_params,
     )
     return wrap(module, options, units, keep, ignored_params, src_data_rank)
 
@@ -109,7 +117,16 @@ def fully_shard_options(
     pinned = offload is not None and offload.pin_memory and is_asynchronous(mesh.device_type)
     offloaded = OffloadedGrads(mesh.device) if pinned else None
     data = _data_axes(used, given, stage)
-    options = UnitOptions(mesh, stage, precision_of(mp_policy), transport, find_unused_parameters, offload, offloaded, data)
+    options = UnitOptions(
+        mesh,
+        stage,
+        precision_of(mp_policy),
+        transport,
+        find_unused_parameters,
+        offload,
+        offloaded,
+        data,
+    )
     return options, what_to_keep(mesh, stage, reshard_after_forward)
 
 
@@ -154,7 +171,9 @@ def data_parallel(
     mesh = _with_tensor_axes(module, given, ignored_params)
     stage = make_zero_stage(mesh, parameter, gradient, optimizer)
     data = _data_axes(_axes_in_use(module, ignored_params), given, stage)
-    options = UnitOptions(mesh, stage, precision_of(mp_policy), transport, find_unused_parameters, data_axes=data)
+    options = UnitOptions(
+        mesh, stage, precision_of(mp_policy), transport, find_unused_parameters, data_axes=data
+    )
     return wrap(module, options, units, None, ignored_params, src_data_rank)
 
 
@@ -163,7 +182,11 @@ def data_parallel(
 
 def _check_offload(used: set[str], mesh: DeviceMesh, stage: ZeroStage) -> None:
     """Raise a ValueError if gradients would have to be reduced on the host."""
-    copies = [axis for axis in mesh.axis_names if mesh.size(axis) > 1 and axis not in {*stage.optimizer, *used}]
+    copies = [
+        axis
+        for axis in mesh.axis_names
+        if mesh.size(axis) > 1 and axis not in {*stage.optimizer, *used}
+    ]
     if copies:
         raise ValueError(
             f"offload_policy with parameters replicated over {copies} of {mesh}: their gradients would be reduced on the host; "
@@ -198,7 +221,9 @@ def _axes(used: set[str], mesh: DeviceMesh, axes: Axes | None) -> Axes:
     return free[-1]
 
 
-def _with_tensor_axes(module: nn.Module, mesh: DeviceMesh, ignored: Collection[nn.Parameter]) -> DeviceMesh:
+def _with_tensor_axes(
+    module: nn.Module, mesh: DeviceMesh, ignored: Collection[nn.Parameter]
+) -> DeviceMesh:
     """Return the mesh extended by the axes of sharded parameters, if their mesh and this one are slices of one mesh.
 
     Nested units extend it if their mesh contains this one: others have their parameters on a mesh of their own, as experts do.
@@ -209,9 +234,13 @@ def _with_tensor_axes(module: nn.Module, mesh: DeviceMesh, ignored: Collection[n
     return (common_mesh([mesh, *others]) if others else None) or mesh
 
 
-def _sharded_outside_units(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[ShardedTensor]:
+def _sharded_outside_units(
+    module: nn.Module, ignored: Collection[nn.Parameter]
+) -> list[ShardedTensor]:
     """Return the sharded parameters that are in no unit yet, without the ignored ones."""
-    taken = {id(slot.value) for unit in units_of(module) for slot in unit.slots} | {id(x) for x in ignored}
+    taken = {id(slot.value) for unit in units_of(module) for slot in unit.slots} | {
+        id(x) for x in ignored
+    }
     return [x for x in module.parameters() if isinstance(x, ShardedTensor) and id(x) not in taken]
 
 

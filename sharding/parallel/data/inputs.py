@@ -33,7 +33,9 @@ def mesh_of_inputs(inputs: Any, whole: DeviceMesh, unit: str) -> DeviceMesh | No
     )
 
 
-def mesh_of_parameter(own: DeviceMesh | None, whole: DeviceMesh, split: tuple[str, ...], tensor_axes: tuple[str, ...]) -> DeviceMesh | None:
+def mesh_of_parameter(
+    own: DeviceMesh | None, whole: DeviceMesh, split: tuple[str, ...], tensor_axes: tuple[str, ...]
+) -> DeviceMesh | None:
     """Return the mesh on which a parameter is used when inputs are plain; None to use it as a plain tensor.
 
     Args:
@@ -44,7 +46,9 @@ def mesh_of_parameter(own: DeviceMesh | None, whole: DeviceMesh, split: tuple[st
     """
     if own is None:
         return None
-    axes = tensor_axes if own is whole else tuple(axis for axis in own.axis_names if axis not in split)
+    axes = (
+        tensor_axes if own is whole else tuple(axis for axis in own.axis_names if axis not in split)
+    )
     return whole[axes] if axes else None
 
 

@@ -45,7 +45,11 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None = 
         >>> sm.parallel.materialize(model)
         >>> sm.checkpoint.load_safetensors("llama/", like=model)       # or keep the initial values
     """
-    owners = {name: inner for name, inner in _post_order(module, "") if any(_is_meta(x) for x in _tensors(inner))}
+    owners = {
+        name: inner
+        for name, inner in _post_order(module, "")
+        if any(_is_meta(x) for x in _tensors(inner))
+    }
     if not owners:
         return module
     mesh, steps = _mesh_of(module), _steps(module, owners, init)
@@ -73,7 +77,12 @@ def _post_order(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from (x for table in (module._parameters, module._buffers) for x in table.values() if x is not None)
+    yield from (
+        x
+        for table in (module._parameters, module._buffers)
+        for x in table.values()
+        if x is not None
+    )
 
 
 def _is_meta(x: Tensor) -> bool:
@@ -87,9 +96,16 @@ def _mesh_of(module: nn.Module) -> DeviceMesh:
         ValueError: no tensor is on a mesh.
     """
     units = units_in(module)
-    meshes = [x.mesh for inner in module.modules() for x in _tensors(inner) if isinstance(x, ShardedTensor)]
+    meshes = [
+        x.mesh
+        for inner in module.modules()
+        for x in _tensors(inner)
+        if isinstance(x, ShardedTensor)
+    ]
     if not units and not meshes:
-        raise ValueError(f"{type(module).__name__} is not sharded, so it is not known which rank holds what; call fully_shard first")
+        raise ValueError(
+            f"{type(module).__name__} is not sharded, so it is not known which rank holds what; call fully_shard first"
+        )
     return units[0].options.mesh if units else max(meshes, key=lambda mesh: mesh.ndim)
 
 
@@ -98,7 +114,9 @@ def _mesh_of(module: nn.Module) -> DeviceMesh:
 Init = Callable[[nn.Module], object]
 
 
-def _steps(module: nn.Module, owners: dict[str, nn.Module], init: Init | None) -> list[tuple[Init, nn.Module]]:
+def _steps(
+    module: nn.Module, owners: dict[str, nn.Module], init: Init | None
+) -> list[tuple[Init, nn.Module]]:
     """Return each initialiser with its module, in order.
 
     Raises:
@@ -107,15 +125,27 @@ def _steps(module: nn.Module, owners: dict[str, nn.Module], init: Init | None) -
     if init is not None:
         return [(init, inner) for inner in owners.values()]
     of_model = dict(_by_model(module, None))
-    missing = [name for name, inner in owners.items() if id(inner) not in of_model and _own_reset(inner) is None]
+    missing = [
+        name
+        for name, inner in owners.items()
+        if id(inner) not in of_model and _own_reset(inner) is None
+    ]
     if missing:
-        listed = [f"{name or 'the module itself'} ({type(owners[name]).__name__})" for name in missing]
-        raise ValueError(f"no reset_parameters() to initialise the tensors on meta of {_some(listed)}; define it, or pass init=")
+        listed = [
+            f"{name or 'the module itself'} ({type(owners[name]).__name__})" for name in missing
+        ]
+        raise ValueError(
+            f"no reset_parameters() to initialise the tensors on meta of {_some(listed)}; define it, or pass init="
+        )
     owned = {id(inner) for inner in owners.values()}
     found: list[tuple[Init, nn.Module]] = []
     for _, inner in _post_order(module, ""):
-        if id(inner) in of_model and all(_is_meta(x) for part in inner.modules() for x in _tensors(part)):
-            found.append((of_model[id(inner)], inner))  # also without its own tensors: it may rescale those of submodules
+        if id(inner) in of_model and all(
+            _is_meta(x) for part in inner.modules() for x in _tensors(part)
+        ):
+            found.append(
+                (of_model[id(inner)], inner)
+            )  # also without its own tensors: it may rescale those of submodules
         elif id(inner) in owned:
             found.append((of_model.get(id(inner), _reset), inner))
     return found
@@ -141,7 +171,11 @@ def _reset(module: nn.Module) -> object:
 
 
 def _initialise(initialise: Init, module: nn.Module) -> None:
-    padding = getattr(module, "padding_idx", None) if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else None
+    padding = (
+        getattr(module, "padding_idx", None)
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        else None
+    )
     if padding is None or not isinstance(module.weight, ShardedTensor):
         initialise(module)
         return
@@ -161,11 +195,21 @@ def _clear_row(x: ShardedTensor, row: int) -> None:
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int, int]]:
     """Return by name a version token of each tensor, which changes when it is written or replaced."""
-    named = {name: x for table in (module._parameters, module._buffers) for name, x in table.items() if x is not None}
-    return {name: (id(x), getattr(x, "_local", x)._version, getattr(x, "_data_accesses", 0)) for name, x in named.items()}
+    named = {
+        name: x
+        for table in (module._parameters, module._buffers)
+        for name, x in table.items()
+        if x is not None
+    }
+    return {
+        name: (id(x), getattr(x, "_local", x)._version, getattr(x, "_data_accesses", 0))
+        for name, x in named.items()
+    }
 
 
-def _check_written(owners: dict[str, nn.Module], before: dict[str, dict[str, tuple[int, int, int]]]) -> None:
+def _check_written(
+    owners: dict[str, nn.Module], before: dict[str, dict[str, tuple[int, int, int]]]
+) -> None:
     """Raise a ValueError for tensors that no initialiser has written; the same on all ranks, which run the same initialisers."""
     left = [
         f"{path}.{name}" if path else name
@@ -180,7 +224,9 @@ def _check_written(owners: dict[str, nn.Module], before: dict[str, dict[str, tup
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return ", ".join(names[:_NAMED]) + (
+        f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    )
 
 
 class _Memory:
@@ -188,15 +234,23 @@ class _Memory:
 
     def __init__(self, mesh: DeviceMesh, units: Sequence[Unit]) -> None:
         self._mesh = mesh
-        self._devices = {number: device for unit in units for number, device in unit.param_devices()}
-        self._allocated_params: dict[int, tuple[Tensor, nn.Parameter]] = {}  # by id of the old one, kept alive
+        self._devices = {
+            number: device for unit in units for number, device in unit.param_devices()
+        }
+        self._allocated_params: dict[
+            int, tuple[Tensor, nn.Parameter]
+        ] = {}  # by id of the old one, kept alive
         self._plain: dict[int, nn.Parameter] = {}
         self._buffers: list[tuple[nn.Module, str]] = []
 
     def allocate(self, module: nn.Module) -> None:
         for name, x in list(module._parameters.items()):
             if x is not None and _is_meta(x):
-                setattr(module, name, self._allocated_params.setdefault(id(x), (x, self._parameter(x)))[1])
+                setattr(
+                    module,
+                    name,
+                    self._allocated_params.setdefault(id(x), (x, self._parameter(x)))[1],
+                )
         for name, x in list(module._buffers.items()):
             if x is not None and _is_meta(x):
                 module._buffers[name] = self._allocated(x)
@@ -213,9 +267,15 @@ class _Memory:
 
     def _allocated(self, x: Tensor) -> ShardedTensor:
         """Allocate memory; for a plain tensor a replicated one, so that all ranks make the same values."""
-        layout = x._layout if isinstance(x, ShardedTensor) else Layout.of(self._mesh, P(), x.shape, x.dtype)
+        layout = (
+            x._layout
+            if isinstance(x, ShardedTensor)
+            else Layout.of(self._mesh, P(), x.shape, x.dtype)
+        )
         device = self._devices.get(id(x), layout.mesh.device)  # type: ignore[union-attr]
-        return ShardedTensor._make_guarded(torch.empty(layout.local_shape, dtype=x.dtype, device=device), layout)
+        return ShardedTensor._make_guarded(
+            torch.empty(layout.local_shape, dtype=x.dtype, device=device), layout
+        )
 
     def restore_plain_params(self, module: nn.Module) -> None:
         """Make parameters that are in no unit plain tensors again."""

@@ -42,7 +42,10 @@ class CallInterception:
         """Intercept calls from now on."""
         for module in self.modules:
             attributes = module.__dict__
-            attributes[_CALL], attributes[_COMPILE] = partial(_call_unit, module), partial(_compile, module)
+            attributes[_CALL], attributes[_COMPILE] = (
+                partial(_call_unit, module),
+                partial(_compile, module),
+            )
             attributes.pop(_COMPILED, None)
 
     def stop(self) -> None:
@@ -65,10 +68,15 @@ class CallInterception:
     def compile(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Compile a module's call with gathered parameters; the arguments are those of `torch.compile`."""
         at = next(i for i, known in enumerate(self.modules) if known is module)
-        self._compiled[at] = torch.compile(MethodType(type(module)._call_impl, module), *args, **kwargs)
+        self._compiled[at] = torch.compile(
+            MethodType(type(module)._call_impl, module), *args, **kwargs
+        )
 
 
-@not_compiled("fully_shard and data_parallel gather a unit's parameters here, outside of any graph", calls_program=True)
+@not_compiled(
+    "fully_shard and data_parallel gather a unit's parameters here, outside of any graph",
+    calls_program=True,
+)
 def _call_unit(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     keep_compiler_out()
     _check_caller(module, sys._getframe(1))
@@ -85,19 +93,26 @@ class _ForwardMethod:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = module, name
-        self._instead = module.__dict__.get(name)  # of the module itself; of its class it is looked up at each call
+        self._instead = module.__dict__.get(
+            name
+        )  # of the module itself; of its class it is looked up at each call
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         return self._instead or MethodType(getattr(type(self._module), self._name), self._module)
 
-    @not_compiled("fully_shard and data_parallel gather a unit's parameters here, outside of any graph", calls_program=True)
+    @not_compiled(
+        "fully_shard and data_parallel gather a unit's parameters here, outside of any graph",
+        calls_program=True,
+    )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         keep_compiler_out()
         method, unit = self.__wrapped__, unit_of(self._module)
         if unit is None or unit.calls.is_stopped:
             return method(*args, **kwargs)
-        return unit.call(self._module, args, kwargs, lambda _, *args, **kwargs: method(*args, **kwargs))
+        return unit.call(
+            self._module, args, kwargs, lambda _, *args, **kwargs: method(*args, **kwargs)
+        )
 
 
 def intercept_method(module: nn.Module, name: str) -> None:

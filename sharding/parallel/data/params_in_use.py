@@ -43,9 +43,13 @@ def replaced_values(slots: list[Slot]) -> dict[tuple[int, int], Tensor]:
 def _checked(slot: Slot, x: Any) -> Tensor:
     if isinstance(x, ShardedTensor):
         if x.shape != slot.base.shape:
-            raise ValueError(f"{slot.path} of shape {list(slot.base.shape)} was replaced by {x._layout}; pass a value of the same shape")
+            raise ValueError(
+                f"{slot.path} of shape {list(slot.base.shape)} was replaced by {x._layout}; pass a value of the same shape"
+            )
         if x.mesh != slot.base.mesh:
-            raise ValueError(f"{slot.path} was replaced by {x._layout}; pass a value on {slot.base.mesh}, where the parameter is")
+            raise ValueError(
+                f"{slot.path} was replaced by {x._layout}; pass a value on {slot.base.mesh}, where the parameter is"
+            )
         return x
     if isinstance(x, nn.Parameter):
         raise TypeError(

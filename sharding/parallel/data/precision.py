@@ -32,7 +32,9 @@ class MixedPrecisionPolicy:
 
     def used_as(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter is used."""
-        return self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
+        return (
+            self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
+        )
 
     def reduced_as(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter's gradient is reduced."""
@@ -72,7 +74,9 @@ def precision_of(given: Any) -> MixedPrecisionPolicy:
     """Return our policy for a given one: ours, torch's, or None."""
     if given is None or isinstance(given, MixedPrecisionPolicy):
         return given or MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(**{field.name: getattr(given, field.name) for field in fields(MixedPrecisionPolicy)})
+    return MixedPrecisionPolicy(
+        **{field.name: getattr(given, field.name) for field in fields(MixedPrecisionPolicy)}
+    )
 
 
 def offload_of(given: Any) -> CPUOffloadPolicy | None:
@@ -84,4 +88,6 @@ def offload_of(given: Any) -> CPUOffloadPolicy | None:
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return tree
-    return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
+    return pytree.tree_map(
+        lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree
+    )

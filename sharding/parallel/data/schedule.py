@@ -41,7 +41,11 @@ def set_unit(module: nn.Module, unit: Unit) -> None:
 
 def units_in(module: nn.Module) -> list[Unit]:
     """Return the units of a module and its submodules, the outermost first."""
-    roots = (inner for inner in module.modules() if (unit := unit_of(inner)) is not None and inner in unit.roots)
+    roots = (
+        inner
+        for inner in module.modules()
+        if (unit := unit_of(inner)) is not None and inner in unit.roots
+    )
     return list(dict.fromkeys(unit_of(inner) for inner in roots))  # type: ignore[arg-type]
 
 
@@ -130,7 +134,9 @@ class Schedule:
 
     def tensor_axes(self, mesh: DeviceMesh) -> tuple[str, ...]:
         """Return the axes of a mesh that split parameters in use (tensor parallelism), in mesh order."""
-        found = {axis for unit in self.units if unit.options.mesh is mesh for axis in unit.tensor_axes}
+        found = {
+            axis for unit in self.units if unit.options.mesh is mesh for axis in unit.tensor_axes
+        }
         return tuple(axis for axis in mesh.axis_names if axis in found)
 
     def is_running(self, unit: Unit) -> bool:
@@ -195,7 +201,13 @@ class Schedule:
         return None
 
     def _next_unit(self, place: int) -> Unit | None:
-        order = self._last_order if self._last_order[:place] == self._order else [] if self._last_order else self.units
+        order = (
+            self._last_order
+            if self._last_order[:place] == self._order
+            else []
+            if self._last_order
+            else self.units
+        )
         return order[place] if place < len(order) else None
 
     def before_backward(self, unit: Unit, outputs: Any) -> Any:
@@ -204,9 +216,16 @@ class Schedule:
         Without this, that gather would be launched after the backward of what follows the unit, such as the head of a language model, and
         nothing would be left to overlap with it.
         """
-        if unit is self.units[0] and len(self.units) > 1 and torch.is_grad_enabled() and engine_hooks.current_backward() == -1:
+        if (
+            unit is self.units[0]
+            and len(self.units) > 1
+            and torch.is_grad_enabled()
+            and engine_hooks.current_backward() == -1
+        ):
             for x in pytree.tree_leaves(outputs):
-                node: Any = getattr(x._local if isinstance(x, ShardedTensor) else x, "grad_fn", None)
+                node: Any = getattr(
+                    x._local if isinstance(x, ShardedTensor) else x, "grad_fn", None
+                )
                 if node is not None:
                     node.register_prehook(self._on_first_gradient)
         return outputs
@@ -217,7 +236,9 @@ class Schedule:
             if unit.saved and unit.controls.prefetched_in_backward:
                 unit.gather()
                 return
-            if explicit is not None and unit is not self.units[0]:  # its backward gathers nothing: it kept its parameters
+            if (
+                explicit is not None and unit is not self.units[0]
+            ):  # its backward gathers nothing: it kept its parameters
                 self._gather_saved(explicit)
                 return
 
@@ -236,7 +257,11 @@ class Schedule:
             self._gather_saved(unit.controls.backward_prefetch)
             return
         order = self._last_order[: _last_index(self._last_order, unit)]
-        before = [other for other in order if other.saved and other is not unit and other.controls.prefetched_in_backward]
+        before = [
+            other
+            for other in order
+            if other.saved and other is not unit and other.controls.prefetched_in_backward
+        ]
         if not before:
             return
         if self._reductions and not unit.options.find_unused:
@@ -277,7 +302,11 @@ class Schedule:
 
     @property
     def _offloaded(self) -> list[OffloadedGrads]:
-        return list(dict.fromkeys(unit.options.offloaded for unit in self.units if unit.options.offloaded is not None))
+        return list(
+            dict.fromkeys(
+                unit.options.offloaded for unit in self.units if unit.options.offloaded is not None
+            )
+        )
 
     def _release(self) -> None:
         self._backward, self._delayed = -1, None

@@ -88,7 +88,9 @@ class Slot:
             ValueError: the layout differs in more.
         """
         if layout is not self.rest.replace(dtype=layout.dtype):
-            raise ValueError(f"parameter {self.path} was replaced by {layout}; redistribute it to {self.rest.spec}")
+            raise ValueError(
+                f"parameter {self.path} was replaced by {layout}; redistribute it to {self.rest.spec}"
+            )
         self.rest, self.base = layout, self.base.replace(dtype=layout.dtype)
 
 
@@ -108,7 +110,9 @@ def check_parameters(slots: Sequence[Slot], together: Sequence[Sequence[int]], u
     for numbers in together:
         if len({slots[i].rest.dtype for i in numbers}) > 1:
             dtypes = {slots[i].path: slots[i].rest.dtype for i in numbers}
-            raise ValueError(f"parameters of {unit} are gathered together but have several dtypes: {dtypes}; convert all of them")
+            raise ValueError(
+                f"parameters of {unit} are gathered together but have several dtypes: {dtypes}; convert all of them"
+            )
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,13 @@ from .buffers import BuffersInUse, any_sharded
 from .controls import UnitControls
 from .grads.grad_bucketing import UnitGrads
 from .grads.grad_places import ContiguousGrads, GradBuffer, GradBufferSource, GradWriter
-from .grads.grad_reduction import Bucket, accumulate_later, differentiable, merge_parts, reduction_tag
+from .grads.grad_reduction import (
+    Bucket,
+    accumulate_later,
+    differentiable,
+    merge_parts,
+    reduction_tag,
+)
 from .grads.held_grads import HeldGrads, refuse_recording
 from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
 from .module_calls import CallInterception
@@ -46,7 +52,9 @@ from .storage.saved_tensors import GatheredBuffer, note_in_checkpoint, saved_par
 
 _GATHERING = seed_of("gather a unit")
 _REDUCING = seed_of("sum gradients of a unit")
-_COMPARED_FORWARDS = frozenset(16**k for k in range(16))  # in which the host waits for a comparison of hashes
+_COMPARED_FORWARDS = frozenset(
+    16**k for k in range(16)
+)  # in which the host waits for a comparison of hashes
 
 
 class UnitModules(nn.ModuleList):
@@ -70,7 +78,9 @@ class Unit:
         saved: how many views of gathered buffers autograd has saved since the last backward.
     """
 
-    def __init__(self, name: str, module: nn.Module, options: UnitOptions, keep: str | None) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, options: UnitOptions, keep: str | None
+    ) -> None:
         self.name, self.module, self.options = name, module, options
         self.roots = tuple(module) if isinstance(module, UnitModules) else (module,)
         self.controls = UnitControls()
@@ -84,15 +94,23 @@ class Unit:
         self._buckets: list[Bucket] = []
         self._in_order: tuple[Any, dict[int, tuple[GradBufferSource, int]]] = (None, {})
         self.shared_modules: list[nn.Module] = []  # modules of the unit that only nested units have
-        self.outer_units: list[Unit] = []  # units that own parameters which this unit's modules share with others
+        self.outer_units: list[
+            Unit
+        ] = []  # units that own parameters which this unit's modules share with others
         self._in_use = ParamsInUse()
-        self._unsharded: tuple[GatherOp, tuple[Tensor, ...]] | None = None  # the unsharded values; at most until the model's forward ends
+        self._unsharded: tuple[GatherOp, tuple[Tensor, ...]] | None = (
+            None  # the unsharded values; at most until the model's forward ends
+        )
         self._with_graph = False
         self._prefetched: tuple[GatherOp, list[Tensor], tuple[Tensor, ...]] | None = None
-        self._still_to_run: set[nn.Module] = set()  # the other roots, once one has run in the model's forward
+        self._still_to_run: set[nn.Module] = (
+            set()
+        )  # the other roots, once one has run in the model's forward
         self._held = HeldGrads()
         self._forwards = 0
-        self._hashes: list[tuple[Use, Tensor]] = []  # copies in use as they were put in, in forwards that compare them
+        self._hashes: list[
+            tuple[Use, Tensor]
+        ] = []  # copies in use as they were put in, in forwards that compare them
         self._buffers, self._saving = BuffersInUse(), None
         self._projects_buffers = False
 
@@ -114,7 +132,9 @@ class Unit:
         """The axes that split parameters in use (tensor parallelism)."""
         return {axis for slot in self.slots for axis in slot.base.spec.axes}
 
-    def shard_params(self, slots: list[Slot], at_rest: Callable[[Any, Layout, Layout], ShardedTensor]) -> None:
+    def shard_params(
+        self, slots: list[Slot], at_rest: Callable[[Any, Layout, Layout], ShardedTensor]
+    ) -> None:
         """Shard parameters and set the sharded ones in their modules.
 
         Args:
@@ -129,7 +149,9 @@ class Unit:
         self._buckets = [self._bucket(dtype, numbers) for (dtype, _), numbers in alike.items()]
         for slot in slots:
             old = slot.value
-            slot.replace(nn.Parameter(at_rest(old, slot.rest, slot.base), requires_grad=old.requires_grad))
+            slot.replace(
+                nn.Parameter(at_rest(old, slot.rest, slot.base), requires_grad=old.requires_grad)
+            )
         self._projects_buffers = any_sharded(own_modules(self))
         self.flatten_params()
 
@@ -139,7 +161,9 @@ class Unit:
         flat = FlatBucket(options.mesh, options.stage.optimizer, bases, options.transport, dims)
         for slot, layout in zip(slots, flat.layouts, strict=True):
             slot.rest = layout
-        return Bucket(numbers, ParamStorage(flat, dtype, options, self.display_name), options.policy)
+        return Bucket(
+            numbers, ParamStorage(flat, dtype, options, self.display_name), options.policy
+        )
 
     @property
     def display_name(self) -> str:
@@ -161,7 +185,11 @@ class Unit:
 
     def param_devices(self) -> Iterator[tuple[int, torch.device]]:
         """Yield the id of each parameter and the device of its shard."""
-        yield from ((id(self.slots[i].value), bucket.storage.shard.device) for bucket in self._buckets for i in bucket.numbers)
+        yield from (
+            (id(self.slots[i].value), bucket.storage.shard.device)
+            for bucket in self._buckets
+            for i in bucket.numbers
+        )
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -170,12 +198,20 @@ class Unit:
         own = list(own_modules(self))
         for module in own:
             set_unit(module, self)
-        intercepted = [x for x in own if x in self.roots or any(p is not None for p in x._parameters.values())]
+        intercepted = [
+            x for x in own if x in self.roots or any(p is not None for p in x._parameters.values())
+        ]
         for module in intercepted:
             module.register_load_state_dict_post_hook(_adopt_loaded)
         self.calls = CallInterception(intercepted)
 
-    def call(self, module: nn.Module, args: Any, kwargs: Any, forward: Callable[..., Any] = nn.Module.__call__) -> Any:
+    def call(
+        self,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        forward: Callable[..., Any] = nn.Module.__call__,
+    ) -> Any:
         """Call a module of the unit, or another function of it, with the unsharded parameters set.
 
         Raises:
@@ -184,7 +220,12 @@ class Unit:
         refuse_jit_trace()
         for outer in self.outer_units:
             if not outer._in_use.uses:
-                return outer.call(module, args, kwargs, lambda inner, *args, **kwargs: self.call(inner, args, kwargs, forward))
+                return outer.call(
+                    module,
+                    args,
+                    kwargs,
+                    lambda inner, *args, **kwargs: self.call(inner, args, kwargs, forward),
+                )
         policy = self.options.policy
         self.calls.stop()
         try:
@@ -210,7 +251,9 @@ class Unit:
                 self._unsharded = None
         self.controls.wait_for_optimizer()
         schedule = running_schedule(self)
-        self.computes_on = mesh_of_inputs((args, kwargs), self.options.mesh, self.display_name) or schedule.enclosing_mesh(self)
+        self.computes_on = mesh_of_inputs(
+            (args, kwargs), self.options.mesh, self.display_name
+        ) or schedule.enclosing_mesh(self)
         schedule.enter(self)
         self._put_unsharded()
         if self.computes_on is not None:
@@ -259,7 +302,9 @@ class Unit:
             RuntimeError: a forward of the unit is running.
         """
         if self.schedule.is_running(self):
-            raise RuntimeError(f"reshard() inside of a forward of {self.display_name}, which uses the parameters")
+            raise RuntimeError(
+                f"reshard() inside of a forward of {self.display_name}, which uses the parameters"
+            )
         self._keep_writes()
         self._in_use.restore()
         self._unsharded = self._prefetched = None
@@ -280,12 +325,19 @@ class Unit:
 
     def _plain_input_mesh(self, own: DeviceMesh | None) -> DeviceMesh | None:
         """Return the mesh on which a parameter or buffer of mesh `own` is used when inputs are plain."""
-        return mesh_of_parameter(own, self.options.mesh, self.options.stage.optimizer, self.schedule.tensor_axes(self.options.mesh))
+        return mesh_of_parameter(
+            own,
+            self.options.mesh,
+            self.options.stage.optimizer,
+            self.schedule.tensor_axes(self.options.mesh),
+        )
 
     def _grad_scales(self, meshes: Sequence[DeviceMesh | None]) -> list[float]:
         """Return the factor for each parameter's gradient."""
         data, factor = self.options.data_axes, self.controls.divide_factor
-        by_mesh = {mesh: gradient_scale(self.options.mesh, mesh, data, factor) for mesh in set(meshes)}
+        by_mesh = {
+            mesh: gradient_scale(self.options.mesh, mesh, data, factor) for mesh in set(meshes)
+        }
         return [by_mesh[mesh] for mesh in meshes]
 
     @not_recomputed
@@ -326,7 +378,9 @@ class Unit:
         Communication: one all_gather per dtype; none if the parameters are whole already.
         """
         if not self._in_use.uses:
-            check_parameters(self.slots, [bucket.numbers for bucket in self._buckets], self.display_name)
+            check_parameters(
+                self.slots, [bucket.numbers for bucket in self._buckets], self.display_name
+            )
         parameters = self._sharded_parameters()
         with torch.no_grad(), comm_context(self.options.mesh.world, mixed(_GATHERING, parameters)):
             for bucket in self._buckets:
@@ -335,10 +389,19 @@ class Unit:
     @not_recomputed
     def prefetch(self) -> None:
         """Launch the all_gathers for the next forward. Communication: as `gather`; none if other values replace all parameters."""
-        if all(owner._parameters.get(name) is not slot.value for slot in self.slots for owner, name in slot.places):
+        if all(
+            owner._parameters.get(name) is not slot.value
+            for slot in self.slots
+            for owner, name in slot.places
+        ):
             return
         self.gather()
-        if self._buckets and self._unsharded is None and self._prefetched is None and torch.is_grad_enabled():
+        if (
+            self._buckets
+            and self._unsharded is None
+            and self._prefetched is None
+            and torch.is_grad_enabled()
+        ):
             op, parts = self._gather_op(), [x._local for x in self._sharded_parameters()]
             self._prefetched = op, parts, op.enter(parts)
 
@@ -356,7 +419,9 @@ class Unit:
         self.gather()
         parts, prefetched = [x._local for x in self._sharded_parameters()], self._prefetched
         self._prefetched = None
-        if prefetched is not None and all(one is other for one, other in zip(prefetched[1], parts, strict=True)):
+        if prefetched is not None and all(
+            one is other for one, other in zip(prefetched[1], parts, strict=True)
+        ):
             op, entered = prefetched[0], prefetched[2]
         else:
             op = self._gather_op()
@@ -365,36 +430,64 @@ class Unit:
 
     def _is_copy(self, i: int) -> bool:
         """Return whether a parameter in use has other memory than the parameter."""
-        return self.options.policy.param_dtype is not None or (bool(self.options.stage.optimizer) and bool(self.slots[i].base.shape))
+        return self.options.policy.param_dtype is not None or (
+            bool(self.options.stage.optimizer) and bool(self.slots[i].base.shape)
+        )
 
     def _gather_op(self) -> GatherOp:
         half = None if self.options.find_unused else self.schedule.at_half_of_backward
-        writer = GradWriter(self._grad_buffers(), self._is_deferred, at_end=bool(self.options.stage.parameter), on_half=half)
-        return GatherOp(self._gathered_values, self._reduce_grads, self._reduce_differentiably, writer, overlaps=bool(self._buckets))
+        writer = GradWriter(
+            self._grad_buffers(),
+            self._is_deferred,
+            at_end=bool(self.options.stage.parameter),
+            on_half=half,
+        )
+        return GatherOp(
+            self._gathered_values,
+            self._reduce_grads,
+            self._reduce_differentiably,
+            writer,
+            overlaps=bool(self._buckets),
+        )
 
     def _gathered_values(self) -> list[Tensor]:
         """Return the parameters as views of the gathered buffers; unsharded ones unchanged."""
         as_is, used_as = self.options.policy.param_dtype is None, self.options.policy.used_as
         wholes = [b.flat.wholes_in(b.storage.whole()) for b in self._buckets]
         # `.data`: a version of its own for each, so that a write to one is none to the others
-        values = {i: x.data for b, views in zip(self._buckets, wholes, strict=True) for i, x in zip(b.numbers, views, strict=True)}
+        values = {
+            i: x.data
+            for b, views in zip(self._buckets, wholes, strict=True)
+            for i, x in zip(b.numbers, views, strict=True)
+        }
         parts = [x._local for x in self._sharded_parameters()]
         if as_is:
             return [values[i] if i in values else x.detach() for i, x in enumerate(parts)]
-        return [values[i] if i in values else x.detach().to(used_as(x.dtype)) for i, x in enumerate(parts)]
+        return [
+            values[i] if i in values else x.detach().to(used_as(x.dtype))
+            for i, x in enumerate(parts)
+        ]
 
-    def _wrap_value(self, mesh: DeviceMesh | None, base: Layout, lineage: int, value: Tensor) -> Tensor:
+    def _wrap_value(
+        self, mesh: DeviceMesh | None, base: Layout, lineage: int, value: Tensor
+    ) -> Tensor:
         """Return a value as the module sees it: plain, or a sharded tensor on the mesh of the activations."""
         if mesh is None:
             return value
-        layout = base.replace(dtype=value.dtype) if mesh is self.options.mesh else Layout.of(mesh, base.spec, base.shape, value.dtype)
+        layout = (
+            base.replace(dtype=value.dtype)
+            if mesh is self.options.mesh
+            else Layout.of(mesh, base.spec, base.shape, value.dtype)
+        )
         out = ShardedTensor._make(value, layout)
         out._lineage = lineage
         return out
 
     # -- values that replace parameters for a call ---------------------------------------------------------------------
 
-    def _prepare_replaced(self, replaced: dict[tuple[int, int], Tensor], meshes: Sequence[DeviceMesh | None]) -> dict[tuple[int, int], Any]:
+    def _prepare_replaced(
+        self, replaced: dict[tuple[int, int], Tensor], meshes: Sequence[DeviceMesh | None]
+    ) -> dict[tuple[int, int], Any]:
         """Return what modules see of values that replace parameters for this call, as those of `torch.func.functional_call`.
 
         A sharded one is a value of all ranks, whose gradient is averaged as a parameter's is. A plain one is this rank's.
@@ -441,7 +534,9 @@ class Unit:
         if not uses:
             if not self.options.stage.parameter and self.options.policy.param_dtype is None:
                 for bucket in self._buckets:
-                    bucket.storage.copy_whole_to_shard([self.slots[i].value for i in bucket.numbers])
+                    bucket.storage.copy_whole_to_shard(
+                        [self.slots[i].value for i in bucket.numbers]
+                    )
             return
         for use in uses:
             self._check_write(use)
@@ -464,7 +559,8 @@ class Unit:
         return [
             (use, bit_hash(use.local))
             for use in self._in_use.uses
-            if not use.local.is_meta and (use.is_copy if use.is_replaced else self._is_copy(use.number))
+            if not use.local.is_meta
+            and (use.is_copy if use.is_replaced else self._is_copy(use.number))
         ]
 
     def _written_by_data(self, known: Collection[int]) -> list[Use]:
@@ -475,7 +571,11 @@ class Unit:
             return []
         before = torch.stack([one for _, one in hashed])
         now = torch.stack([bit_hash(use.local) for use, _ in hashed])
-        return [use for (use, _), is_changed in zip(hashed, (before != now).tolist(), strict=True) if is_changed]
+        return [
+            use
+            for (use, _), is_changed in zip(hashed, (before != now).tolist(), strict=True)
+            if is_changed
+        ]
 
     def _check_write(self, use: Use) -> None:
         why = self._why_lost(use)
@@ -501,7 +601,9 @@ class Unit:
             return f"forward uses a copy in {policy.used_as(layout.dtype)}, by its precision policy"
         if self.options.stage.parameter and is_copy:
             return "forward uses gathered values, which are freed after it"
-        if type(use.in_use) is ShardedTensor and (use.in_use.spec != layout.spec or use.in_use.shape != layout.shape):
+        if type(use.in_use) is ShardedTensor and (
+            use.in_use.spec != layout.spec or use.in_use.shape != layout.shape
+        ):
             return f"it is {use.in_use._layout} now; assign values laid out as {layout.spec}"
         if local.shape != layout.local_shape or local.dtype is not layout.dtype:
             return f"its values have shape {list(local.shape)} and dtype {local.dtype} now; assign values of the same shape and dtype"
@@ -511,15 +613,27 @@ class Unit:
 
     def _write_copies(self, uses: list[Use]) -> None:
         """Write whole values to the sharded parameters."""
-        values = {use.slot.path: ShardedTensor._make(use.local.detach(), use.slot.base) for use in uses}
+        values = {
+            use.slot.path: ShardedTensor._make(use.local.detach(), use.slot.base) for use in uses
+        }
         group = self.options.mesh.group()
-        compare(f"{self.display_name}: written in forward: ", replica_leaves(list(values.items()), group.ranks), group)
+        compare(
+            f"{self.display_name}: written in forward: ",
+            replica_leaves(list(values.items()), group.ranks),
+            group,
+        )
         for bucket in self._buckets:
-            mine = {bucket.numbers.index(use.number): use for use in uses if use.number in bucket.numbers}
+            mine = {
+                bucket.numbers.index(use.number): use
+                for use in uses
+                if use.number in bucket.numbers
+            }
             if mine:
                 parameters = [self.slots[i].value for i in bucket.numbers]
                 is_in_whole = not any(use.is_assigned for use in mine.values())
-                bucket.storage.update_shard(parameters, {k: use.local for k, use in mine.items()}, is_in_whole=is_in_whole)
+                bucket.storage.update_shard(
+                    parameters, {k: use.local for k, use in mine.items()}, is_in_whole=is_in_whole
+                )
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -568,14 +682,20 @@ class Unit:
         """Return whether the running backward defers the reduction: to a later one, or to the end of `accumulate_grads()`."""
         if not self.controls.reduces_grads:
             return True
-        return self.options.stage.defers_reduction and leaf_grads.is_accumulating(self.options.mesh.world)
+        return self.options.stage.defers_reduction and leaf_grads.is_accumulating(
+            self.options.mesh.world
+        )
 
     def _grad_buffers(self) -> dict[int, tuple[GradBufferSource, int]]:
         """Return the buffer, and the index in it, that each parameter's gradient is written to, by the parameter's number."""
         if self.options.stage.optimizer:
-            return {i: (bucket, k) for bucket in self._buckets for k, i in enumerate(bucket.numbers)}
+            return {
+                i: (bucket, k) for bucket in self._buckets for k, i in enumerate(bucket.numbers)
+            }
         parameters = self._sharded_parameters()
-        now = [x._layout if x.requires_grad and x._local.is_contiguous() else None for x in parameters]
+        now = [
+            x._layout if x.requires_grad and x._local.is_contiguous() else None for x in parameters
+        ]
         if self._in_order[0] != now:
             self._in_order = now, {}
             alike: dict[Any, list[int]] = {}  # gradients that one collective can reduce
@@ -607,8 +727,13 @@ class Unit:
             if bucket in self._held.buckets:
                 filled[bucket] = self._with_held(bucket, grads)
         with comm_context(self.options.mesh.world, mixed(_REDUCING, self._sharded_parameters())):
-            waits = [(bucket, self._start_reduce(bucket, grads, scale, filled[bucket])) for bucket in self._buckets]
-        unsharded = self._unsharded_grads(grads, scale, writer)  # not in `wait`, which would keep all gradients alive
+            waits = [
+                (bucket, self._start_reduce(bucket, grads, scale, filled[bucket]))
+                for bucket in self._buckets
+            ]
+        unsharded = self._unsharded_grads(
+            grads, scale, writer
+        )  # not in `wait`, which would keep all gradients alive
         if not waits:
             found = self._accumulate(unsharded, writer)
             return lambda: found
@@ -621,24 +746,43 @@ class Unit:
 
         return wait
 
-    def _start_reduce(self, bucket: Bucket, grads: Grads, scale: float, filled: GradBuffer | None) -> Callable[[], Grads]:
+    def _start_reduce(
+        self, bucket: Bucket, grads: Grads, scale: float, filled: GradBuffer | None
+    ) -> Callable[[], Grads]:
         parameters = self._sharded_parameters()
         trained = {i: self.slots[i].path for i in bucket.numbers if parameters[i].requires_grad}
         missing = [path for i, path in trained.items() if grads[i] is None]
         mine, fill = [grads[i] for i in bucket.numbers], self.options.find_unused
-        return bucket.start(self.display_name, mine, scale, missing, fill, filled, self.controls.reduce_hook)
+        return bucket.start(
+            self.display_name, mine, scale, missing, fill, filled, self.controls.reduce_hook
+        )
 
-    def _unsharded_grads(self, grads: Grads, scale: float, writer: GradWriter | None = None) -> Grads:
+    def _unsharded_grads(
+        self, grads: Grads, scale: float, writer: GradWriter | None = None
+    ) -> Grads:
         """Return the gradients of unsharded parameters, None for the others."""
         in_buckets = {i for bucket in self._buckets for i in bucket.numbers}
         pairs = enumerate(zip(grads, self._sharded_parameters(), strict=True))
         scaled = {} if writer is None else writer.written
-        return [None if i in in_buckets else scaled[i] if i in scaled else self._scaled_grad(grad, x, scale) for i, (grad, x) in pairs]
+        return [
+            None
+            if i in in_buckets
+            else scaled[i]
+            if i in scaled
+            else self._scaled_grad(grad, x, scale)
+            for i, (grad, x) in pairs
+        ]
 
-    def _scaled_grad(self, grad: Tensor | None, parameter: ShardedTensor, scale: float) -> Tensor | None:
+    def _scaled_grad(
+        self, grad: Tensor | None, parameter: ShardedTensor, scale: float
+    ) -> Tensor | None:
         if grad is not None:
             return (grad if scale == 1 else grad * scale).to(parameter.dtype)
-        return torch.zeros_like(parameter._local) if self.options.find_unused and parameter.requires_grad else None
+        return (
+            torch.zeros_like(parameter._local)
+            if self.options.find_unused and parameter.requires_grad
+            else None
+        )
 
     def _accumulate(self, parts: Grads, writer: GradWriter) -> Grads:
         """Return what autograd adds to `.grad`, None for gradients that are added later.
@@ -652,22 +796,36 @@ class Unit:
         if self.options.offloaded is not None:
             parts = self.options.offloaded.defer(parameters, parts, nodes)
         numbers = [i for i in self._reduced_per_unit() if parts[i] is not None]
-        mine = [i for i in numbers if not parts[i].requires_grad and leaf_grads.may_start(parameters[i], nodes[i])]  # type: ignore[union-attr]
+        mine = [
+            i
+            for i in numbers
+            if not parts[i].requires_grad and leaf_grads.may_start(parameters[i], nodes[i])
+        ]  # type: ignore[union-attr]
         if not mine:
             return parts
-        missing = [self.slots[i].path for i in self._reduced_per_unit() if i not in mine and parameters[i].requires_grad]
-        own = bool(self.options.stage.optimizer) or all(parts[i] is writer.written.get(i) for i in mine)
+        missing = [
+            self.slots[i].path
+            for i in self._reduced_per_unit()
+            if i not in mine and parameters[i].requires_grad
+        ]
+        own = bool(self.options.stage.optimizer) or all(
+            parts[i] is writer.written.get(i) for i in mine
+        )
         if not self._buckets:
             sources = list(writer.buffers) if own else []
             source: Any = sources[0] if len(sources) == 1 else None
             leaves, grads = [parameters[i] for i in mine], [parts[i] for i in mine]
             alone = self.schedule.units[0] is self
-            self.schedule.bucketer.add(UnitGrads(self.display_name, leaves, grads, missing, own, source, alone))  # type: ignore[arg-type]
+            self.schedule.bucketer.add(
+                UnitGrads(self.display_name, leaves, grads, missing, own, source, alone)
+            )  # type: ignore[arg-type]
             return [None if i in mine else part for i, part in enumerate(parts)]
         tag = reduction_tag(self.display_name, len(mine), missing)
         # Not the lineage of the loss: with plain inputs each rank along the data-parallel axes has its own loss.
         with comm_context(self.options.mesh.world, mixed(_REDUCING, parameters)):
-            leaf_grads.start([parameters[i] for i in mine], [parts[i] for i in mine], tag, donate=own)  # type: ignore[misc]
+            leaf_grads.start(
+                [parameters[i] for i in mine], [parts[i] for i in mine], tag, donate=own
+            )  # type: ignore[misc]
         return [None if i in mine else part for i, part in enumerate(parts)]
 
     def _reduced_per_unit(self) -> list[int]:
@@ -678,7 +836,11 @@ class Unit:
 
     def fill_unused(self) -> None:
         """Give parameters without a gradient a gradient of zeros, with `find_unused_parameters` and unsharded parameters."""
-        if self.options.find_unused and not self.options.stage.optimizer and self.controls.reduces_grads:
+        if (
+            self.options.find_unused
+            and not self.options.stage.optimizer
+            and self.controls.reduces_grads
+        ):
             for x in self._sharded_parameters():
                 if x.requires_grad and x._local.grad is None:
                     leaf_grads.add(x, torch.zeros_like(x._local))
@@ -686,7 +848,9 @@ class Unit:
     def _defer(self, grads: Grads, scale: float) -> Callable[[], Grads]:
         """Accumulate unreduced gradients until the end of `accumulate_grads()`."""
         if not any(bucket.used for bucket in self._buckets):
-            leaf_grads.before_reduction(self.options.mesh.world, lambda: self._reduce_deferred(scale), self._drop_deferred)
+            leaf_grads.before_reduction(
+                self.options.mesh.world, lambda: self._reduce_deferred(scale), self._drop_deferred
+            )
         for bucket in self._buckets:
             bucket.defer([grads[i] for i in bucket.numbers])
         found = self._unsharded_grads(grads, scale)
@@ -749,7 +913,10 @@ class Unit:
                 filled = None if whole is None else GradBuffer(whole, bucket.flat.wholes_in(whole))
                 for i, grad in zip(bucket.numbers, bucket.take_deferred(), strict=True):
                     deferred[i] = grad
-                accumulate_later([parameters[i] for i in bucket.numbers], self._start_reduce(bucket, deferred, scale, filled)())
+                accumulate_later(
+                    [parameters[i] for i in bucket.numbers],
+                    self._start_reduce(bucket, deferred, scale, filled)(),
+                )
 
     def _drop_deferred(self) -> None:
         for bucket in self._buckets:

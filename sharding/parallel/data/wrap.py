@@ -23,7 +23,9 @@ from .slot import Place, Slot, UnitOptions, slot_of_replaced
 from .unit import Unit, UnitModules
 
 OneKind = type[nn.Module] | str | Callable[[str, nn.Module], bool]
-Units = OneKind | Iterable[OneKind]  # "auto", classes, names of classes, patterns of paths, functions of path and module
+Units = (
+    OneKind | Iterable[OneKind]
+)  # "auto", classes, names of classes, patterns of paths, functions of path and module
 AUTO = "auto"
 _NAMED = 8  # modules listed in a message
 Found = tuple[str, list[Place]]  # a parameter's path, and its owners and names
@@ -42,11 +44,16 @@ def wrap(
     for root in module if isinstance(module, UnitModules) else (module,):
         unit = unit_of(root)
         if unit is not None and root in unit.roots:
-            raise ValueError(f"{type(root).__name__} is a unit already; call fully_shard once per module, on the inner ones first")
+            raise ValueError(
+                f"{type(root).__name__} is a unit already; call fully_shard once per module, on the inner ones first"
+            )
     modules = {"": module} | dict(_matching_modules(module, units))
     found = _parameters(module, ignored)
     bases = [_base_layout(one, options.mesh) for one in found]  # check all before any communication
-    made = {name: Unit(name, inner, options if inner is module else options.inside, keep) for name, inner in modules.items()}
+    made = {
+        name: Unit(name, inner, options if inner is module else options.inside, keep)
+        for name, inner in modules.items()
+    }
     enclosing = _enclosing_units(module, {inner: name for name, inner in modules.items()})
     unit_names = [_unit_for(one, enclosing) for one in found]
     for unit in made.values():
@@ -57,7 +64,11 @@ def wrap(
             if made[name] not in made[home].outer_units:
                 made[home].outer_units.append(made[name])
     for name, unit in reversed(made.items()):  # inner ones first
-        mine = [(one, base) for one, base, whose in zip(found, bases, unit_names, strict=True) if whose == name]
+        mine = [
+            (one, base)
+            for one, base, whose in zip(found, bases, unit_names, strict=True)
+            if whose == name
+        ]
         slots = [_slot(one, base, dims or {}) for one, base in mine]
         unit.shard_params(slots, partial(_shard, src=src, offload=options.offload is not None))
         unit.intercept()
@@ -76,18 +87,30 @@ def _matching_modules(module: nn.Module, units: Units | None) -> Iterator[tuple[
     """
     if units is None:
         return
-    matches, count = _matcher(_own_blocks(module) if isinstance(units, str) and units == AUTO else units), 0
-    compiled: set[nn.Module | None] = set()  # modules inside wrappers of torch.compile: the wrapper becomes the unit
+    matches, count = (
+        _matcher(_own_blocks(module) if isinstance(units, str) and units == AUTO else units),
+        0,
+    )
+    compiled: set[nn.Module | None] = (
+        set()
+    )  # modules inside wrappers of torch.compile: the wrapper becomes the unit
     for name, inner in module.named_modules():
         original = inner._modules.get("_orig_mod")
-        if name and inner not in compiled and unit_of(inner) is None and matches(name, original or inner):
+        if (
+            name
+            and inner not in compiled
+            and unit_of(inner) is None
+            and matches(name, original or inner)
+        ):
             count += 1
             compiled.add(original)
             yield name, inner
     if not count:
         paths = [name for name, _ in module.named_modules() if name]
         listed = f"{paths[:_NAMED]}{'...' if len(paths) > _NAMED else ''}"
-        raise ValueError(f"units={units!r} matches no module of {type(module).__name__}; its modules are {listed}")
+        raise ValueError(
+            f"units={units!r} matches no module of {type(module).__name__}; its modules are {listed}"
+        )
 
 
 def _own_blocks(module: nn.Module) -> Callable[[str, nn.Module], bool]:
@@ -113,7 +136,11 @@ def _own_blocks(module: nn.Module) -> Callable[[str, nn.Module], bool]:
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        blocks = [block._modules.get("_orig_mod") or block for block in child.children()] if isinstance(child, nn.ModuleList) else []
+        blocks = (
+            [block._modules.get("_orig_mod") or block for block in child.children()]
+            if isinstance(child, nn.ModuleList)
+            else []
+        )
         has_parameters = all(next(block.parameters(), None) is not None for block in blocks)
         if blocks and has_parameters and len({type(block) for block in blocks}) == 1:
             yield from blocks
@@ -141,7 +168,10 @@ def _parameters(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[Fo
     Raises:
         ValueError: one is tied to a parameter of a unit.
     """
-    left_out, taken = {id(x) for x in ignored}, {id(slot.value): slot for unit in units_of(module) for slot in unit.slots}
+    left_out, taken = (
+        {id(x) for x in ignored},
+        {id(slot.value): slot for unit in units_of(module) for slot in unit.slots},
+    )
     found: dict[int, Found] = {}
     for path, owner, name, x in _all_parameters(module):
         slot = taken.get(id(x)) or slot_of_replaced(x)
@@ -163,7 +193,9 @@ def _all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Te
                 yield f"{prefix}.{name}" if prefix else name, inner, name, x
 
 
-Enclosing = dict[nn.Module, tuple[str, ...]]  # for each module, the names of the units that are on every path to it, outermost first
+Enclosing = dict[
+    nn.Module, tuple[str, ...]
+]  # for each module, the names of the units that are on every path to it, outermost first
 
 
 def _enclosing_units(module: nn.Module, names: dict[nn.Module, str]) -> Enclosing:
@@ -211,7 +243,11 @@ def _assign_shared(module: nn.Module, made: dict[str, Unit], enclosing: Enclosin
     for parent in module.modules():
         for child in parent.children():
             unit = made[enclosing[child][-1]]
-            if enclosing[parent][-1] != unit.name and child not in unit.roots and unit_of(child) is None:
+            if (
+                enclosing[parent][-1] != unit.name
+                and child not in unit.roots
+                and unit_of(child) is None
+            ):
                 set_unit(child, unit)
                 unit.shared_modules.append(child)
 
@@ -240,9 +276,13 @@ def _base_layout(found: Found, mesh: DeviceMesh) -> Layout:
     if not isinstance(x, ShardedTensor):
         return Layout.of(mesh, P(), x.shape, x.dtype)
     part = x.mesh
-    if part is not mesh and not (set(part.axis_names) <= set(mesh.axis_names) and mesh[part.axis_names] == part):
+    if part is not mesh and not (
+        set(part.axis_names) <= set(mesh.axis_names) and mesh[part.axis_names] == part
+    ):
         here, there = distinct_mesh_names(part, mesh)
-        raise ValueError(f"{found[0]} is on {here}, and cannot be split on {there}; pass the mesh that has the axes of both")
+        raise ValueError(
+            f"{found[0]} is on {here}, and cannot be split on {there}; pass the mesh that has the axes of both"
+        )
     return Layout.of(mesh, x.spec, x.shape, x.dtype)
 
 
@@ -256,8 +296,12 @@ def _shard(x: Tensor, rest: Layout, base: Layout, src: int | None, offload: bool
 
 def _redistribute(x: Tensor, rest: Layout, base: Layout, src: int | None) -> ShardedTensor:
     if x.is_meta:
-        return ShardedTensor._make_guarded(torch.empty(rest.local_shape, dtype=rest.dtype, device="meta"), rest)
+        return ShardedTensor._make_guarded(
+            torch.empty(rest.local_shape, dtype=rest.dtype, device="meta"), rest
+        )
     if isinstance(x, ShardedTensor):
         part = redistribute_local(x._local.detach(), base, rest)
-        return ShardedTensor._make_guarded(part.clone() if part.numel() < x._local.numel() else part, rest)  # no view of the whole
+        return ShardedTensor._make_guarded(
+            part.clone() if part.numel() < x._local.numel() else part, rest
+        )  # no view of the whole
     return distribute_tensor(x.detach(), rest.mesh, rest.spec, src_data_rank=src)  # type: ignore[arg-type]

@@ -1,11 +1,11 @@
 """Stages of data parallelism as one table: the axes that split parameters, gradients and optimizer state.
 
-                    parameter       gradient        optimizer        what a step moves, for p bytes of parameters and n ranks
-    DDP             ()              ()              ()               all_reduce p
-    ZeRO-1          ()              ()              dp               reduce_scatter p, all_gather p
-    ZeRO-2          ()              dp              dp               the same, for each micro-batch a reduce_scatter
-    FSDP, ZeRO-3    dp              dp              dp               two all_gathers p, reduce_scatter p
-    HSDP            fsdp            fsdp            fsdp             the same inside fsdp, and all_reduce p / fsdp over dp
+                parameter       gradient        optimizer        what a step moves, for p bytes of parameters and n ranks
+DDP             ()              ()              ()               all_reduce p
+ZeRO-1          ()              ()              dp               reduce_scatter p, all_gather p
+ZeRO-2          ()              dp              dp               the same, for each micro-batch a reduce_scatter
+FSDP, ZeRO-3    dp              dp              dp               two all_gathers p, reduce_scatter p
+HSDP            fsdp            fsdp            fsdp             the same inside fsdp, and all_reduce p / fsdp over dp
 """
 
 from __future__ import annotations
@@ -37,17 +37,25 @@ class ZeroStage:
         return self.gradient != self.optimizer
 
 
-def make_zero_stage(mesh: DeviceMesh, parameter: Axes, gradient: Axes, optimizer: Axes) -> ZeroStage:
+def make_zero_stage(
+    mesh: DeviceMesh, parameter: Axes, gradient: Axes, optimizer: Axes
+) -> ZeroStage:
     """Return the row with these axes.
 
     Raises:
         ValueError: axes that the mesh lacks, parameters split over axes over which the optimizer is not, or gradients over others than it.
     """
-    rows = {"parameter": _names(parameter), "gradient": _names(gradient), "optimizer": _names(optimizer)}
+    rows = {
+        "parameter": _names(parameter),
+        "gradient": _names(gradient),
+        "optimizer": _names(optimizer),
+    }
     for name, axes in rows.items():
         unknown = [axis for axis in axes if axis not in mesh.axis_names]
         if unknown or len(set(axes)) < len(axes):
-            raise ValueError(f"{name}={axes!r} on {mesh}: give axes of the mesh, each once, from {mesh.axis_names}")
+            raise ValueError(
+                f"{name}={axes!r} on {mesh}: give axes of the mesh, each once, from {mesh.axis_names}"
+            )
     parameter, gradient, optimizer = rows.values()
     if not set(parameter) <= set(optimizer):
         raise ValueError(

@@ -55,7 +55,9 @@ class Experts(nn.Module):
             stacked = torch.stack([module.get_parameter(name).detach() for module in modules])
             owner, _, last = name.rpartition(".")
             sharded = distribute_tensor(stacked, mesh, P(self.axis))
-            self.each.get_submodule(owner).register_parameter(last, nn.Parameter(sharded, p.requires_grad))
+            self.each.get_submodule(owner).register_parameter(
+                last, nn.Parameter(sharded, p.requires_grad)
+            )
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         params = dict(self.each.named_parameters())
@@ -71,10 +73,17 @@ class Experts(nn.Module):
 def _check_alike(modules: Sequence[nn.Module]) -> None:
     if not modules:
         raise ValueError("Experts: no modules; pass one for each expert")
-    described = [{name: (list(p.shape), p.dtype) for name, p in module.named_parameters()} for module in modules]
+    described = [
+        {name: (list(p.shape), p.dtype) for name, p in module.named_parameters()}
+        for module in modules
+    ]
     different = next((i for i, one in enumerate(described) if one != described[0]), None)
     if different is not None:
-        raise ValueError(f"Experts: modules[{different}] has parameters {described[different]}, but modules[0] {described[0]}")
+        raise ValueError(
+            f"Experts: modules[{different}] has parameters {described[different]}, but modules[0] {described[0]}"
+        )
     buffers = [name for name, _ in modules[0].named_buffers()]
     if buffers:
-        raise ValueError(f"Experts: the modules have buffers {buffers}, which experts cannot share; use modules without buffers")
+        raise ValueError(
+            f"Experts: the modules have buffers {buffers}, which experts cannot share; use modules without buffers"
+        )

@@ -29,7 +29,13 @@ _SEED = seed_of("moe")
 
 
 def moe(
-    x: Tensor, routing: Routing, expert: Expert, params: Any, *, axis: str | tuple[str, ...] = "ep", capacity: float | None = None
+    x: Tensor,
+    routing: Routing,
+    expert: Expert,
+    params: Any,
+    *,
+    axis: str | tuple[str, ...] = "ep",
+    capacity: float | None = None,
 ) -> Tensor:
     """moe(x: S(tokens), routing, expert, params: S(experts)) -> S(tokens): for each token the weighted sum of its experts' outputs.
 
@@ -69,7 +75,10 @@ def moe(
         >>> y = sm.parallel.moe(x, routing, lambda rows, p: F.silu(rows @ p["up"]) @ p["down"], {"up": up, "down": down})
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    leaves = {f"params{pytree.keystr(path)}": leaf for path, leaf in pytree.tree_flatten_with_path(params)[0]}
+    leaves = {
+        f"params{pytree.keystr(path)}": leaf
+        for path, leaf in pytree.tree_flatten_with_path(params)[0]
+    }
     structure = pytree.tree_structure(params)
     if not any(isinstance(t, ShardedTensor) for t in (x, *routing)):
         return _of_plain(x, routing, expert, leaves, structure, axes, capacity)
@@ -83,12 +92,21 @@ def _of_sharded(
     _check(tokens, routing, leaves, axes, capacity)
     lead, stacked = _token_cuts(tokens._layout, axes), _expert_cut(leaves, axes)
     given: Any = [tokens, *routing, *leaves.values()]
-    limit = None if capacity is None else math.ceil(capacity * routing.experts.numel() / given[3].shape[0])
+    limit = (
+        None
+        if capacity is None
+        else math.ceil(capacity * routing.experts.numel() / given[3].shape[0])
+    )
     lineage = mixed(_SEED, given)
     with comm_context(tokens.mesh.world, lineage):
         cuts = [[*lead, ()]] * 3 + [[[stacked]]] * len(leaves)
-        operands = redistribute_operands(given, [x._layout.replace(P.of_cuts(cut, {})) for x, cut in zip(given, cuts, strict=True)])
-        mixture = _Mixture(expert, structure, _peers(operands[3]._layout, axes), operands[1]._layout, limit)
+        operands = redistribute_operands(
+            given,
+            [x._layout.replace(P.of_cuts(cut, {})) for x, cut in zip(given, cuts, strict=True)],
+        )
+        mixture = _Mixture(
+            expert, structure, _peers(operands[3]._layout, axes), operands[1]._layout, limit
+        )
         made = _run_mixture(mixture, lead, operands)
         made._lineage = lineage
         return made.redistribute(P.of_cuts([*tokens.spec.cuts[:-1], ()], {}))
@@ -109,10 +127,17 @@ def _of_plain(
     lengths = [n for (n,) in group.all_gather_object((tokens,))]
     sizes = [lengths[group.ranks.index(int(rank))] for rank in expert_mesh.ranks.flatten()]
     spec = P(expert_mesh.axis_names, sizes={expert_mesh.axis_names: sizes})
-    operands = [from_local(t.reshape(tokens, t.shape[-1]), expert_mesh, spec, shape=(sum(sizes), t.shape[-1])) for t in (x, *routing)]
+    operands = [
+        from_local(
+            t.reshape(tokens, t.shape[-1]), expert_mesh, spec, shape=(sum(sizes), t.shape[-1])
+        )
+        for t in (x, *routing)
+    ]
     cut = _expert_cut(leaves, axes)
     params = {name: _on_expert_mesh(p, expert_mesh, cut) for name, p in leaves.items()}
-    out = _of_sharded(operands[0], Routing(operands[1], operands[2]), expert, params, structure, axes, capacity)
+    out = _of_sharded(
+        operands[0], Routing(operands[1], operands[2]), expert, params, structure, axes, capacity
+    )
     return out.to_local().view(*x.shape[:-1], out.shape[-1])
 
 
@@ -158,10 +183,17 @@ class _Mixture(NamedTuple):
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, *params: Tensor) -> Tensor:
         k = self.choices.shape[-1]
-        tokens, plan = math.prod(x.shape[:-1]), make_dispatch(experts, self.choices, self.peers, self.limit)
+        tokens, plan = (
+            math.prod(x.shape[:-1]),
+            make_dispatch(experts, self.choices, self.peers, self.limit),
+        )
         received = plan.dispatch(x.reshape(tokens, x.shape[-1]).index_select(0, plan.slots // k))
         back = plan.combine(self._apply(received, plan.rows_per_expert, params))
-        by_choice = back.new_zeros(tokens * k, back.shape[-1]).index_copy(0, plan.slots, back).view(tokens, k, back.shape[-1])
+        by_choice = (
+            back.new_zeros(tokens * k, back.shape[-1])
+            .index_copy(0, plan.slots, back)
+            .view(tokens, k, back.shape[-1])
+        )
         mixed_rows = (by_choice * weights.reshape(tokens, k, 1)).sum(1).to(back.dtype)
         return mixed_rows.view(*x.shape[:-1], back.shape[-1])
 
@@ -170,7 +202,12 @@ class _Mixture(NamedTuple):
         if not counts:
             return self.apply_expert(rows, [p.sum() + p.new_zeros(p.shape[1:]) for p in params])
         slices = zip(*[p.unbind(0) for p in params], strict=True)
-        return torch.cat([self.apply_expert(part, one) for part, one in zip(rows.split(list(counts)), slices, strict=True)])
+        return torch.cat(
+            [
+                self.apply_expert(part, one)
+                for part, one in zip(rows.split(list(counts)), slices, strict=True)
+            ]
+        )
 
     def apply_expert(self, rows: Tensor, params: Sequence[Tensor]) -> Tensor:
         """Apply one expert.
@@ -186,19 +223,25 @@ class _Mixture(NamedTuple):
         return made
 
 
-def _run_mixture(mixture: _Mixture, lead: Sequence[Sequence[Cut]], given: Sequence[ShardedTensor]) -> ShardedTensor:
+def _run_mixture(
+    mixture: _Mixture, lead: Sequence[Sequence[Cut]], given: Sequence[ShardedTensor]
+) -> ShardedTensor:
     """Return the result; its width and dtype are those of the experts' results."""
     x, mesh = given[0], given[0].mesh
     if mesh.coordinate is None:
         rows = torch.empty(0, x.shape[-1], dtype=x.dtype, device="meta")
-        like = mixture.apply_expert(rows, [torch.empty(p.shape[1:], dtype=p.dtype, device="meta") for p in given[3:]])
+        like = mixture.apply_expert(
+            rows, [torch.empty(p.shape[1:], dtype=p.dtype, device="meta") for p in given[3:]]
+        )
         return nonmember.unknown(_result_layout(x, lead, like), *given)
     local = mixture(*[known_local(p) for p in given])
     return wrap(local, _result_layout(x, lead, local))
 
 
 def _result_layout(x: ShardedTensor, lead: Sequence[Sequence[Cut]], made: Tensor) -> Layout:
-    return Layout.of(x.mesh, P.of_cuts([*lead, ()], {}), (*x.shape[:-1], made.shape[-1]), made.dtype)
+    return Layout.of(
+        x.mesh, P.of_cuts([*lead, ()], {}), (*x.shape[:-1], made.shape[-1]), made.dtype
+    )
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------
@@ -208,7 +251,12 @@ def _token_cuts(x: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
     """Return the cuts of the leading dims; axes that do not cut them yet split the dim with the longest parts."""
     lead = [list(cuts) for cuts in x.spec.cuts[:-1]]
     missing = [a for a in axes if not any(a in cut.axes for cuts in lead for cut in cuts)]
-    longest = max(range(len(lead)), key=lambda dim: x.shape[dim] // x.mesh.size(x.spec.dims[dim]) if lead[dim] else x.shape[dim])
+    longest = max(
+        range(len(lead)),
+        key=lambda dim: (
+            x.shape[dim] // x.mesh.size(x.spec.dims[dim]) if lead[dim] else x.shape[dim]
+        ),
+    )
     lead[longest] += [Cut((a,)) for a in missing]
     return lead
 
@@ -226,7 +274,9 @@ def _expert_cut(params: dict[str, Any], axes: tuple[str, ...]) -> Cut:
             each = len(sizes) // p.mesh.size(axes)
             found[name] = tuple(sum(sizes[i : i + each]) for i in range(0, len(sizes), each))
     if len(set(found.values())) > 1:
-        raise ValueError(f"moe: the experts are split over {axes} into parts of {found}; split all parameters in the same way")
+        raise ValueError(
+            f"moe: the experts are split over {axes} into parts of {found}; split all parameters in the same way"
+        )
     return Cut(axes, next(iter(found.values()))) if found else Cut(axes, _evenly(params, axes))
 
 
@@ -240,13 +290,19 @@ def _peers(params: Layout, axes: tuple[str, ...]) -> ExpertGroup:
     mesh: Any = params.mesh
     if mesh.coordinate is None:
         return ExpertGroup(mesh, axes, ())
-    return ExpertGroup(mesh, axes, tuple(params.box_at(mesh.coordinate_of(rank))[0] for rank in mesh.group(axes).ranks))
+    return ExpertGroup(
+        mesh,
+        axes,
+        tuple(params.box_at(mesh.coordinate_of(rank))[0] for rank in mesh.group(axes).ranks),
+    )
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _check(x: Any, routing: Routing, params: dict[str, Any], axes: tuple[str, ...], capacity: float | None) -> None:
+def _check(
+    x: Any, routing: Routing, params: dict[str, Any], axes: tuple[str, ...], capacity: float | None
+) -> None:
     """Check the arguments of `moe`. Raises: TypeError, ValueError."""
     experts, weights = routing
     check_sharded("moe", {"x": x, "routing.experts": experts, "routing.weights": weights})
@@ -254,20 +310,28 @@ def _check(x: Any, routing: Routing, params: dict[str, Any], axes: tuple[str, ..
     _check_one_mesh({"x": x, "routing.experts": experts, "routing.weights": weights, **params})
     _check_tokens(x, experts, weights)
     if capacity is not None and not 0 < capacity < math.inf:
-        raise ValueError(f"moe: capacity={capacity}: an expert's limit as a multiple of its even share must be a positive number, or None")
+        raise ValueError(
+            f"moe: capacity={capacity}: an expert's limit as a multiple of its even share must be a positive number, or None"
+        )
 
 
 def _check_params(params: dict[str, Any], axes: tuple[str, ...]) -> None:
     if not params:
-        raise ValueError("moe: params has no tensor; pass tensors with one slice per expert along dim 0")
+        raise ValueError(
+            "moe: params has no tensor; pass tensors with one slice per expert along dim 0"
+        )
     check_sharded("moe", params)
     _check_one_mesh(params)
     first = next(iter(params.values()))
     if not axes or any(a not in first.mesh.axis_names for a in axes):
-        raise ValueError(f"moe: axis={axes!r} for {next(iter(params))} {first._layout}; use one of the axes {first.mesh.axis_names}")
+        raise ValueError(
+            f"moe: axis={axes!r} for {next(iter(params))} {first._layout}; use one of the axes {first.mesh.axis_names}"
+        )
     counts = {name: p.shape[0] if p.ndim else 0 for name, p in params.items()}
     if len(set(counts.values())) > 1 or not all(counts.values()):
-        raise ValueError(f"moe: dim 0 of all parameters must be the number of experts, at least 1; they have {counts}")
+        raise ValueError(
+            f"moe: dim 0 of all parameters must be the number of experts, at least 1; they have {counts}"
+        )
 
 
 def _check_one_mesh(given: dict[str, Any]) -> None:
@@ -275,11 +339,18 @@ def _check_one_mesh(given: dict[str, Any]) -> None:
     for other, x in rest:
         if x.mesh is not first.mesh:
             here, there = distinct_mesh_names(first.mesh, x.mesh)
-            raise ValueError(f"moe: {name} is on {here}, but {other} on {there}; redistribute all to one mesh first")
+            raise ValueError(
+                f"moe: {name} is on {here}, but {other} on {there}; redistribute all to one mesh first"
+            )
 
 
 def _check_tokens(x: Any, experts: Any, weights: Any) -> None:
-    if x.ndim < 2 or not x.is_floating_point() or experts.dtype is not torch.int64 or not weights.is_floating_point():
+    if (
+        x.ndim < 2
+        or not x.is_floating_point()
+        or experts.dtype is not torch.int64
+        or not weights.is_floating_point()
+    ):
         raise ValueError(
             f"moe: x must be floating [tokens ... features], experts int64 and weights floating; got {x._layout}, {experts._layout} "
             f"and {weights._layout}"

@@ -79,7 +79,9 @@ def _counts(logits: Tensor, experts: Any, count: int, dtype: torch.dtype) -> Ten
     if not isinstance(logits, ShardedTensor) and not isinstance(experts, ShardedTensor):
         return counted(experts)
     check_sharded("load_balance_loss", {"logits": logits, "experts": experts})
-    split = {axis: "sum" for dim in range(experts.ndim) for axis in splitting_axes(experts._layout, dim)}
+    split = {
+        axis: "sum" for dim in range(experts.ndim) for axis in splitting_axes(experts._layout, dim)
+    }
     layout = Layout.of(experts.mesh, P(unreduced=split), (count,), dtype)
     return from_parts(layout, counted, experts).redistribute(P())
 

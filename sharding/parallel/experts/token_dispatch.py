@@ -77,9 +77,22 @@ class TokenDispatch:
     """
 
     def __init__(
-        self, peers: ExpertGroup, order: Tensor, counts: Callable[[], Tensor], ranks: Sequence[int], places: Sequence[int], drops: bool
+        self,
+        peers: ExpertGroup,
+        order: Tensor,
+        counts: Callable[[], Tensor],
+        ranks: Sequence[int],
+        places: Sequence[int],
+        drops: bool,
     ) -> None:
-        self.peers, self._order, self._wait, self._ranks, self._places, self._drops = peers, order, counts, ranks, places, drops
+        self.peers, self._order, self._wait, self._ranks, self._places, self._drops = (
+            peers,
+            order,
+            counts,
+            ranks,
+            places,
+            drops,
+        )
 
     @cached_property
     def counts(self) -> list[list[int]]:
@@ -93,7 +106,9 @@ class TokenDispatch:
         if any(wrong):
             by_rank = {rank: n for rank, n in zip(self._ranks, wrong, strict=True) if n}
             last = counts.shape[1] - 2
-            raise ValueError(f"moe: tokens choose experts that do not exist (by rank: {by_rank}); choices are from 0 to {last}")
+            raise ValueError(
+                f"moe: tokens choose experts that do not exist (by rank: {by_rank}); choices are from 0 to {last}"
+            )
         return [counts[i, :-1].tolist() for i in self._places]
 
     @cached_property
@@ -137,7 +152,9 @@ class TokenDispatch:
         return experts.repeat_interleave(lengths, output_size=sum(sizes)).argsort(stable=True)
 
 
-def make_dispatch(chosen: Tensor, layout: Layout, peers: ExpertGroup, capacity: int | None) -> TokenDispatch:
+def make_dispatch(
+    chosen: Tensor, layout: Layout, peers: ExpertGroup, capacity: int | None
+) -> TokenDispatch:
     """Compute the dispatch of this rank's tokens.
 
     Args:
@@ -157,10 +174,14 @@ def make_dispatch(chosen: Tensor, layout: Layout, peers: ExpertGroup, capacity: 
         table = _all_counts(_counted(valid, peers.count), peers.mesh, peers.axes)
         counts = _start_to_host(table[:, 0, 0])
         ranks = peers.group.ranks
-        return TokenDispatch(peers, _sorted(valid.flatten(), peers), counts, ranks, range(len(ranks)), drops=False)
+        return TokenDispatch(
+            peers, _sorted(valid.flatten(), peers), counts, ranks, range(len(ranks)), drops=False
+        )
     runs = _Runs(layout, peers)
     count, choices = runs.count_here, chosen.shape[-1]
-    valid = _valid(chosen.reshape(count, chosen.numel() // max(1, count * choices), choices), peers.count)
+    valid = _valid(
+        chosen.reshape(count, chosen.numel() // max(1, count * choices), choices), peers.count
+    )
     counts = _counted(valid, peers.count)
     padded = counts.new_zeros(runs.most, *counts.shape[1:])
     padded[: len(counts)] = counts
@@ -187,9 +208,13 @@ def _valid(chosen: Tensor, experts: int) -> Tensor:
 def _counted(valid: Tensor, experts: int) -> Tensor:
     """Count the choices [run token choice] of each expert: [run choice expert+1], the last entry for invalid choices."""
     runs, _, choices = valid.shape
-    row = torch.arange(runs, device=valid.device)[:, None, None] * choices + torch.arange(choices, device=valid.device)
+    row = torch.arange(runs, device=valid.device)[:, None, None] * choices + torch.arange(
+        choices, device=valid.device
+    )
     flat = (row * (experts + 1) + valid).flatten()
-    counts = flat.new_zeros(runs * choices * (experts + 1)).scatter_add_(0, flat, torch.ones_like(flat))  # the host waits for a bincount
+    counts = flat.new_zeros(runs * choices * (experts + 1)).scatter_add_(
+        0, flat, torch.ones_like(flat)
+    )  # the host waits for a bincount
     return counts.view(runs, choices, experts + 1)
 
 
@@ -203,7 +228,9 @@ def _all_counts(counts: Tensor, mesh: Any, axes: tuple[str, ...]) -> Tensor:
 
 def _sorted(valid: Tensor, peers: ExpertGroup) -> Tensor:
     """Return the slots, sorted by expert, then by token; those of invalid choices last."""
-    position = sorted(range(peers.count), key=peers.order.__getitem__)  # expert -> its position in the sending order
+    position = sorted(
+        range(peers.count), key=peers.order.__getitem__
+    )  # expert -> its position in the sending order
     position = to_device([*position, peers.count], torch.int64, valid.device)
     return position[valid].argsort(stable=True)
 
@@ -226,17 +253,24 @@ class _Runs:
     def __init__(self, layout: Layout, peers: ExpertGroup) -> None:
         mesh, tokens = peers.mesh, range(len(layout.shape) - 1)
         split = [dim for dim in tokens if splitting_axes(layout, dim)]
-        self.axes = tuple(dict.fromkeys([*(a for dim in split for a in splitting_axes(layout, dim)), *peers.axes]))
+        self.axes = tuple(
+            dict.fromkeys([*(a for dim in split for a in splitting_axes(layout, dim)), *peers.axes])
+        )
         self._inner, self._shape = max(split, default=0), layout.shape[:-1]
         group = mesh.group(self.axes)
         self.ranks = group.ranks
-        self.starts = [self._starts(layout.box_at(mesh.coordinate_of(rank))) for rank in group.ranks]
+        self.starts = [
+            self._starts(layout.box_at(mesh.coordinate_of(rank))) for rank in group.ranks
+        ]
         self.me, self.peers = group.rank, [group.ranks.index(rank) for rank in peers.group.ranks]
 
     def _starts(self, box: Sequence[tuple[int, int]]) -> list[int]:
         strides = [math.prod(self._shape[dim + 1 :]) for dim in range(len(self._shape))]
         outer = [range(*box[dim]) for dim in range(self._inner)]
-        return [sum(map(math.prod, zip((*place, box[self._inner][0]), strides, strict=False))) for place in product(*outer)]
+        return [
+            sum(map(math.prod, zip((*place, box[self._inner][0]), strides, strict=False)))
+            for place in product(*outer)
+        ]
 
     @property
     def count_here(self) -> int:
@@ -249,8 +283,14 @@ class _Runs:
 
 def _before(table: Tensor, runs: _Runs) -> Tensor:
     """Return how many rows of each expert precede each run and choice: [rank run choice expert], as `table`."""
-    starts = sorted((start, rank, run) for rank, starts in enumerate(runs.starts) for run, start in enumerate(starts))
-    order = to_device([rank * runs.most + run for _, rank, run in starts], torch.int64, table.device)
+    starts = sorted(
+        (start, rank, run)
+        for rank, starts in enumerate(runs.starts)
+        for run, start in enumerate(starts)
+    )
+    order = to_device(
+        [rank * runs.most + run for _, rank, run in starts], torch.int64, table.device
+    )
     in_order = table.flatten(0, 1).index_select(0, order)
     of_choice = in_order.sum(0)
     before = in_order.cumsum(0) - in_order + (of_choice.cumsum(0) - of_choice)
@@ -260,7 +300,9 @@ def _before(table: Tensor, runs: _Runs) -> Tensor:
 def _position(valid: Tensor, counts: Tensor, before: Tensor) -> Tensor:
     """Return each token's position [run token choice] among all that choose its expert, in the order of admission."""
     runs, _, choices = valid.shape
-    row = torch.arange(runs, device=valid.device)[:, None, None] * choices + torch.arange(choices, device=valid.device)
+    row = torch.arange(runs, device=valid.device)[:, None, None] * choices + torch.arange(
+        choices, device=valid.device
+    )
     key = (row * counts.shape[-1] + valid).flatten()
     order = key.argsort(stable=True)
     many = counts.flatten()
@@ -273,18 +315,31 @@ def _position(valid: Tensor, counts: Tensor, before: Tensor) -> Tensor:
 # -- communication ----------------------------------------------------------------------------------------------------
 
 
-def all_to_all_v(rows: Tensor, peers: ExpertGroup, recv_sizes: Sequence[int], send_sizes: Sequence[int]) -> Tensor:
+def all_to_all_v(
+    rows: Tensor, peers: ExpertGroup, recv_sizes: Sequence[int], send_sizes: Sequence[int]
+) -> Tensor:
     """Send rows to every rank of the group, in its order; differentiable any number of times. Communication: one all_to_all."""
     return _AllToAllRows.apply(rows, peers, recv_sizes, send_sizes)  # type: ignore[return-value]
 
 
 class _AllToAllRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, peers: ExpertGroup, recv_sizes: Sequence[int], send_sizes: Sequence[int]) -> Tensor:
-        ctx.reverse, ctx.lineage = (peers, send_sizes, recv_sizes), peers.mesh.world.comm_context.lineage
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        peers: ExpertGroup,
+        recv_sizes: Sequence[int],
+        send_sizes: Sequence[int],
+    ) -> Tensor:
+        ctx.reverse, ctx.lineage = (
+            (peers, send_sizes, recv_sizes),
+            peers.mesh.world.comm_context.lineage,
+        )
         out = rows.new_empty(sum(recv_sizes), *rows.shape[1:])
         width = math.prod(rows.shape[1:])
-        peers.group.all_to_all(out, rows.contiguous(), [n * width for n in recv_sizes], [n * width for n in send_sizes])
+        peers.group.all_to_all(
+            out, rows.contiguous(), [n * width for n in recv_sizes], [n * width for n in send_sizes]
+        )
         return out
 
     @staticmethod

@@ -81,16 +81,30 @@ class InputHook:
 
     def __post_init__(self) -> None:
         _check_axes(self.site, [*self.positional.values(), *self.named.values()])
-        names = {id(lay): (name, lay) for name, lay in [*self.positional.items(), *self.named.items()]}
-        object.__setattr__(self, "shown", tuple(f"input {name}: {lay} along {self.site.axis}" for name, lay in names.values()))
+        names = {
+            id(lay): (name, lay) for name, lay in [*self.positional.items(), *self.named.items()]
+        }
+        object.__setattr__(
+            self,
+            "shown",
+            tuple(f"input {name}: {lay} along {self.site.axis}" for name, lay in names.values()),
+        )
 
-    @not_compiled("parallelize redistributes a module's inputs and outputs here, outside of any graph")
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    @not_compiled(
+        "parallelize redistributes a module's inputs and outputs here, outside of any graph"
+    )
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
         wanted = [(i, args[i], lay) for i, lay in self.positional.items() if i < len(args)]
         wanted += [(name, kwargs[name], lay) for name, lay in self.named.items() if name in kwargs]
-        laid = redistribute_activations(self.site, module, [(f"argument {key!r}", value, lay) for key, value, lay in wanted])
+        laid = redistribute_activations(
+            self.site, module, [(f"argument {key!r}", value, lay) for key, value, lay in wanted]
+        )
         found = {key: value for (key, *_), value in zip(wanted, laid, strict=True)}
-        return tuple([found.get(i, x) for i, x in enumerate(args)]), {name: found.get(name, x) for name, x in kwargs.items()}
+        return tuple([found.get(i, x) for i, x in enumerate(args)]), {
+            name: found.get(name, x) for name, x in kwargs.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -112,22 +126,36 @@ class OutputHook:
         text = ", ".join(map(str, self.lays))
         object.__setattr__(self, "shown", (f"output: {text} along {self.site.axis}",))
 
-    @not_compiled("parallelize redistributes a module's inputs and outputs here, outside of any graph")
+    @not_compiled(
+        "parallelize redistributes a module's inputs and outputs here, outside of any graph"
+    )
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
         if len(self.lays) == 1:
-            return redistribute_activations(self.site, module, [("the output", output, self.lays[0])])[0]
+            return redistribute_activations(
+                self.site, module, [("the output", output, self.lays[0])]
+            )[0]
         if not isinstance(output, (tuple, list)) or len(output) != len(self.lays):
-            found = f"{len(output)} of them" if isinstance(output, (tuple, list)) else f"one {type(output).__name__}"
+            found = (
+                f"{len(output)} of them"
+                if isinstance(output, (tuple, list))
+                else f"one {type(output).__name__}"
+            )
             raise ValueError(
                 f"{self.site} has layouts for {len(self.lays)} outputs, but the module returned {found}; give one for each, or one for all"
             )
-        wanted = [(f"output {i}", x, lay) for i, (x, lay) in enumerate(zip(output, self.lays, strict=True))]
+        wanted = [
+            (f"output {i}", x, lay)
+            for i, (x, lay) in enumerate(zip(output, self.lays, strict=True))
+        ]
         laid = redistribute_activations(self.site, module, wanted)
         return output._make(laid) if hasattr(output, "_make") else type(output)(laid)  # type: ignore[attr-defined]
 
 
 def input_hook(
-    site: HookSite, module: nn.Module, positional: Sequence[ActivationLayout | None], named: Mapping[str, ActivationLayout]
+    site: HookSite,
+    module: nn.Module,
+    positional: Sequence[ActivationLayout | None],
+    named: Mapping[str, ActivationLayout],
 ) -> InputHook:
     """Return the hook for these arguments, whether a call passes them by position or by name.
 
@@ -138,10 +166,14 @@ def input_hook(
     names = [p.name for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     kinds, known = {p.kind for p in taken}, {p.name for p in taken}
     if len(positional) > len(names) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        raise ValueError(f"{site} has layouts for {len(positional)} arguments, but forward takes {len(names)}: {', '.join(names)}")
+        raise ValueError(
+            f"{site} has layouts for {len(positional)} arguments, but forward takes {len(names)}: {', '.join(names)}"
+        )
     unknown = sorted(set(named) - known)
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
-        raise ValueError(f"{site} has a layout for the argument {unknown[0]!r}, but forward takes {', '.join(map(repr, names))}")
+        raise ValueError(
+            f"{site} has a layout for the argument {unknown[0]!r}, but forward takes {', '.join(map(repr, names))}"
+        )
     at = {i: lay for i, lay in enumerate(positional) if lay is not None}
     by_name = {names[i]: lay for i, lay in at.items() if i < len(names)}
     at |= {names.index(name): lay for name, lay in named.items() if name in names}
@@ -153,13 +185,17 @@ def _check_axes(site: HookSite, lays: Iterable[ActivationLayout]) -> None:
     for where in [w for lay in lays for w in (lay.to, lay.plain) if isinstance(w, P)]:
         unknown = [axis for axis in where.axes if axis not in site.mesh.axis_names]
         if unknown:
-            raise ValueError(f"{site}: {where} has axis {unknown[0]!r}, but {site.mesh} has {', '.join(map(repr, site.mesh.axis_names))}")
+            raise ValueError(
+                f"{site}: {where} has axis {unknown[0]!r}, but {site.mesh} has {', '.join(map(repr, site.mesh.axis_names))}"
+            )
 
 
 # -- redistribution ----------------------------------------------------------------------------------------------------
 
 
-def redistribute_activations(site: HookSite, module: nn.Module, wanted: Sequence[tuple[str, Any, ActivationLayout]]) -> list[Any]:
+def redistribute_activations(
+    site: HookSite, module: nn.Module, wanted: Sequence[tuple[str, Any, ActivationLayout]]
+) -> list[Any]:
     """Return each value, a tensor or a tree of them, in its desired layout; all are redistributed together.
 
     Raises:
@@ -173,7 +209,11 @@ def redistribute_activations(site: HookSite, module: nn.Module, wanted: Sequence
         return [value for _, value, _ in wanted]
     refuse_jit_trace()
     trees = [pytree.tree_flatten(value) for _, value, _ in wanted]
-    leaves = [(name, leaf, lay) for (name, _, lay), (flat, _) in zip(wanted, trees, strict=True) for leaf in flat]
+    leaves = [
+        (name, leaf, lay)
+        for (name, _, lay), (flat, _) in zip(wanted, trees, strict=True)
+        for leaf in flat
+    ]
     laid = iter(_redistribute_leaves(site, module, leaves))
     return [pytree.tree_unflatten([next(laid) for _ in flat], shape) for flat, shape in trees]
 
@@ -185,10 +225,18 @@ def _has_layout(site: HookSite, x: Any, lay: ActivationLayout) -> bool:
     return lay.to is None or x._layout.decisions.get((along, lay.to, site.axis)) is x._layout
 
 
-def _redistribute_leaves(site: HookSite, module: nn.Module, leaves: Sequence[tuple[str, Any, ActivationLayout]]) -> list[Any]:
+def _redistribute_leaves(
+    site: HookSite, module: nn.Module, leaves: Sequence[tuple[str, Any, ActivationLayout]]
+) -> list[Any]:
     values = [_on_mesh(site, module, name, x, lay) for name, x, lay in leaves]
-    targets = [_target(site, name, x, lay) for (name, _, lay), x in zip(leaves, values, strict=True)]
-    moving = [i for i, (x, to) in enumerate(zip(values, targets, strict=True)) if to is not None and to is not x._layout]
+    targets = [
+        _target(site, name, x, lay) for (name, _, lay), x in zip(leaves, values, strict=True)
+    ]
+    moving = [
+        i
+        for i, (x, to) in enumerate(zip(values, targets, strict=True))
+        if to is not None and to is not x._layout
+    ]
     specs = [targets[i].spec for i in moving]  # type: ignore[union-attr]
     if len(moving) == 1:
         values[moving[0]] = redistribute(values[moving[0]], specs[0])
@@ -213,7 +261,9 @@ def _target(site: HookSite, name: str, x: Any, lay: ActivationLayout) -> Layout 
     try:
         target = layout.replace(along(layout, lay.to, site.axis))
     except ValueError as error:
-        raise ValueError(f"{site}: {name} is {layout} and cannot become {lay.to} along {site.axis!r}: {error}") from None
+        raise ValueError(
+            f"{site}: {name} is {layout} and cannot become {lay.to} along {site.axis!r}: {error}"
+        ) from None
     return keep(layout.decisions, key, target)
 
 
@@ -222,7 +272,11 @@ def along(layout: Layout, where: P | Placement, axis: str) -> P:
 
     Other axes that split the same dim stay major. If the same axes split the dim already, their order does not change.
     """
-    spec = placements_to_spec([where], (axis,), len(layout.shape)) if isinstance(where, Placement) else where.padded(len(layout.shape))
+    spec = (
+        placements_to_spec([where], (axis,), len(layout.shape))
+        if isinstance(where, Placement)
+        else where.padded(len(layout.shape))
+    )
     named = {axis, *spec.axes}
     cuts = [
         _merged(_without(own, named, layout), given, own)
@@ -268,8 +322,14 @@ def _on_mesh(site: HookSite, module: nn.Module, name: str, x: Any, lay: Activati
     mesh = _mesh_of_plain(site, module)
     if mesh is None:
         raise TypeError(_ambiguous(site, name, x))
-    spec = (placements_to_spec([where], (site.axis,), x.ndim) if isinstance(where, Placement) else where).padded(x.ndim)
-    known = None if lay.size is None else [lay.size if axes else n for n, axes in zip(x.shape, spec.dims, strict=True)]
+    spec = (
+        placements_to_spec([where], (site.axis,), x.ndim) if isinstance(where, Placement) else where
+    ).padded(x.ndim)
+    known = (
+        None
+        if lay.size is None
+        else [lay.size if axes else n for n, axes in zip(x.shape, spec.dims, strict=True)]
+    )
     return from_local(x, mesh, spec, shape=known)
 
 
@@ -300,7 +360,10 @@ def _mesh_of_plain(site: HookSite, module: nn.Module) -> DeviceMesh | None:
     """Return the mesh on which the layout of a plain tensor is unambiguous: a mesh of the axis alone, that of the plan or of the
     module's parameters."""
     meshes = [site.mesh, *{p.mesh for p in module.parameters() if isinstance(p, ShardedTensor)}]
-    return next((m for m in meshes if site.axis in m.axis_names and prod(m.shape) == m.size(site.axis)), None)
+    return next(
+        (m for m in meshes if site.axis in m.axis_names and prod(m.shape) == m.size(site.axis)),
+        None,
+    )
 
 
 def as_axis_layout(given: Any, what: str) -> AxisLayout:
@@ -314,4 +377,6 @@ def as_axis_layout(given: Any, what: str) -> AxisLayout:
     try:
         return as_placement(given)
     except TypeError:
-        raise TypeError(f"{what}: expected P(...), Shard(dim), Replicate() or None, got {given!r}") from None
+        raise TypeError(
+            f"{what}: expected P(...), Shard(dim), Replicate() or None, got {given!r}"
+        ) from None

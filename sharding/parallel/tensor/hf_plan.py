@@ -15,7 +15,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...layout.spec import P, Shard
-from .styles import Style, colwise, feature_dims_of, prepare_outputs, rowwise, sequence_parallel, shard_params
+from .styles import (
+    Style,
+    colwise,
+    feature_dims_of,
+    prepare_outputs,
+    rowwise,
+    sequence_parallel,
+    shard_params,
+)
 
 _WHOLE = P()
 
@@ -48,9 +56,19 @@ _OF_MODULES: dict[str, Callable[[int | None], Style]] = {
         lambda _: _AS_IT_COMES,
     ),
 }  # fmt: skip
-_BY_OUTPUTS = frozenset({"colwise", "packed_colwise", "local_colwise", "colwise_gather_output", "colwise_rep"})
+_BY_OUTPUTS = frozenset(
+    {"colwise", "packed_colwise", "local_colwise", "colwise_gather_output", "colwise_rep"}
+)
 _BY_INPUTS = frozenset(
-    {"rowwise", "packed_rowwise", "local_rowwise", "local_packed_rowwise", "rowwise_split_input", "rowwise_rep", "embedding_rowwise"}
+    {
+        "rowwise",
+        "packed_rowwise",
+        "local_rowwise",
+        "local_packed_rowwise",
+        "rowwise_split_input",
+        "rowwise_rep",
+        "embedding_rowwise",
+    }
 )
 
 
@@ -75,8 +93,12 @@ def with_styles(module: nn.Module, plan: Mapping[str, Any] | str) -> dict[str, A
     _check_known(strings)
     found: dict[str, Any] = {}
     for pattern, given in plan.items():
-        matched = _matched(pattern, given, modules, tensors) if pattern in strings else {pattern: given}
-        found |= matched or ({} if pattern in own else {pattern: _OF_MODULES[given](None)})  # raises later, with similar names
+        matched = (
+            _matched(pattern, given, modules, tensors) if pattern in strings else {pattern: given}
+        )
+        found |= matched or (
+            {} if pattern in own else {pattern: _OF_MODULES[given](None)}
+        )  # raises later, with similar names
     return found
 
 
@@ -94,21 +116,39 @@ def _own_plan(module: nn.Module, given: str, own: Mapping[str, str]) -> Mapping[
 def _check_known(strings: Mapping[str, str]) -> None:
     for pattern, given in strings.items():
         if given not in _OF_MODULES:
-            raise ValueError(f"plan[{pattern!r}] is {given!r}, which is unknown; write one of {', '.join(map(repr, sorted(_OF_MODULES)))}")
+            raise ValueError(
+                f"plan[{pattern!r}] is {given!r}, which is unknown; write one of {', '.join(map(repr, sorted(_OF_MODULES)))}"
+            )
 
 
-def _matched(pattern: str, given: str, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _matched(
+    pattern: str, given: str, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """Return the style of each module and the spec of each parameter that the pattern matches, by path."""
     styles: dict[str, Any] = {
-        path: _style_of(given, inner, modules.get(path.rpartition(".")[0])) for path, inner in modules.items() if fnmatchcase(path, pattern)
+        path: _style_of(given, inner, modules.get(path.rpartition(".")[0]))
+        for path, inner in modules.items()
+        if fnmatchcase(path, pattern)
     }
-    return styles | {path: shard_params(_spec_of(given, x.ndim)) for path, x in tensors.items() if fnmatchcase(path, pattern)}
+    return styles | {
+        path: shard_params(_spec_of(given, x.ndim))
+        for path, x in tensors.items()
+        if fnmatchcase(path, pattern)
+    }
 
 
 def _style_of(given: str, module: nn.Module, parent: nn.Module | None) -> Style:
     """Return the style for a module; the projections of an attention with a `head_dim` are split by whole heads."""
     known, size = feature_dims_of(module), getattr(parent, "head_dim", None)
-    dims = None if known is None else known.outputs if given in _BY_OUTPUTS else known.inputs if given in _BY_INPUTS else None
+    dims = (
+        None
+        if known is None
+        else known.outputs
+        if given in _BY_OUTPUTS
+        else known.inputs
+        if given in _BY_INPUTS
+        else None
+    )
     features = None if not dims else module.weight.shape[dims["weight"]]  # type: ignore[union-attr,index]
     whole = isinstance(size, int) and size > 0 and features is not None and features % size == 0
     return _OF_MODULES[given](features // size if whole else None)  # type: ignore[operator]

@@ -37,7 +37,11 @@ Matches = Callable[[str, str], bool]  # (path, pattern)
 
 
 def parallelize(
-    module: nn.Module, device_mesh: DeviceMesh | None = None, plan: Mapping[str, Any] | str | None = None, *, src_data_rank: int | None = 0
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    plan: Mapping[str, Any] | str | None = None,
+    *,
+    src_data_rank: int | None = 0,
 ) -> nn.Module:
     """parallelize(module, mesh, plan) -> the module, with parameters and activations laid out by the plan.
 
@@ -76,12 +80,25 @@ def parallelize(
         >>> F.mse_loss(model(x), y).backward()          # plain tensors: this rank's rows
     """
     if not isinstance(plan, (Mapping, str)):
-        raise TypeError(f"parallelize: plan must be a dict such as {{'*.up': colwise(), '*.down': rowwise()}}, got {plan!r}")
-    return apply_plan(module, given_or_current(device_mesh), with_styles(module, plan), src_data_rank, fnmatchcase, rest=True)
+        raise TypeError(
+            f"parallelize: plan must be a dict such as {{'*.up': colwise(), '*.down': rowwise()}}, got {plan!r}"
+        )
+    return apply_plan(
+        module,
+        given_or_current(device_mesh),
+        with_styles(module, plan),
+        src_data_rank,
+        fnmatchcase,
+        rest=True,
+    )
 
 
 def parallelize_module(
-    module: nn.Module, device_mesh: DeviceMesh | None = None, parallelize_plan: Any = None, *, src_data_rank: int | None = 0
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: Any = None,
+    *,
+    src_data_rank: int | None = 0,
 ) -> nn.Module:
     """parallelize_module(module, mesh, plan) -> the module: `parallelize` with torch's name, arguments and semantics.
 
@@ -105,10 +122,15 @@ def parallelize_module(
         >>> parallelize_module(model, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
     """
     if parallelize_plan is None:
-        warnings.warn("parallelize_module without a plan does nothing; give a style, or a dict of patterns and styles", stacklevel=2)
+        warnings.warn(
+            "parallelize_module without a plan does nothing; give a style, or a dict of patterns and styles",
+            stacklevel=2,
+        )
         return module
     plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
-    return apply_plan(module, given_or_current(device_mesh), plan, src_data_rank, _parts_match, rest=False)
+    return apply_plan(
+        module, given_or_current(device_mesh), plan, src_data_rank, _parts_match, rest=False
+    )
 
 
 def _parts_match(path: str, pattern: str) -> bool:
@@ -118,11 +140,19 @@ def _parts_match(path: str, pattern: str) -> bool:
 
 
 def apply_plan(
-    module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any], src_data_rank: int | None, matches: Matches, *, rest: bool
+    module: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, Any],
+    src_data_rank: int | None,
+    matches: Matches,
+    *,
+    rest: bool,
 ) -> nn.Module:
     """Resolve the plan and apply it; with `rest`, parameters that no pattern matches become replicated."""
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"device_mesh must be a DeviceMesh, as sm.init_device_mesh makes it, got {mesh!r}")
+        raise TypeError(
+            f"device_mesh must be a DeviceMesh, as sm.init_device_mesh makes it, got {mesh!r}"
+        )
     named, tensors = dict(module.named_modules()), _tensors(module)
     _check_matched(plan, matches, [*named, *tensors], type(module).__name__)
     uses = list(_uses(plan, mesh, named, tensors, matches))
@@ -132,7 +162,11 @@ def apply_plan(
     hooks = _hooks(uses)
     if rest:
         for path, tensor in tensors.items():
-            if id(tensor) not in layouts and not isinstance(tensor, ShardedTensor) and not _is_inside(path, own):
+            if (
+                id(tensor) not in layouts
+                and not isinstance(tensor, ShardedTensor)
+                and not _is_inside(path, own)
+            ):
                 layouts[id(tensor)] = _PlannedLayout(_layout(mesh, tensor, P(), path), path, "")
     tensors.clear()  # so that each whole tensor is freed when its sharded one exists
     _replace_tensors(module, {key: placed.layout for key, placed in layouts.items()}, src_data_rank)
@@ -182,11 +216,18 @@ class _StyleUse(NamedTuple):
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by all of their paths."""
-    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
 def _uses(
-    plan: Mapping[str, Any], mesh: DeviceMesh, named: Mapping[str, nn.Module], tensors: Mapping[str, Tensor], matches: Matches
+    plan: Mapping[str, Any],
+    mesh: DeviceMesh,
+    named: Mapping[str, nn.Module],
+    tensors: Mapping[str, Tensor],
+    matches: Matches,
 ) -> Iterator[_StyleUse]:
     for pattern, given in plan.items():
         for style in given if isinstance(given, (list, tuple)) else [given]:
@@ -194,23 +235,38 @@ def _uses(
 
 
 def _uses_of(
-    pattern: str, style: Any, mesh: DeviceMesh, named: Mapping[str, nn.Module], tensors: Mapping[str, Tensor], matches: Matches
+    pattern: str,
+    style: Any,
+    mesh: DeviceMesh,
+    named: Mapping[str, nn.Module],
+    tensors: Mapping[str, Tensor],
+    matches: Matches,
 ) -> Iterator[_StyleUse]:
     """Yield the style for each place that its pattern matches.
 
     Raises:
         ValueError: it is for modules and the pattern matches parameters, or the reverse.
     """
-    axis = mesh.axis_names[0] if applies_itself(style) else axis_of(style, mesh, pattern)  # its own methods have the whole mesh
+    axis = (
+        mesh.axis_names[0] if applies_itself(style) else axis_of(style, mesh, pattern)
+    )  # its own methods have the whole mesh
     text = f"{style!r} of plan[{pattern!r}]"
     of_tensors = isinstance(style, shard_params) and not isinstance(style.specs, Mapping)
     paths = [path for path in (tensors if of_tensors else named) if matches(path, pattern)]
     if not paths:
         kinds = ("parameters", "modules") if of_tensors else ("modules", "parameters")
-        instead = "name its parameters, as in shard_params({'weight': P('tp')})" if of_tensors else "write P(...) for the layout of each"
-        raise ValueError(f"plan[{pattern!r}]: {style!r} is for {kinds[0]}, but the pattern matches only {kinds[1]}; {instead}")
+        instead = (
+            "name its parameters, as in shard_params({'weight': P('tp')})"
+            if of_tensors
+            else "write P(...) for the layout of each"
+        )
+        raise ValueError(
+            f"plan[{pattern!r}]: {style!r} is for {kinds[0]}, but the pattern matches only {kinds[1]}; {instead}"
+        )
     for path in paths:
-        yield _StyleUse(pattern, style, HookSite(path, text, mesh, axis), None if of_tensors else named[path])
+        yield _StyleUse(
+            pattern, style, HookSite(path, text, mesh, axis), None if of_tensors else named[path]
+        )
 
 
 def _style(given: Any, pattern: str) -> Style:
@@ -220,7 +276,9 @@ def _style(given: Any, pattern: str) -> Style:
         TypeError: something else.
     """
     if isinstance(given, (P, Placement)):
-        return shard_params(given, axis=next(iter(given.axes), None) if isinstance(given, P) else None)
+        return shard_params(
+            given, axis=next(iter(given.axes), None) if isinstance(given, P) else None
+        )
     style = given if isinstance(given, Style) else own_style(given)
     if style is None:
         raise TypeError(
@@ -234,7 +292,10 @@ def _check_matched(plan: Mapping[str, Any], matches: Matches, paths: list[str], 
     """Raise a ValueError for patterns that match nothing, with similar paths."""
     lost = [pattern for pattern in plan if not any(matches(path, pattern) for path in paths)]
     if lost:
-        lines = [f"{pattern!r} matches no module and no parameter; {_near(pattern, paths)}" for pattern in lost]
+        lines = [
+            f"{pattern!r} matches no module and no parameter; {_near(pattern, paths)}"
+            for pattern in lost
+        ]
         raise ValueError(f"the plan does not fit the model, a {model}: {'; '.join(lines)}")
 
 
@@ -243,7 +304,13 @@ def _near(pattern: str, paths: Iterable[str]) -> str:
     known = [path for path in dict.fromkeys(paths) if path]
     numberless = [re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in known]
     ends = ["*." + ".".join(path.split(".")[-count:]) for count in (1, 2) for path in known]
-    candidates = list(dict.fromkeys([*ends, *numberless, *known] if pattern.startswith("*") else [*known, *numberless, *ends]))
+    candidates = list(
+        dict.fromkeys(
+            [*ends, *numberless, *known]
+            if pattern.startswith("*")
+            else [*known, *numberless, *ends]
+        )
+    )
     close = get_close_matches(pattern, candidates, n=4)
     if close:
         return f"near it are {', '.join(map(repr, close))}"
@@ -261,7 +328,9 @@ class _PlannedLayout(NamedTuple):
     pattern: str
 
 
-def _layouts(uses: Iterable[_StyleUse], tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[int, _PlannedLayout]:
+def _layouts(
+    uses: Iterable[_StyleUse], tensors: Mapping[str, Tensor], mesh: DeviceMesh
+) -> dict[int, _PlannedLayout]:
     """Return the layout of each tensor that the plan matches, by id: a tied tensor has one layout.
 
     Raises:
@@ -271,7 +340,11 @@ def _layouts(uses: Iterable[_StyleUse], tensors: Mapping[str, Tensor], mesh: Dev
     for use in uses:
         for path, spec in _own(use):
             tensor = tensors[path]
-            found = _PlannedLayout(_layout(mesh, tensor, spec, f"{use.site} at {path!r}", use.site.axis), path, use.pattern)
+            found = _PlannedLayout(
+                _layout(mesh, tensor, spec, f"{use.site} at {path!r}", use.site.axis),
+                path,
+                use.pattern,
+            )
             before = placed.setdefault(id(tensor), found)
             if before.layout is not found.layout:
                 raise ValueError(_two_ways(before, found))
@@ -287,17 +360,27 @@ def _own(use: _StyleUse) -> Iterator[tuple[str, Any]]:
         yield f"{use.site.path}.{name}" if use.site.path else name, spec
 
 
-def _layout(mesh: DeviceMesh, tensor: Tensor, spec: P | Placement, name: str, axis: str | None = None) -> Layout:
+def _layout(
+    mesh: DeviceMesh, tensor: Tensor, spec: P | Placement, name: str, axis: str | None = None
+) -> Layout:
     """Return the layout of one tensor: `spec` along the axis, and unchanged along the others.
 
     Raises:
         ValueError: a tensor without a shape, or on another mesh, or a spec that does not fit.
     """
     if is_lazy(tensor):
-        raise ValueError(f"{name} has no shape before the first call of its lazy module; call it once on plain tensors before parallelize")
-    now = tensor._layout if isinstance(tensor, ShardedTensor) else Layout.of(mesh, P(), tensor.shape, tensor.dtype)
+        raise ValueError(
+            f"{name} has no shape before the first call of its lazy module; call it once on plain tensors before parallelize"
+        )
+    now = (
+        tensor._layout
+        if isinstance(tensor, ShardedTensor)
+        else Layout.of(mesh, P(), tensor.shape, tensor.dtype)
+    )
     if now.mesh is not mesh:
-        raise ValueError(f"{name} is {now} already, and the plan is for {mesh}; parallelize first, on the mesh with all axes")
+        raise ValueError(
+            f"{name} is {now} already, and the plan is for {mesh}; parallelize first, on the mesh with all axes"
+        )
     try:
         return now if axis is None else now.replace(along(now, spec, axis))
     except ValueError as error:
@@ -305,14 +388,20 @@ def _layout(mesh: DeviceMesh, tensor: Tensor, spec: P | Placement, name: str, ax
 
 
 def _two_ways(one: _PlannedLayout, other: _PlannedLayout) -> str:
-    names = f"{one.path!r} and {other.path!r} are one tied parameter, and" if one.path != other.path else f"{one.path!r}:"
+    names = (
+        f"{one.path!r} and {other.path!r} are one tied parameter, and"
+        if one.path != other.path
+        else f"{one.path!r}:"
+    )
     return (
         f"{names} plan[{one.pattern!r}] shards it as {one.layout.spec}, plan[{other.pattern!r}] as {other.layout.spec} ({one.layout}); "
         "give it one layout"
     )
 
 
-def _replace_tensors(module: nn.Module, layouts: Mapping[int, Layout], src_data_rank: int | None) -> None:
+def _replace_tensors(
+    module: nn.Module, layouts: Mapping[int, Layout], src_data_rank: int | None
+) -> None:
     """Replace tensors by sharded ones, one after the other, so that at most one is in memory twice."""
     places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for submodule in module.modules():
@@ -334,7 +423,9 @@ def _shard_tensor(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> 
         part = torch.empty(layout.local_shape, dtype=layout.dtype, device="meta")
         value: Any = ShardedTensor._make_guarded(part, layout)
     else:
-        value = distribute_tensor(tensor.detach(), layout.mesh, layout.spec, src_data_rank=src_data_rank)  # type: ignore[arg-type]
+        value = distribute_tensor(
+            tensor.detach(), layout.mesh, layout.spec, src_data_rank=src_data_rank
+        )  # type: ignore[arg-type]
     if not isinstance(tensor, nn.Parameter):
         return value
     mark_replaced(tensor)
@@ -354,7 +445,10 @@ def _hooks(uses: Iterable[_StyleUse]) -> list[tuple[nn.Module, InputHook | Outpu
     for use in uses:
         if use.module is None:
             continue
-        for name, hook in (("inputs", use.style.inputs(use.site, use.module)), ("outputs", use.style.outputs(use.site, use.module))):
+        for name, hook in (
+            ("inputs", use.style.inputs(use.site, use.module)),
+            ("outputs", use.style.outputs(use.site, use.module)),
+        ):
             before = found.get((id(use.module), name))
             if hook is not None and before is not None:
                 raise ValueError(

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import chunk
 from ...layout.spec import P, Placement, Shard
-from .activations import ActivationLayout, AxisLayout, HookSite, InputHook, OutputHook, as_axis_layout, input_hook
+from .activations import (
+    ActivationLayout,
+    AxisLayout,
+    HookSite,
+    InputHook,
+    OutputHook,
+    as_axis_layout,
+    input_hook,
+)
 
 _WHOLE = P()
 
@@ -49,13 +57,21 @@ class _StyleWithRepr(Style):
     """A style whose `repr` shows the fields that differ from their defaults."""
 
     def __repr__(self) -> str:
-        given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        given = [
+            (f.name, getattr(self, f.name))
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        ]  # type: ignore[arg-type]
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of the module itself."""
-    return {name: x for name, x in [*module._parameters.items(), *module._buffers.items()] if x is not None}
+    return {
+        name: x
+        for name, x in [*module._parameters.items(), *module._buffers.items()]
+        if x is not None
+    }
 
 
 def first_input(site: HookSite, module: nn.Module, lay: ActivationLayout) -> InputHook | None:
@@ -100,7 +116,9 @@ class colwise(_StyleWithRepr):
         return _split(site, module, _known(site, module, "outputs").outputs, self.units)
 
     def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
-        return first_input(site, module, ActivationLayout(_WHOLE, plain=as_axis_layout(self.in_, "in_")))
+        return first_input(
+            site, module, ActivationLayout(_WHOLE, plain=as_axis_layout(self.in_, "in_"))
+        )
 
     def outputs(self, site: HookSite, module: nn.Module) -> OutputHook | None:
         return every_output(site, ActivationLayout(as_axis_layout(self.out, "out")))
@@ -146,7 +164,9 @@ class rowwise(_StyleWithRepr):
             return ActivationLayout(_WHOLE, plain)
         split: Any = self.parameters(site, module)["weight"]
         to = Shard(dims.features, sizes=split.sizes)
-        return ActivationLayout(to, plain, size=module.weight.shape[split.dim] if plain in (None, to) else None)  # type: ignore[union-attr]
+        return ActivationLayout(
+            to, plain, size=module.weight.shape[split.dim] if plain in (None, to) else None
+        )  # type: ignore[union-attr]
 
     def outputs(self, site: HookSite, module: nn.Module) -> OutputHook | None:
         return every_output(site, ActivationLayout(as_axis_layout(self.out, "out")))
@@ -209,7 +229,12 @@ class prepare_inputs(Style):
 
     def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
         positional = [None if w is None else ActivationLayout(w) for w in self._where]
-        return input_hook(site, module, positional, {name: ActivationLayout(w) for name, w in self._named.items() if w is not None})
+        return input_hook(
+            site,
+            module,
+            positional,
+            {name: ActivationLayout(w) for name, w in self._named.items() if w is not None},
+        )
 
     def __repr__(self) -> str:
         return f"prepare_inputs({', '.join([*map(repr, self._where), *[f'{k}={v!r}' for k, v in self._named.items()]])})"
@@ -233,7 +258,9 @@ class prepare_outputs(Style):
 
     def __init__(self, *where: AxisLayout, axis: str | None = None) -> None:
         if not where:
-            raise TypeError("prepare_outputs(): give one P(...) for all results, or one for each of a tuple")
+            raise TypeError(
+                "prepare_outputs(): give one P(...) for all results, or one for each of a tuple"
+            )
         self.axis = axis
         self._where = [as_axis_layout(w, "outputs") for w in where]
 
@@ -271,11 +298,15 @@ class shard_params(_StyleWithRepr):
 
     def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
         if not isinstance(self.specs, Mapping):
-            raise ValueError(f"{site} has one spec, but this is a module; name its parameters: shard_params({{{_example(module)}}})")
+            raise ValueError(
+                f"{site} has one spec, but this is a module; name its parameters: shard_params({{{_example(module)}}})"
+            )
         own = list(own_tensors(module))
         unknown = [name for name in self.specs if name not in own]
         if unknown:
-            raise ValueError(f"{site}: {type(module).__name__} has no parameter or buffer {unknown[0]!r}; it has {own}")
+            raise ValueError(
+                f"{site}: {type(module).__name__} has no parameter or buffer {unknown[0]!r}; it has {own}"
+            )
         return {name: as_axis_layout(where, name) or P() for name, where in self.specs.items()}
 
     def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
@@ -308,7 +339,9 @@ class FeatureDims(NamedTuple):
 _LINEAR = FeatureDims({"weight": 0, "bias": 0}, {"weight": 1})
 _BILINEAR = FeatureDims({"weight": 0, "bias": 0}, None)
 _EMBEDDING = FeatureDims({"weight": 1}, {"weight": 0}, None)
-_TRANSPOSED = FeatureDims({"weight": 1, "bias": 0}, {"weight": 0})  # `Conv1D` of Hugging Face's GPT-2
+_TRANSPOSED = FeatureDims(
+    {"weight": 1, "bias": 0}, {"weight": 0}
+)  # `Conv1D` of Hugging Face's GPT-2
 
 
 def feature_dims_of(module: nn.Module) -> FeatureDims | None:
@@ -321,7 +354,11 @@ def feature_dims_of(module: nn.Module) -> FeatureDims | None:
         return _EMBEDDING
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.groups == 1:
         return FeatureDims({"weight": 0, "bias": 0}, {"weight": 1}, 1 - module.weight.ndim)
-    return _TRANSPOSED if type(module).__name__ == "Conv1D" and set(module._parameters) == {"weight", "bias"} else None
+    return (
+        _TRANSPOSED
+        if type(module).__name__ == "Conv1D" and set(module._parameters) == {"weight", "bias"}
+        else None
+    )
 
 
 def _known(site: HookSite, module: nn.Module, what: str) -> Any:
@@ -340,12 +377,20 @@ def _known(site: HookSite, module: nn.Module, what: str) -> Any:
     )
 
 
-def _split(site: HookSite, module: nn.Module, dims: Mapping[str, int], units: int | None) -> dict[str, P | Placement]:
+def _split(
+    site: HookSite, module: nn.Module, dims: Mapping[str, int], units: int | None
+) -> dict[str, P | Placement]:
     """Return the layout of each of the module's own parameters: split along the feature dim, or whole."""
     own = own_tensors(module)
     split = {name: dim for name, dim in dims.items() if name in own}
-    sizes = {name: None if units is None else _sizes(site, name, own[name].shape[dim], units) for name, dim in split.items()}
-    return {**dict.fromkeys(own, _WHOLE), **{name: Shard(dim, sizes=sizes[name]) for name, dim in split.items()}}
+    sizes = {
+        name: None if units is None else _sizes(site, name, own[name].shape[dim], units)
+        for name, dim in split.items()
+    }
+    return {
+        **dict.fromkeys(own, _WHOLE),
+        **{name: Shard(dim, sizes=sizes[name]) for name, dim in split.items()},
+    }
 
 
 def _sizes(site: HookSite, name: str, size: int, units: int) -> tuple[int, ...]:
@@ -359,7 +404,10 @@ def _sizes(site: HookSite, name: str, size: int, units: int) -> tuple[int, ...]:
             f"{site}: units={units} does not divide the {size} features of {name}; give units= that does, or leave it out"
         )
     ranks = site.mesh.size(site.axis)
-    return tuple(size // units * (stop - start) for start, stop in (chunk(0, units, ranks, i) for i in range(ranks)))
+    return tuple(
+        size // units * (stop - start)
+        for start, stop in (chunk(0, units, ranks, i) for i in range(ranks))
+    )
 
 
 # -- the axis ----------------------------------------------------------------------------------------------------------
@@ -377,7 +425,11 @@ def axis_of(style: Any, mesh: DeviceMesh, pattern: str) -> str:
         return given
     if given is None and ("tp" in names or len(names) == 1):
         return "tp" if "tp" in names else names[0]
-    wanted = f"is for axis {given!r}" if given is not None else "has no axis=, and no axis is called 'tp'"
+    wanted = (
+        f"is for axis {given!r}"
+        if given is not None
+        else "has no axis=, and no axis is called 'tp'"
+    )
     raise ValueError(
         f"plan[{pattern!r}]: {style!r} {wanted}; {mesh} has {', '.join(map(repr, names))}: choose with axis={names[-1]!r}, or "
         f"parallelize on mesh[{names[-1]!r}] alone"

@@ -45,7 +45,10 @@ def numels(src: Layout, dst: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray
 def intervals(layout: Layout, dim: int) -> tuple[np.ndarray, np.ndarray]:
     """Return where the interval of every rank starts and stops along a dim: int64 arrays that broadcast to the mesh's shape."""
     mesh, ndim = layout.mesh, layout.mesh.ndim
-    start, stop = np.zeros((1,) * ndim, dtype=np.int64), np.full((1,) * ndim, layout.shape[dim], dtype=np.int64)
+    start, stop = (
+        np.zeros((1,) * ndim, dtype=np.int64),
+        np.full((1,) * ndim, layout.shape[dim], dtype=np.int64),
+    )
     for cut in layout.spec.cuts[dim]:
         index, parts = np.zeros((1,) * ndim, dtype=np.int64), 1
         for axis in cut.axes:
@@ -85,7 +88,10 @@ def _missing(src: Layout, dst: Layout, ranks: Sequence[Coordinate]) -> int:
     have, want = {b for b in have if box_size(b)}, {b for b in want if box_size(b)}
     if not src.shape:
         return 0
-    grids = [sorted({border for box in have | want for border in box[dim]}) for dim in range(len(src.shape))]
+    grids = [
+        sorted({border for box in have | want for border in box[dim]})
+        for dim in range(len(src.shape))
+    ]
     covered = _cover(want, grids) & ~_cover(have, grids)
     lengths = np.ones((), dtype=np.int64)
     for borders in grids:
@@ -97,5 +103,10 @@ def _cover(boxes: set[Box], grids: Sequence[Sequence[int]]) -> np.ndarray:
     """Return which cells of the grid are inside one of the boxes."""
     covered = np.zeros([max(len(borders) - 1, 0) for borders in grids], dtype=bool)
     for box in boxes:
-        covered[tuple(slice(np.searchsorted(g, lo), np.searchsorted(g, hi)) for g, (lo, hi) in zip(grids, box, strict=True))] = True
+        covered[
+            tuple(
+                slice(np.searchsorted(g, lo), np.searchsorted(g, hi))
+                for g, (lo, hi) in zip(grids, box, strict=True)
+            )
+        ] = True
     return covered

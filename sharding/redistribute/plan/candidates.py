@@ -34,14 +34,24 @@ from .traffic import traffic
 
 Steps = tuple[Step, ...]
 _WORTH_SHARING = 1.5  # how many times fewer bytes a reduction must move if idle replicas take a share and a gather follows
-_MAX_OUTSIDE = 1024  # ranks along the moving axes, up to which hierarchical routes are computed by arithmetic
-_MAX_MEMBERS = 128  # ranks of a group, up to which it is searched rank by rank for idle replicas or nodes
+_MAX_OUTSIDE = (
+    1024  # ranks along the moving axes, up to which hierarchical routes are computed by arithmetic
+)
+_MAX_MEMBERS = (
+    128  # ranks of a group, up to which it is searched rank by rank for idle replicas or nodes
+)
 
 
 def candidates(src: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
     """Yield sequences of steps from `src` to `goal`, the simplest first: of equally cheap ones the first is taken."""
-    averaged = tuple(a for a, kind in src.spec.unreduced if kind == "avg" and goal.pending.get(a) != "avg")
-    scaled = (Step("scale", averaged, src, with_pending(src, dict.fromkeys(averaged, "sum"))),) if averaged else ()
+    averaged = tuple(
+        a for a, kind in src.spec.unreduced if kind == "avg" and goal.pending.get(a) != "avg"
+    )
+    scaled = (
+        (Step("scale", averaged, src, with_pending(src, dict.fromkeys(averaged, "sum"))),)
+        if averaged
+        else ()
+    )
     start = scaled[-1].dst if scaled else src
     for reduced in _reductions(start, goal, topology):
         at = reduced[-1].dst if reduced else start
@@ -71,14 +81,18 @@ def _reductions(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps
     yield from _reduced_by_all_to_all(cur, goal, todo)
 
 
-def _before_reduction(cur: Layout, goal: Layout, todo: tuple[str, ...], topology: Topology) -> Iterator[Steps]:
+def _before_reduction(
+    cur: Layout, goal: Layout, todo: tuple[str, ...], topology: Topology
+) -> Iterator[Steps]:
     """Yield what may be done before a reduction to reduce less, or less across nodes."""
     sliced = sliced_towards(cur, goal)
     yield _slice(cur, sliced)
     idle = tuple(a for a in sliced.replicated_axes if a not in goal.dim_of)
     shared = split_further(sliced, idle, _dims_to_cut(sliced, goal, todo)) if idle else None
     crosses = bool(set(todo) & set(topology.crossing_axes(cur.mesh)))
-    if shared is not None and (crosses or _is_worth_sharing(cur.mesh.size(todo), cur.mesh.size(idle))):
+    if shared is not None and (
+        crosses or _is_worth_sharing(cur.mesh.size(todo), cur.mesh.size(idle))
+    ):
         yield _slice(cur, shared)  # idle replicas take a share of the work
     if crosses:  # boxes move inside the nodes, so that only parts move between nodes
         ready = without_cuts(goal, todo, sliced.pending)
@@ -104,10 +118,16 @@ def _slice(cur: Layout, sliced: Layout) -> Steps:
 def _dims_to_cut(cur: Layout, goal: Layout, axes: Collection[str]) -> set[int]:
     """Return the dims that the axes split after a reduction over them."""
     shards = append_axes(cur, goal, axes)
-    return {dim for dim, (a, b) in enumerate(zip(cur.spec.cuts, shards.spec.cuts, strict=True)) if a != b}
+    return {
+        dim
+        for dim, (a, b) in enumerate(zip(cur.spec.cuts, shards.spec.cuts, strict=True))
+        if a != b
+    }
 
 
-def _reduced(cur: Layout, goal: Layout, todo: tuple[str, ...], topology: Topology) -> Iterator[Steps]:
+def _reduced(
+    cur: Layout, goal: Layout, todo: tuple[str, ...], topology: Topology
+) -> Iterator[Steps]:
     """Yield reductions over the axes `todo`: in two steps or one, to whole values or to parts.
 
     One all_reduce; or a reduction to the shards of the goal over the axes that split it, and then the others; or to parts that are
@@ -133,13 +153,18 @@ def _reduced(cur: Layout, goal: Layout, todo: tuple[str, ...], topology: Topolog
         across = tuple(a for a in todo if a in crossing)
         goal_shards = append_axes(cur, goal, inside)
         ends_in_goal = all(a in goal_shards.dim_of for a in inside) and is_scatter(cur, goal_shards)
-        for near in (split_further(cur, inside, _dims_to_cut(cur, goal, todo)), goal_shards if ends_in_goal else None):
+        for near in (
+            split_further(cur, inside, _dims_to_cut(cur, goal, todo)),
+            goal_shards if ends_in_goal else None,
+        ):
             if near is not None:
                 for steps in _reduced(near, goal, across, topology):
                     yield (Step("reduce_scatter", inside, cur, near, kind), *steps)
 
 
-def _scatters(cur: Layout, shards: Layout, axes: tuple[str, ...], topology: Topology) -> Iterator[Step]:
+def _scatters(
+    cur: Layout, shards: Layout, axes: tuple[str, ...], topology: Topology
+) -> Iterator[Step]:
     fits = is_scatter(cur, shards)
     if fits:
         yield Step("reduce_scatter", axes, cur, shards, cur.pending[axes[0]])
@@ -162,7 +187,10 @@ def _reduced_by_all_to_all(cur: Layout, goal: Layout, todo: tuple[str, ...]) -> 
         return  # what `_scatters` does, or an all_reduce
     moving = moving_axes(reduced, target)
     axes = tuple(a for a in cur.mesh.axis_names if a in todo or a in moving)
-    yield (*_slice(cur, sliced), Step("all_to_all_reduce", axes, sliced, target, cur.pending[todo[0]]))
+    yield (
+        *_slice(cur, sliced),
+        Step("all_to_all_reduce", axes, sliced, target, cur.pending[todo[0]]),
+    )
 
 
 # -- moving boxes ------------------------------------------------------------------------------------------------------
@@ -196,7 +224,9 @@ def _is_balanced(step: Step, topology: Topology) -> bool:
     return moved.sent <= moved.received
 
 
-def _moving_steps(cur: Layout, target: Layout, axes: tuple[str, ...], topology: Topology) -> Iterator[Step]:
+def _moving_steps(
+    cur: Layout, target: Layout, axes: tuple[str, ...], topology: Topology
+) -> Iterator[Step]:
     """Yield the collectives over the axes along which something must move."""
     if is_gather(cur, target):
         yield Step("all_gather", axes, cur, target)
@@ -210,12 +240,20 @@ def _moving_steps(cur: Layout, target: Layout, axes: tuple[str, ...], topology: 
 
 def routed_steps(cur: Layout, target: Layout, topology: Topology) -> Iterator[Step]:
     """Yield steps whose senders are searched rank by rank: all_to_all_v to which all replicas contribute, and hierarchical ones."""
-    crossing, moving, replicas = topology.crossing_axes(cur.mesh), moving_axes(cur, target), cur.replicated_axes
+    crossing, moving, replicas = (
+        topology.crossing_axes(cur.mesh),
+        moving_axes(cur, target),
+        cur.replicated_axes,
+    )
     if cur.mesh.size((*moving, *replicas)) > _MAX_MEMBERS:
         replicas = tuple(a for a in replicas if a not in crossing)  # those of the rank's own node
     axes = tuple(a for a in cur.mesh.axis_names if a in moving or a in replicas)
     hierarchical = Step("hierarchical_all_to_all_v", axes, cur, target, topology=topology)
-    if set(moving) & set(crossing) and cur.mesh.size(moving) <= _MAX_OUTSIDE and is_node_replicated(hierarchical):
+    if (
+        set(moving) & set(crossing)
+        and cur.mesh.size(moving) <= _MAX_OUTSIDE
+        and is_node_replicated(hierarchical)
+    ):
         yield hierarchical
     elif cur.mesh.size(axes) <= _MAX_MEMBERS:
         if set(axes) & set(crossing) and _can_be_hierarchical(hierarchical, topology):
@@ -228,4 +266,8 @@ def _can_be_hierarchical(step: Step, topology: Topology) -> bool:
     """Return whether ranks of the group share a node, and the boxes have few enough cells to go through."""
     group, nodes = members(step, (0,) * step.src.mesh.ndim), topology.node_ids(step.src.mesh)
     share_nodes = len({int(nodes[c]) for c in group}) < len(group)
-    return share_nodes and count_cells([step.src.box_at(c) for c in group], [step.dst.box_at(c) for c in group]) <= MAX_CELLS
+    return (
+        share_nodes
+        and count_cells([step.src.box_at(c) for c in group], [step.dst.box_at(c) for c in group])
+        <= MAX_CELLS
+    )

@@ -34,7 +34,11 @@ def seconds(step: Step, topology: Topology) -> float:
         latency = step.rounds * (topology.network if moved.network else topology.local).latency
     local = max(moved.received, moved.sent) / topology.local.bandwidth
     network = moved.network / topology.network.bandwidth
-    return latency + max(local, network) * topology.factor(_CALIBRATED_AS.get(step.op, step.op)) + copies
+    return (
+        latency
+        + max(local, network) * topology.factor(_CALIBRATED_AS.get(step.op, step.op))
+        + copies
+    )
 
 
 def _symmetric_seconds(step: Step, moved: Traffic, link: Link, topology: Topology) -> float:
@@ -66,7 +70,9 @@ def memory_bytes(step: Step, topology: Topology) -> int:
     moved = traffic(step, topology)
     if step.symmetric is not None or (step.op == "all_reduce" and step.transport is None):
         return 2 * part_bytes(step.src)  # the copy that it works on, or that the peers read
-    if step.op == "all_to_all_reduce" and step.transport is None:  # with the rank's own contribution
+    if (
+        step.op == "all_to_all_reduce" and step.transport is None
+    ):  # with the rank's own contribution
         return 2 * _packed(step, moved) + moved.received + 2 * part_bytes(step.dst)
     return 2 * _copied(step, moved)
 
@@ -76,7 +82,10 @@ def _copied(step: Step, moved: Traffic) -> int:
     op, before, after = step.op, part_bytes(step.src), part_bytes(step.dst)
     if step.transport is not None:  # floats to codes, codes to floats
         return (before + moved.sent + moved.received + after) // 2
-    if op in ("slice", "all_reduce"):  # (the copy that an all_reduce works on is taken to cost no time)
+    if op in (
+        "slice",
+        "all_reduce",
+    ):  # (the copy that an all_reduce works on is taken to cost no time)
         return 0
     if step.is_local:
         return after

@@ -26,7 +26,10 @@ from .routes import Transfer, direct
 from .steps import Plan
 from .traffic import plan_bytes_received
 
-_WITH_NEUTRAL_ELEMENT = ("sum", "product")  # pending kinds of which an element may be on one rank alone
+_WITH_NEUTRAL_ELEMENT = (
+    "sum",
+    "product",
+)  # pending kinds of which an element may be on one rank alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +77,11 @@ class CrossMeshPlan:
         """Return the bytes that a global rank receives from others over the whole plan."""
         coordinate = self.src.mesh.coordinate_of(rank)
         reduced = 0 if coordinate is None else plan_bytes_received(self.reduce, coordinate)
-        return reduced + _missing(box_on(self.source, rank), box_on(self.target, rank)) * self.dst.dtype.itemsize
+        return (
+            reduced
+            + _missing(box_on(self.source, rank), box_on(self.target, rank))
+            * self.dst.dtype.itemsize
+        )
 
     def rank_bound(self, rank: int) -> int:
         """Return the fewest bytes that a global rank can receive: its box under `dst`, less its box under `src`.
@@ -86,7 +93,9 @@ class CrossMeshPlan:
     def __repr__(self) -> str:
         steps = [repr(step) for step in self.reduce.steps]
         if self.transfers:
-            steps.append(f"all_to_all_v among {len(self.ranks)} ranks: {self.source.spec} -> {self.target.spec}")
+            steps.append(
+                f"all_to_all_v among {len(self.ranks)} ranks: {self.source.spec} -> {self.target.spec}"
+            )
         steps += [repr(step) for step in self.pad.steps]
         return f"CrossMeshPlan({'; '.join(steps) or 'nothing to move'})"
 
@@ -120,15 +129,22 @@ def plan_cross_mesh(src: Layout, dst: Layout, topology: Topology | None = None) 
     topology = src.mesh.topology if topology is None else topology
     ranks = tuple(sorted({*src.mesh.ranks.ravel().tolist(), *dst.mesh.ranks.ravel().tolist()}))
     reduce, target = _cheapest(src, dst, ranks, topology)
-    transfers = direct(_boxes_on(reduce.dst, ranks), _boxes_on(target, ranks), _nodes(src, ranks, topology))
+    transfers = direct(
+        _boxes_on(reduce.dst, ranks), _boxes_on(target, ranks), _nodes(src, ranks, topology)
+    )
     return CrossMeshPlan(reduce, plan(target, dst), ranks, tuple(transfers))
 
 
 def _check_compatible(src: Layout, dst: Layout) -> None:
-    for name, remedy in (("shape", "pass a layout of the tensor's own shape"), ("dtype", "write x.to(dtype) first")):
+    for name, remedy in (
+        ("shape", "pass a layout of the tensor's own shape"),
+        ("dtype", "write x.to(dtype) first"),
+    ):
         ours, theirs = getattr(src, name), getattr(dst, name)
         if ours != theirs:
-            raise ValueError(f"cannot redistribute {src} to {dst}: the {name} must be the same, got {ours} and {theirs}; {remedy}")
+            raise ValueError(
+                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {ours} and {theirs}; {remedy}"
+            )
     here, there = distinct_mesh_names(src.mesh, dst.mesh)
     if len({getattr(layout.mesh, "device_type", None) for layout in (src, dst)} - {None}) > 1:
         raise ValueError(
@@ -177,7 +193,9 @@ def _missing(have: Box, want: Box) -> int:
 def _nodes(src: Layout, ranks: Sequence[int], topology: Topology) -> list[int]:
     """Return the node of each rank."""
     mesh = src.mesh
-    known = dict(zip(mesh.ranks.ravel().tolist(), topology.node_ids(mesh).ravel().tolist(), strict=True))
+    known = dict(
+        zip(mesh.ranks.ravel().tolist(), topology.node_ids(mesh).ravel().tolist(), strict=True)
+    )
     if topology.node_size is not None:
         return [known.get(rank, rank // topology.node_size) for rank in ranks]
     return [known.get(rank, -1 if topology.crossing else 0) for rank in ranks]
@@ -195,22 +213,37 @@ class _Candidate(NamedTuple):
     target: Layout
 
 
-def _cheapest(src: Layout, dst: Layout, ranks: Sequence[int], topology: Topology) -> tuple[Plan, Layout]:
+def _cheapest(
+    src: Layout, dst: Layout, ranks: Sequence[int], topology: Topology
+) -> tuple[Plan, Layout]:
     """Return how to reduce pending values, and the layout to move to.
 
     Together they take the fewest bytes received by all ranks, then the fewest launches.
     """
-    reductions = [plan(src, source, topology) for source in _without_pending(src, [a for a, _ in src.spec.unreduced])]
-    targets = _without_pending(dst, [a for a, kind in dst.spec.unreduced if kind in _WITH_NEUTRAL_ELEMENT])
+    reductions = [
+        plan(src, source, topology)
+        for source in _without_pending(src, [a for a, _ in src.spec.unreduced])
+    ]
+    targets = _without_pending(
+        dst, [a for a, kind in dst.spec.unreduced if kind in _WITH_NEUTRAL_ELEMENT]
+    )
     if len(reductions) == len(targets) == 1:
         return reductions[0], targets[0]
-    best = min((_candidate(*pair, ranks) for pair in product(reductions, targets)), key=lambda c: (c.total_bytes, c.launches))
+    best = min(
+        (_candidate(*pair, ranks) for pair in product(reductions, targets)),
+        key=lambda c: (c.total_bytes, c.launches),
+    )
     return best.reduce, best.target
 
 
 def _candidate(reduce: Plan, target: Layout, ranks: Sequence[int]) -> _Candidate:
-    moved = sum(map(_missing, _boxes_on(reduce.dst, ranks), _boxes_on(target, ranks))) * target.dtype.itemsize
-    reduced = sum(plan_bytes_received(reduce, c) for c, _ in reduce.src.boxes()) if reduce.launches else 0
+    moved = (
+        sum(map(_missing, _boxes_on(reduce.dst, ranks), _boxes_on(target, ranks)))
+        * target.dtype.itemsize
+    )
+    reduced = (
+        sum(plan_bytes_received(reduce, c) for c, _ in reduce.src.boxes()) if reduce.launches else 0
+    )
     return _Candidate(moved + reduced, bool(moved) + reduce.launches, reduce, target)
 
 

@@ -17,7 +17,10 @@ def without_trivial_axes(layout: Layout) -> Layout:
     size = layout.mesh.size
     if not any(size(a) == 1 for a in layout.spec.axes):
         return layout
-    cuts = [[Cut(tuple(a for a in cut.axes if size(a) > 1), cut.sizes) for cut in dim] for dim in layout.spec.cuts]
+    cuts = [
+        [Cut(tuple(a for a in cut.axes if size(a) > 1), cut.sizes) for cut in dim]
+        for dim in layout.spec.cuts
+    ]
     pending = {a: k for a, k in layout.spec.unreduced if size(a) > 1}
     return layout.temporary(P.of_cuts([[cut for cut in dim if cut.axes] for dim in cuts], pending))
 
@@ -25,7 +28,9 @@ def without_trivial_axes(layout: Layout) -> Layout:
 def with_pending(layout: Layout, changes: Mapping[str, str | None]) -> Layout:
     """Return the layout with the pending kind of some axes changed, or removed where it is None."""
     pending = {**layout.pending, **changes}
-    return layout.temporary(layout.spec.with_unreduced({a: k for a, k in pending.items() if k is not None}))
+    return layout.temporary(
+        layout.spec.with_unreduced({a: k for a, k in pending.items() if k is not None})
+    )
 
 
 def append_axes(layout: Layout, goal: Layout, allowed: Collection[str]) -> Layout:
@@ -36,7 +41,9 @@ def append_axes(layout: Layout, goal: Layout, allowed: Collection[str]) -> Layou
     for dim, wanted in enumerate(goal.spec.cuts):
         done = len(cuts[dim])
         if wanted[:done] == cuts[dim]:
-            cuts[dim] += tuple(takewhile(lambda cut: all(a in allowed for a in cut.axes), wanted[done:]))
+            cuts[dim] += tuple(
+                takewhile(lambda cut: all(a in allowed for a in cut.axes), wanted[done:])
+            )
     if cuts == list(layout.spec.cuts):
         return layout
     return _with_cuts(layout, cuts, layout.pending)
@@ -53,18 +60,27 @@ def sliced_towards(layout: Layout, target: Layout) -> Layout:
     return append_axes(layout, target, layout.replicated_axes)
 
 
-def split_further(layout: Layout, axes: Collection[str], avoid: Collection[int] = ()) -> Layout | None:
+def split_further(
+    layout: Layout, axes: Collection[str], avoid: Collection[int] = ()
+) -> Layout | None:
     """Return the layout with one dim (none of `avoid`) cut by these axes as well, into equal parts; None if no dim divides."""
     for dim, size in enumerate(layout.shape):
         cuts = (*layout.spec.cuts[dim], *[Cut((a,)) for a in axes])
         if dim not in avoid and size and _divides(layout, cuts, size):
-            return _with_cuts(layout, [*layout.spec.cuts[:dim], cuts, *layout.spec.cuts[dim + 1 :]], layout.pending)
+            return _with_cuts(
+                layout,
+                [*layout.spec.cuts[:dim], cuts, *layout.spec.cuts[dim + 1 :]],
+                layout.pending,
+            )
     return None
 
 
 def without_cuts(layout: Layout, axes: Collection[str], pending: Mapping[str, str]) -> Layout:
     """Return the layout with every dim cut only up to the first of these axes, pending as given on axes that split nothing."""
-    cuts = [list(takewhile(lambda cut: not any(a in axes for a in cut.axes), dim)) for dim in layout.spec.cuts]
+    cuts = [
+        list(takewhile(lambda cut: not any(a in axes for a in cut.axes), dim))
+        for dim in layout.spec.cuts
+    ]
     return _with_cuts(layout, cuts, pending)
 
 
@@ -111,7 +127,10 @@ def is_gather(cur: Layout, target: Layout) -> bool:
 
 def is_scatter(cur: Layout, target: Layout) -> bool:
     """Return whether every rank of a reduction ends with an equal part: a reduce_scatter."""
-    return is_gather(with_pending(target, dict.fromkeys(target.pending)), with_pending(cur, dict.fromkeys(cur.pending)))
+    return is_gather(
+        with_pending(target, dict.fromkeys(target.pending)),
+        with_pending(cur, dict.fromkeys(cur.pending)),
+    )
 
 
 def is_permutation(cur: Layout, target: Layout, axes: Collection[str]) -> bool:
@@ -130,7 +149,10 @@ def is_permutation(cur: Layout, target: Layout, axes: Collection[str]) -> bool:
 
 def _divides(layout: Layout, cuts: tuple[Cut, ...], length: int) -> bool:
     """Return whether these cuts give equal parts."""
-    return not any(cut.sizes is not None for cut in cuts) and length % _number_of_parts(layout, cuts) == 0
+    return (
+        not any(cut.sizes is not None for cut in cuts)
+        and length % _number_of_parts(layout, cuts) == 0
+    )
 
 
 def _number_of_parts(layout: Layout, cuts: tuple[Cut, ...]) -> int:

@@ -29,11 +29,15 @@ def held_bytes(steps: Sequence[Step], src: Layout) -> list[int]:
         if step.op == "slice":  # a view
             held.append(source + between)
         else:
-            copied = part_bytes(step.src) if sliced and step.op in RING_OPS else 0  # to make the view contiguous
+            copied = (
+                part_bytes(step.src) if sliced and step.op in RING_OPS else 0
+            )  # to make the view contiguous
             held.append(source + between + copied + buffer_bytes(step) + after)
             between = after
         sliced = step.op == "slice"
-    if steps and not between:  # the result of a slice alone is copied, to share no memory with the source
+    if (
+        steps and not between
+    ):  # the result of a slice alone is copied, to share no memory with the source
         held[-1] += part_bytes(steps[-1].dst)
     return held
 
@@ -47,13 +51,17 @@ def buffer_bytes(step: Step) -> int:
     """Return the bytes of send buffers, receive buffers and partial sums, in addition to input and result."""
     if step.op == "all_gather":
         if step.transport is not None:
-            return step.wire_bytes(step.dst.largest_local_numel) + step.wire_bytes(step.src.largest_local_numel)
+            return step.wire_bytes(step.dst.largest_local_numel) + step.wire_bytes(
+                step.src.largest_local_numel
+            )
         return 0 if is_contiguous_gather(step.src, step.dst) else part_bytes(step.dst)
     if step.op == "reduce_scatter":
         return 0 if is_contiguous_gather(step.dst, step.src) else part_bytes(step.src)
     if step.op in ("all_to_all_v", "permute", "hierarchical_all_to_all_v"):
         return _all_to_all_buffers(step)
-    if step.op == "all_to_all_reduce":  # and, where contributions to several boxes are combined, one stack of them
+    if (
+        step.op == "all_to_all_reduce"
+    ):  # and, where contributions to several boxes are combined, one stack of them
         return 2 * _all_to_all_buffers(step)
     return 0
 
@@ -70,7 +78,10 @@ def _all_to_all_buffers(step: Step) -> int:
         common = map(overlap, sampled_boxes(step.src), sampled_boxes(step.dst))
         moved = (bytes_sent(step, c) + bytes_received(step, c) for c in sampled(mesh))
         # What stays on a rank may go through the buffers as well, see `AllToAllV`.
-        return max(there + 2 * here * step.src.dtype.itemsize for there, here in zip(moved, common, strict=True))
+        return max(
+            there + 2 * here * step.src.dtype.itemsize
+            for there, here in zip(moved, common, strict=True)
+        )
     return max(_round_numel(step, c) for c in sampled(mesh)) * step.src.dtype.itemsize
 
 
@@ -78,7 +89,10 @@ def _round_numel(step: Step, coordinate: Coordinate) -> int:
     common = intersect(step.src.box_at(coordinate), step.dst.box_at(coordinate))
     kept = [common, common] if common is not None and step.op == "all_to_all_reduce" else []
     return max(
-        sum(_largest_piece(box, step.rounds) for box in (*[b for _, b in route.sends], *[b for _, b in route.recvs], *kept))
+        sum(
+            _largest_piece(box, step.rounds)
+            for box in (*[b for _, b in route.sends], *[b for _, b in route.recvs], *kept)
+        )
         for route in routes(step, coordinate)
     )
 
@@ -93,7 +107,11 @@ def is_contiguous_gather(parts: Layout, whole: Layout) -> bool:
 
     They are if it is cut along the outermost dim that is longer than one, by axes in the order of the group.
     """
-    cut = [dim for dim, (a, b) in enumerate(zip(parts.spec.cuts, whole.spec.cuts, strict=True)) if a != b]
+    cut = [
+        dim
+        for dim, (a, b) in enumerate(zip(parts.spec.cuts, whole.spec.cuts, strict=True))
+        if a != b
+    ]
     if not cut:
         return True
     extra = [a for c in parts.spec.cuts[cut[0]][len(whole.spec.cuts[cut[0]]) :] for a in c.axes]

@@ -14,7 +14,14 @@ from ....mesh.abstract_mesh import AbstractMesh
 from ....mesh.topology import Topology
 from ...layout.mesh_layouts import cached_on_mesh
 from .overlap import Coordinate
-from .routes import elements_received, elements_sent, group_transfers, is_node_replicated, members, routes
+from .routes import (
+    elements_received,
+    elements_sent,
+    group_transfers,
+    is_node_replicated,
+    members,
+    routes,
+)
 from .steps import RING_OPS, Step
 
 EXACT_RANKS = 64  # up to this size of the mesh, steps are measured on every rank and node; above it, on a sample
@@ -25,7 +32,10 @@ def across_nodes(step: Step, topology: Topology) -> tuple[int, int]:
     count = _ring if step.op in RING_OPS else _uniform if step.topology is None else _transfers
     if step.op == "hierarchical_all_to_all_v" and is_node_replicated(step):
         count = _hierarchical
-    busiest, received = zip(*[count(step, topology, ranks) for ranks in counted_nodes(step.src.mesh, topology)], strict=True)
+    busiest, received = zip(
+        *[count(step, topology, ranks) for ranks in counted_nodes(step.src.mesh, topology)],
+        strict=True,
+    )
     return step.wire_bytes(max(busiest)), step.wire_bytes(max(received))
 
 

@@ -13,10 +13,14 @@ from ...layout.layout import Layout, chunk
 from ...layout.spec import Cut
 
 Coordinate = tuple[int, ...]
-_DimPart = tuple[dict[int, int], tuple[int, int]]  # index by axis position, and the interval common with the wanted one
+_DimPart = tuple[
+    dict[int, int], tuple[int, int]
+]  # index by axis position, and the interval common with the wanted one
 
 
-def ranks_overlapping(layout: Layout, box: Box, coordinate: Coordinate, axes: Collection[str]) -> list[tuple[Coordinate, Box]]:
+def ranks_overlapping(
+    layout: Layout, box: Box, coordinate: Coordinate, axes: Collection[str]
+) -> list[tuple[Coordinate, Box]]:
     """Return the ranks that differ from `coordinate` only along `axes` and whose box in `layout` overlaps `box`.
 
     Returns:
@@ -24,7 +28,9 @@ def ranks_overlapping(layout: Layout, box: Box, coordinate: Coordinate, axes: Co
     """
     mesh = layout.mesh
     free = [mesh.axis_index(a) for a in axes if a not in layout.dim_of]
-    choices: list[Any] = [_dim_parts(layout, dim, interval, coordinate, axes) for dim, interval in enumerate(box)]
+    choices: list[Any] = [
+        _dim_parts(layout, dim, interval, coordinate, axes) for dim, interval in enumerate(box)
+    ]
     choices += [[({i: k}, None) for k in range(mesh.shape[i])] for i in free]
     found = []
     for parts in product(*choices):
@@ -44,11 +50,21 @@ def _dim_parts(
     found: list[_DimPart] = [({}, (0, layout.shape[dim]))]
     for cut in layout.spec.cuts[dim]:
         positions = [layout.mesh.axis_index(a) for a in cut.axes]
-        fixed = {i: coordinate[i] for i, a in zip(positions, cut.axes, strict=True) if a not in axes}
+        fixed = {
+            i: coordinate[i] for i, a in zip(positions, cut.axes, strict=True) if a not in axes
+        }
         found = [
-            ({**index, **{i: k for i, k in zip(positions, indices, strict=True) if i not in fixed}}, part)
+            (
+                {
+                    **index,
+                    **{i: k for i, k in zip(positions, indices, strict=True) if i not in fixed},
+                },
+                part,
+            )
             for index, interval in found
-            for indices, part in _cut_parts(cut, interval, wanted, [layout.mesh.axis_sizes[i] for i in positions])
+            for indices, part in _cut_parts(
+                cut, interval, wanted, [layout.mesh.axis_sizes[i] for i in positions]
+            )
             if all(k == fixed.get(i, k) for i, k in zip(positions, indices, strict=True))
         ]
     common = [(index, (max(lo, wanted[0]), min(hi, wanted[1]))) for index, (lo, hi) in found]

@@ -84,8 +84,12 @@ def _check_compatible(src: Layout, dst: Layout) -> None:
         ours, theirs = getattr(src, name), getattr(dst, name)
         if ours != theirs:
             ours, theirs = distinct_mesh_names(ours, theirs) if name == "mesh" else (ours, theirs)
-            raise ValueError(f"cannot redistribute {src} to {dst}: the {name} must be the same, got {ours} and {theirs}")
-    separate = [axis for axis, kind in src.spec.unreduced if kind == EACH and dst.pending.get(axis) != EACH]
+            raise ValueError(
+                f"cannot redistribute {src} to {dst}: the {name} must be the same, got {ours} and {theirs}"
+            )
+    separate = [
+        axis for axis, kind in src.spec.unreduced if kind == EACH and dst.pending.get(axis) != EACH
+    ]
     if separate:
         raise ValueError(
             f"cannot redistribute {src}: on axis {separate[0]!r} every rank holds the gradient of its own part of a pending tensor, "
@@ -106,7 +110,11 @@ def _cheapest(found: Sequence[Steps], topology: Topology, mesh: AbstractMesh) ->
     least, best = min(priced, key=itemgetter(0))
     if topology.crossing_axes(mesh):
         return best
-    near = [steps for cost, steps in sorted(priced, key=itemgetter(0)) if cost <= _WORTH_A_LAUNCH * least]
+    near = [
+        steps
+        for cost, steps in sorted(priced, key=itemgetter(0))
+        if cost <= _WORTH_A_LAUNCH * least
+    ]
     return min(near, key=lambda steps: sum(step.launches for step in steps))
 
 
@@ -115,7 +123,15 @@ def _cached_seconds(topology: Topology) -> Callable[[Step], float]:
     known: dict[object, float] = {}
 
     def price(step: Step) -> float:
-        key = step.op, step.axes, step.src, step.dst, step.rounds, step.variant, step.topology is None
+        key = (
+            step.op,
+            step.axes,
+            step.src,
+            step.dst,
+            step.rounds,
+            step.variant,
+            step.topology is None,
+        )
         if key not in known:
             known[key] = seconds(step, topology)
         return known[key]
@@ -135,7 +151,10 @@ def _accumulating(steps: Steps, dtype: torch.dtype) -> Steps:
     if not steps or not (steps[0].src.dtype.is_floating_point and steps[0].src.dtype.itemsize == 2):
         return steps
     adding = {"reduce_scatter", "all_reduce"}
-    return tuple(replace(s, op="all_to_all_reduce") if s.op in adding and s.kind == "sum" else s for s in steps)
+    return tuple(
+        replace(s, op="all_to_all_reduce") if s.op in adding and s.kind == "sum" else s
+        for s in steps
+    )
 
 
 _QUANTIZED_AS = {
@@ -148,13 +167,18 @@ _QUANTIZED_AS = {
 def check_transport(transport: str, src: Layout, dst: Layout) -> None:
     """Raise ValueError if values cannot be quantized on the way from `src` to `dst`."""
     if transport not in FORMATS:
-        raise ValueError(f"transport must be {' or '.join(map(repr, FORMATS))} or None, got {transport!r}")
+        raise ValueError(
+            f"transport must be {' or '.join(map(repr, FORMATS))} or None, got {transport!r}"
+        )
     if src.dtype not in QUANTIZED:
         raise ValueError(
             f"cannot redistribute {src} with transport={transport!r}: only 16- and 32-bit floats can be quantized; leave transport out, "
             "or cast first"
         )
-    reduced = {kind for axis, kind in src.spec.unreduced if dst.pending.get(axis) != kind} - {"sum", "avg"}
+    reduced = {kind for axis, kind in src.spec.unreduced if dst.pending.get(axis) != kind} - {
+        "sum",
+        "avg",
+    }
     if reduced:
         raise ValueError(
             f"cannot redistribute {src} to {dst.spec} with transport={transport!r}: quantized values can be added up, but not combined "
@@ -164,7 +188,10 @@ def check_transport(transport: str, src: Layout, dst: Layout) -> None:
 
 def _quantized(steps: Steps, transport: str) -> Steps:
     """Return the steps with quantized transfers. A ring would quantize again at every rank, a hierarchical step twice."""
-    return tuple(s if s.is_local else replace(s, op=_QUANTIZED_AS.get(s.op, s.op), transport=transport) for s in steps)
+    return tuple(
+        s if s.is_local else replace(s, op=_QUANTIZED_AS.get(s.op, s.op), transport=transport)
+        for s in steps
+    )
 
 
 # -- symmetric memory --------------------------------------------------------------------------------------------------
@@ -179,7 +206,12 @@ def _symmetric_if_faster(step: Step, topology: Topology) -> Step:
 
 
 def _can_be_symmetric(step: Step, topology: Topology) -> bool:
-    if step.is_local or step.op == "hierarchical_all_to_all_v" or step.rounds > 1 or step.transport is not None:
+    if (
+        step.is_local
+        or step.op == "hierarchical_all_to_all_v"
+        or step.rounds > 1
+        or step.transport is not None
+    ):
         return False
     if step.op == "all_reduce" and step.kind != "sum":
         return False
@@ -192,17 +224,27 @@ def _can_be_symmetric(step: Step, topology: Topology) -> bool:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-_IN_ROUNDS = {"all_gather": "all_to_all_v", "reduce_scatter": "all_to_all_reduce", "permute": "all_to_all_v"}
+_IN_ROUNDS = {
+    "all_gather": "all_to_all_v",
+    "reduce_scatter": "all_to_all_reduce",
+    "permute": "all_to_all_v",
+}
 
 
 def _fitting(found: Sequence[Steps], src: Layout, dst: Layout, max_bytes: int) -> list[Steps]:
     """Return the candidates that fit into `max_bytes`, with as few rounds (doubled until they fit) as that takes."""
     if not isinstance(max_bytes, int) or isinstance(max_bytes, bool):
-        raise TypeError(f"max_bytes must be a number of bytes, such as 2**30, or None for no limit, got {max_bytes!r}")
+        raise TypeError(
+            f"max_bytes must be a number of bytes, such as 2**30, or None for no limit, got {max_bytes!r}"
+        )
     options = [*found, *[as_all_to_all(steps) for steps in found]]
-    fitting = [fitted for steps in options if (fitted := _with_rounds(steps, src, max_bytes)) is not None]
+    fitting = [
+        fitted for steps in options if (fitted := _with_rounds(steps, src, max_bytes)) is not None
+    ]
     if not fitting:
-        most_rounds = [tuple(replace(step, rounds=_max_rounds(step)) for step in steps) for steps in options]
+        most_rounds = [
+            tuple(replace(step, rounds=_max_rounds(step)) for step in steps) for steps in options
+        ]
         least = min(peak_bytes(steps, src) for steps in most_rounds)
         raise ValueError(
             f"cannot redistribute {src} to {dst.spec} with max_bytes={max_bytes:,}: a rank holds at least {least:,} bytes at one time "

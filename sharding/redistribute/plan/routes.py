@@ -51,7 +51,11 @@ def routes(step: Step, coordinate: Coordinate) -> tuple[Route, ...]:
         # The group holds every part once (every contribution, for a reduction), so all boxes that overlap are exchanged.
         sends = ranks_overlapping(step.dst, step.src.box_at(coordinate), coordinate, step.axes)
         recvs = ranks_overlapping(step.src, step.dst.box_at(coordinate), coordinate, step.axes)
-        return (Route([s for s in sends if s[0] != coordinate], [r for r in recvs if r[0] != coordinate]),)
+        return (
+            Route(
+                [s for s in sends if s[0] != coordinate], [r for r in recvs if r[0] != coordinate]
+            ),
+        )
     if step.op == "hierarchical_all_to_all_v" and is_node_replicated(step):
         return _node_replicated_routes(step, coordinate)
     group = members(step, coordinate)
@@ -73,7 +77,10 @@ def members(step: Step, coordinate: Coordinate) -> list[Coordinate]:
 def members_along(layout: Layout, axes: Sequence[str], coordinate: Coordinate) -> list[Coordinate]:
     """Return the coordinates of the ranks that differ from one only along these axes, in mesh order."""
     mesh = layout.mesh
-    spans = [range(n) if a in axes else (k,) for a, n, k in zip(mesh.axis_names, mesh.shape, coordinate, strict=True)]
+    spans = [
+        range(n) if a in axes else (k,)
+        for a, n, k in zip(mesh.axis_names, mesh.shape, coordinate, strict=True)
+    ]
     return list(product(*spans))
 
 
@@ -84,7 +91,9 @@ def elements_received(step: Step, before: Box, after: Box) -> int:
 
 def elements_sent(step: Step, coordinate: Coordinate, before: Box, after: Box) -> int:
     """Return how many elements the rank at `coordinate`, with these boxes, sends to others."""
-    if step.topology is None and step.keeps_all_elements:  # each element goes to all ranks of the group that will hold it
+    if (
+        step.topology is None and step.keeps_all_elements
+    ):  # each element goes to all ranks of the group that will hold it
         copies = [a for a in step.axes if a not in step.dst.dim_of]
         sent = box_size(before) * (step.src.mesh.size(tuple(copies)) if copies else 1)
         return sent - overlap(before, after)
@@ -107,7 +116,11 @@ def group_transfers(step: Step, first: Coordinate) -> tuple[list[Transfer], ...]
     have, want = [step.src.box_at(c) for c in group], [step.dst.box_at(c) for c in group]
     ids = step.topology.node_ids(step.src.mesh) if step.topology else None
     nodes = [0 if ids is None else int(ids[c]) for c in group]
-    return hierarchical(have, want, nodes) if step.op == "hierarchical_all_to_all_v" else (direct(have, want, nodes),)
+    return (
+        hierarchical(have, want, nodes)
+        if step.op == "hierarchical_all_to_all_v"
+        else (direct(have, want, nodes),)
+    )
 
 
 def direct(have: Sequence[Box], want: Sequence[Box], nodes: Sequence[int]) -> list[Transfer]:
@@ -136,7 +149,9 @@ def direct(have: Sequence[Box], want: Sequence[Box], nodes: Sequence[int]) -> li
     return sorted(found, key=lambda t: (t.sender, t.receiver))
 
 
-def _distance(rank: int, nodes: Sequence[int], load: dict[int, int], n: int) -> Callable[[int], tuple[bool, int, int]]:
+def _distance(
+    rank: int, nodes: Sequence[int], load: dict[int, int], n: int
+) -> Callable[[int], tuple[bool, int, int]]:
     return lambda owner: (nodes[owner] != nodes[rank], load[owner], (owner - rank) % n)
 
 
@@ -151,7 +166,11 @@ def is_node_replicated(step: Step) -> bool:
     if step.topology is None:
         return False
     mesh, inner, outer = step.src.mesh, _inner(step), _outer(step)
-    if not inner or any(a in step.dst.dim_of for a in inner) or set(inner) & set(step.topology.crossing_axes(mesh)):
+    if (
+        not inner
+        or any(a in step.dst.dim_of for a in inner)
+        or set(inner) & set(step.topology.crossing_axes(mesh))
+    ):
         return False
     nodes = step.topology.node_ids(mesh)
     corners = [tuple(0 for _ in mesh.shape), tuple(n - 1 for n in mesh.shape)]
@@ -171,8 +190,16 @@ def _node_replicated_routes(step: Step, me: Coordinate) -> tuple[Route, Route]:
     """Return the routes between nodes (this rank's piece of every box, from and to its counterparts there) and inside the node."""
     peers = members_along(step.src, _inner(step), me)
     mine = peers.index(me)
-    recvs = [(c, box) for c, box in ranks_overlapping(step.src, step.dst.box_at(me), me, _outer(step)) if c != me]
-    sends = [(c, box) for c, box in ranks_overlapping(step.dst, step.src.box_at(me), me, _outer(step)) if c != me]
+    recvs = [
+        (c, box)
+        for c, box in ranks_overlapping(step.src, step.dst.box_at(me), me, _outer(step))
+        if c != me
+    ]
+    sends = [
+        (c, box)
+        for c, box in ranks_overlapping(step.dst, step.src.box_at(me), me, _outer(step))
+        if c != me
+    ]
 
     def pieces(boxes: RankBoxes, index: int) -> RankBoxes:
         cut = [(c, _piece(box, len(peers), index)) for c, box in boxes]
@@ -180,11 +207,15 @@ def _node_replicated_routes(step: Step, me: Coordinate) -> tuple[Route, Route]:
 
     mine_received = [box for _, box in pieces(recvs, mine)]
     passed_on = [(peer, box) for peer in peers if peer != me for box in mine_received]
-    from_peers = [(peer, box) for i, peer in enumerate(peers) if peer != me for _, box in pieces(recvs, i)]
+    from_peers = [
+        (peer, box) for i, peer in enumerate(peers) if peer != me for _, box in pieces(recvs, i)
+    ]
     return Route(pieces(sends, mine), pieces(recvs, mine)), Route(passed_on, from_peers)
 
 
-MAX_CELLS = 1 << 16  # above this, hierarchical routes are not considered: computing them would take seconds
+MAX_CELLS = (
+    1 << 16
+)  # above this, hierarchical routes are not considered: computing them would take seconds
 
 
 def count_cells(have: Sequence[Box], want: Sequence[Box]) -> int:
@@ -192,7 +223,9 @@ def count_cells(have: Sequence[Box], want: Sequence[Box]) -> int:
     return prod(max(len(borders) - 1, 0) for borders in _borders(have, want))
 
 
-def hierarchical(have: Sequence[Box], want: Sequence[Box], nodes: Sequence[int]) -> tuple[list[Transfer], list[Transfer]]:
+def hierarchical(
+    have: Sequence[Box], want: Sequence[Box], nodes: Sequence[int]
+) -> tuple[list[Transfer], list[Transfer]]:
     """Return transfers between nodes, in which each node receives each element that it lacks once, and inside the nodes.
 
     The tensor is cut into cells by the borders of all boxes, so that each rank holds or wants a cell entirely or not at
@@ -210,12 +243,16 @@ def hierarchical(have: Sequence[Box], want: Sequence[Box], nodes: Sequence[int])
                 second += [Transfer(_take(inside, sent_inside, cell), rank, cell) for rank in here]
                 continue
             here.sort(key=lambda r: received[r])
-            pieces = [piece for i in range(len(here)) if box_size(piece := _piece(cell, len(here), i))]
+            pieces = [
+                piece for i in range(len(here)) if box_size(piece := _piece(cell, len(here), i))
+            ]
             for rank, piece in zip(here, pieces, strict=False):
                 first.append(Transfer(_take(sorted(holders), sent, piece), rank, piece))
                 received[rank] += box_size(piece)
                 second += [Transfer(rank, other, piece) for other in here if other != rank]
-    return sorted(first, key=lambda t: (t.sender, t.receiver)), sorted(second, key=lambda t: (t.sender, t.receiver))
+    return sorted(first, key=lambda t: (t.sender, t.receiver)), sorted(
+        second, key=lambda t: (t.sender, t.receiver)
+    )
 
 
 def _take(owners: Sequence[int], load: list[int], box: Box) -> int:
@@ -235,7 +272,8 @@ def _piece(cell: Box, n: int, index: int) -> Box:
 
 def _borders(have: Sequence[Box], want: Sequence[Box]) -> list[list[int]]:
     return [
-        sorted({border for box in (*have, *want) if box_size(box) for border in box[dim]}) for dim in range(len(have[0]))
+        sorted({border for box in (*have, *want) if box_size(box) for border in box[dim]})
+        for dim in range(len(have[0]))
     ]
 
 
@@ -255,6 +293,10 @@ def _cells(have: Sequence[Box], want: Sequence[Box]) -> Iterator[tuple[Box, set[
 def _ranks_over(boxes: Sequence[Box], dim: int, parts: Sequence[tuple[int, int]]) -> list[set[int]]:
     """Return for each part of a dim the ranks whose box covers it."""
     return [
-        {rank for rank, box in enumerate(boxes) if box_size(box) and box[dim][0] <= low and high <= box[dim][1]}
+        {
+            rank
+            for rank, box in enumerate(boxes)
+            if box_size(box) and box[dim][0] <= low and high <= box[dim][1]
+        }
         for low, high in parts
     ]

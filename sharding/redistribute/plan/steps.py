@@ -11,7 +11,9 @@ from ....mesh.topology import Link, Topology
 from ...layout.layout import Layout
 
 LOCAL_OPS = frozenset({"slice", "pad", "scale"})
-RING_OPS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})  # collectives in which every rank does the same
+RING_OPS = frozenset(
+    {"all_gather", "reduce_scatter", "all_reduce"}
+)  # collectives in which every rank does the same
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +58,22 @@ class Step:
     @property
     def variant(self) -> str:
         """` as int8` for quantized transport, ` in shared memory`, or nothing: appended to the op in texts."""
-        return f" as {self.transport}" if self.transport else " in shared memory" if self.symmetric else ""
+        return (
+            f" as {self.transport}"
+            if self.transport
+            else " in shared memory"
+            if self.symmetric
+            else ""
+        )
 
     @property
     def launches(self) -> int:
         """Number of collectives."""
-        return 0 if self.is_local else self.rounds * (2 if self.op == "hierarchical_all_to_all_v" else 1)
+        return (
+            0
+            if self.is_local
+            else self.rounds * (2 if self.op == "hierarchical_all_to_all_v" else 1)
+        )
 
     @cached_property
     def group_size(self) -> int:
@@ -112,4 +124,8 @@ class Plan:
         return sum(step.launches for step in self.steps)
 
     def __repr__(self) -> str:
-        return f"Plan({'; '.join(map(repr, self.steps))})" if self.steps else f"Plan({self.src.spec}: nothing to do)"
+        return (
+            f"Plan({'; '.join(map(repr, self.steps))})"
+            if self.steps
+            else f"Plan({self.src.spec}: nothing to do)"
+        )

@@ -102,7 +102,11 @@ def traffic(step: Step, topology: Topology) -> Traffic:
     else:
         before, after = sampled_boxes(step.src), sampled_boxes(step.dst)
         received = max(map(_received, repeat(step), before, after))
-        sent = max(_sent(step, c, b, a) for c, b, a in zip(sampled(mesh), before, after, strict=True) if _is_counted(step, c))
+        sent = max(
+            _sent(step, c, b, a)
+            for c, b, a in zip(sampled(mesh), before, after, strict=True)
+            if _is_counted(step, c)
+        )
     if not set(step.axes) & set(topology.crossing_axes(mesh)):
         return Traffic(received, sent, 0, 0)
     return Traffic(received, sent, *across_nodes(step, topology))
@@ -114,7 +118,11 @@ def _is_counted(step: Step, coordinate: Coordinate) -> bool:
     mesh = step.src.mesh
     if step.topology is None or mesh.size() <= EXACT_RANKS:
         return True
-    others = [(k, n) for k, n, a in zip(coordinate, mesh.shape, mesh.axis_names, strict=True) if a not in step.axes]
+    others = [
+        (k, n)
+        for k, n, a in zip(coordinate, mesh.shape, mesh.axis_names, strict=True)
+        if a not in step.axes
+    ]
     return all(k == 0 for k, _ in others) or all(k == n - 1 for k, n in others)
 
 

@@ -1,6 +1,6 @@
 """Backward passes and `torch.autograd.grad` of sharded tensors: the seed gradients, and the layouts of the results.
 
-    loss     replicated on n ranks: each starts from 1/n, which sums to 1        pending: each starts from 1
+loss     replicated on n ranks: each starts from 1/n, which sums to 1        pending: each starts from 1
 """
 
 from __future__ import annotations
@@ -36,15 +36,21 @@ def backward(
     seeds = [_seed(y, g) for y, g in zip(tensors, given, strict=True)]
     leaves = None if inputs is None else [part_of(x) for x in _as_list(inputs)]
     sharded = [y for y in tensors if isinstance(y, ShardedTensor)]
-    with comm_context(sharded[0].mesh.world, mixed(GRADIENT, sharded)) if sharded else nullcontext():
-        torch.autograd.backward([part_of(y) for y in tensors], seeds, retain_graph, create_graph, inputs=leaves)
+    with (
+        comm_context(sharded[0].mesh.world, mixed(GRADIENT, sharded)) if sharded else nullcontext()
+    ):
+        torch.autograd.backward(
+            [part_of(y) for y in tensors], seeds, retain_graph, create_graph, inputs=leaves
+        )
 
 
 def summable(y: Any) -> Any:
     """Reduce axes that are pending with kinds other than sum: only for sums is the gradient of a contribution that of the result."""
     if not isinstance(y, ShardedTensor) or all(kind == "sum" for _, kind in y.spec.unreduced):
         return y
-    return y.redistribute(y.spec.with_unreduced({a: kind for a, kind in y.spec.unreduced if kind == "sum"}))
+    return y.redistribute(
+        y.spec.with_unreduced({a: kind for a, kind in y.spec.unreduced if kind == "sum"})
+    )
 
 
 def _seed(y: Tensor, gradient: Tensor | None) -> Tensor | None:
@@ -63,22 +69,34 @@ def seed(x: ShardedTensor, gradient: Tensor | None) -> Tensor:
     if gradient is not None:
         if not isinstance(gradient, ShardedTensor):
             gradient = distribute_like(gradient, x)
-        return redistribute_grad(gradient._local, gradient._layout, layout.dual.replace(dtype=gradient.dtype))
+        return redistribute_grad(
+            gradient._local, gradient._layout, layout.dual.replace(dtype=gradient.dtype)
+        )
     if x.numel() != 1:
         raise RuntimeError(
             f"backward() without a gradient needs a scalar, and this is {layout}; pass gradient=, or reduce it first"
         )
     if not layout.dtype.is_floating_point:
-        raise RuntimeError(f"backward() without a gradient needs a real scalar, and this is {layout}; pass gradient=")
+        raise RuntimeError(
+            f"backward() without a gradient needs a real scalar, and this is {layout}; pass gradient="
+        )
     copies = layout.mesh.size(layout.replicated_axes) if layout.replicated_axes else 1
-    return note_origin(torch.full_like(x._local, 1 / copies), layout.dual, Origin(torch.ones_like(x._local), layout.grad))
+    return note_origin(
+        torch.full_like(x._local, 1 / copies),
+        layout.dual,
+        Origin(torch.ones_like(x._local), layout.grad),
+    )
 
 
 def distribute_like(gradient: Tensor, x: ShardedTensor) -> ShardedTensor:
     """Lay out a plain gradient, equal on every rank, as its tensor."""
     if gradient.shape != x.shape:
-        raise ValueError(f"a gradient of shape {list(gradient.shape)} for a tensor of shape {list(x.shape)}")
-    if gradient.requires_grad and torch.is_grad_enabled():  # its own gradient is summed over the ranks
+        raise ValueError(
+            f"a gradient of shape {list(gradient.shape)} for a tensor of shape {list(x.shape)}"
+        )
+    if (
+        gradient.requires_grad and torch.is_grad_enabled()
+    ):  # its own gradient is summed over the ranks
         return ShardedTensor.from_local(gradient, x.mesh, P()).redistribute(x._layout.grad.spec)
     gradient = gradient if x.mesh.coordinate is not None else gradient.new_empty(0)
     whole = ShardedTensor._make(gradient, x._layout.replicated.replace(dtype=gradient.dtype))
@@ -140,7 +158,11 @@ def grad(
 def _laid_out(inputs: Sequence[Any], found: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Reduce the gradients of sharded inputs to the layouts of the inputs, in buckets."""
     pairs_found = enumerate(zip(inputs, found, strict=True))
-    sharded = [(i, x._layout.replace(dtype=g.dtype), g) for i, (x, g) in pairs_found if g is not None and isinstance(x, ShardedTensor)]
+    sharded = [
+        (i, x._layout.replace(dtype=g.dtype), g)
+        for i, (x, g) in pairs_found
+        if g is not None and isinstance(x, ShardedTensor)
+    ]
     done: list[Any] = list(found)
     if sharded:
         pairs: Any = [(layout.dual, layout.grad) for _, layout, _ in sharded]

@@ -166,7 +166,9 @@ def add(leaf: ShardedTensor, part: Tensor) -> None:
         _reducer(leaf.mesh.world).add(leaf._number, leaf)  # type: ignore[attr-defined]
 
 
-def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], tag: CommTag, *, donate: bool = False) -> None:
+def start(
+    leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], tag: CommTag, *, donate: bool = False
+) -> None:
     """Launch the reduction of leaves' gradients during backward, in place of autograd. The sums are in `.grad` when it ends.
 
     Args:
@@ -179,7 +181,9 @@ def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], tag: CommTag
     reducer = _reducer(world)
     for members in buckets.values():
         mine, given = zip(*members, strict=True)
-        reducer.started.append((mine, _start_bucket(mine, given, tag, donate), unpacked(world.comm_context.lineage)))
+        reducer.started.append(
+            (mine, _start_bucket(mine, given, tag, donate), unpacked(world.comm_context.lineage))
+        )
     reducer.flush_at_end()
 
 
@@ -190,7 +194,9 @@ def may_start(leaf: ShardedTensor, node: Any) -> bool:
     """
     if leaf._local._backward_hooks:
         return False
-    return not (_needs_no_reduction(leaf) or is_accumulating(leaf.mesh.world)) and engine_hooks.accumulates(node)
+    return not (
+        _needs_no_reduction(leaf) or is_accumulating(leaf.mesh.world)
+    ) and engine_hooks.accumulates(node)
 
 
 def drop_started(world: World) -> None:
@@ -234,7 +240,9 @@ def _register_hooks(leaf: ShardedTensor) -> None:
     reducer.made += 1
     number = leaf._number = reducer.made  # type: ignore[attr-defined]
     reference = weakref.ref(leaf)
-    origins: list[Origin] = []  # of the gradient that autograd is about to store, or to copy, in `.grad`
+    origins: list[
+        Origin
+    ] = []  # of the gradient that autograd is about to store, or to copy, in `.grad`
 
     def before_accumulation(grads: tuple[Tensor, ...]) -> None:
         origins.clear()
@@ -284,7 +292,9 @@ def _call_hooks(leaves: Sequence[ShardedTensor]) -> None:
 GRADIENT = seed_of("gradient")
 
 
-def _buckets(pairs: Iterable[tuple[ShardedTensor, Tensor]]) -> dict[Any, list[tuple[ShardedTensor, Tensor]]]:
+def _buckets(
+    pairs: Iterable[tuple[ShardedTensor, Tensor]],
+) -> dict[Any, list[tuple[ShardedTensor, Tensor]]]:
     """Group the leaves and gradients that are reduced together."""
     found: dict[Any, list[tuple[ShardedTensor, Tensor]]] = {}
     for leaf, grad in pairs:
@@ -314,8 +324,12 @@ def _start_bucket(
     known = [_whole_origin(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
     pairs = tuple((src, layout.grad) for (_, src), layout in zip(known, layouts, strict=True))
     with comm_context(world, mixed(unpacked(world.comm_context.lineage), leaves)):
-        donate = donate and all(origin is grad for (origin, _), grad in zip(known, grads, strict=True))
-        wait = executor_of_many(pairs).start([origin for origin, _ in known], donate=donate, tag=tag)
+        donate = donate and all(
+            origin is grad for (origin, _), grad in zip(known, grads, strict=True)
+        )
+        wait = executor_of_many(pairs).start(
+            [origin for origin, _ in known], donate=donate, tag=tag
+        )
     return lambda: [
         _shaped_like(part if origin is grad else _unaliased(part, origin), grad)
         for part, (origin, _), grad in zip(wait(), known, grads, strict=True)
@@ -330,7 +344,9 @@ def _whole_origin(grad: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
 
 def _unaliased(part: Tensor, origin: Tensor) -> Tensor:
     """Return the part, copied if it shares memory with its origin, which the leaf does not own."""
-    return part.clone() if part.untyped_storage()._cdata == origin.untyped_storage()._cdata else part
+    return (
+        part.clone() if part.untyped_storage()._cdata == origin.untyped_storage()._cdata else part
+    )
 
 
 def _shaped_like(part: Tensor, grad: Tensor) -> Tensor:
@@ -345,7 +361,9 @@ def _reduce_alone(leaf: ShardedTensor, grad: Tensor) -> Tensor:
     """Reduce one gradient differentiably, for `create_graph=True`."""
     layout = leaf._layout.replace(dtype=grad.dtype)
     with torch.set_grad_enabled(grad.requires_grad):
-        return _unaliased(redistribute_grad(grad, layout.dual, layout.grad), origin_of(grad, layout.dual).tensor)
+        return _unaliased(
+            redistribute_grad(grad, layout.dual, layout.grad), origin_of(grad, layout.dual).tensor
+        )
 
 
 def _gradient_of(leaf: ShardedTensor, grad: Tensor, layout: Layout) -> ShardedTensor:
@@ -358,13 +376,17 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
     before = [] if old is None else [old]
     if old is None:
         layout = leaf._layout.grad
-        kept = leaf._reduced_grad = _gradient_of(leaf, grad, layout if layout.dtype is grad.dtype else layout.replace(dtype=grad.dtype))
+        kept = leaf._reduced_grad = _gradient_of(
+            leaf, grad, layout if layout.dtype is grad.dtype else layout.replace(dtype=grad.dtype)
+        )
     elif grad.requires_grad or old._local.requires_grad:
         kept = leaf._reduced_grad = _gradient_of(leaf, old._local + grad, old._layout)
     else:
         old._local += grad
         kept = old
-    if not _without_copies(leaf):  # else its lineage is that of the leaf alone, as on ranks where no reduction is needed
+    if not _without_copies(
+        leaf
+    ):  # else its lineage is that of the leaf alone, as on ranks where no reduction is needed
         kept._lineage = mixed(lineage, [leaf, *before])
 
 
@@ -381,7 +403,9 @@ def get_grad(x: ShardedTensor) -> ShardedTensor | None:
         pending = _accumulated(x, fresh)
     if done is None:
         return pending
-    return _gradient_of(x, redistribute_local(done._local, done._layout, pending._layout) + fresh, pending._layout)
+    return _gradient_of(
+        x, redistribute_local(done._local, done._layout, pending._layout) + fresh, pending._layout
+    )
 
 
 def _accumulated(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
@@ -399,7 +423,9 @@ def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
             "the gradient of a ShardedTensor is a ShardedTensor; place the plain tensor with distribute_tensor"
         )
     if value is not None and value.shape != x.shape:
-        raise ValueError(f"a gradient of shape {list(value.shape)} for a tensor of shape {list(x.shape)}")
+        raise ValueError(
+            f"a gradient of shape {list(value.shape)} for a tensor of shape {list(x.shape)}"
+        )
     if value is not None and value.mesh != x.mesh:
         there, here = distinct_mesh_names(value.mesh, x.mesh)
         raise ValueError(
@@ -431,10 +457,14 @@ def register_hook(x: ShardedTensor, hook: Callable[[ShardedTensor], Tensor | Non
     return x._local.register_hook(on_local)
 
 
-def register_post_accumulate_grad_hook(x: ShardedTensor, hook: Callable[[ShardedTensor], None]) -> Any:
+def register_post_accumulate_grad_hook(
+    x: ShardedTensor, hook: Callable[[ShardedTensor], None]
+) -> Any:
     """Call `hook(x)` at the end of a backward, when `.grad` is complete and reduced."""
     if not x.requires_grad or not x.is_leaf:
-        raise RuntimeError("post accumulate grad hooks can only be registered on leaf tensors that require grad")
+        raise RuntimeError(
+            "post accumulate grad hooks can only be registered on leaf tensors that require grad"
+        )
     _register_hooks(x)
     hooks = vars(x).setdefault("_after_grad_hooks", _NotCopied())
     handle = torch.utils.hooks.RemovableHandle(hooks)

@@ -41,7 +41,9 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _through_double(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+def _through_double(
+    function: Callable[[Tensor, Tensor], Tensor],
+) -> Callable[[Tensor, Tensor], Tensor]:
     def combine(a: Tensor, b: Tensor) -> Tensor:
         wide = torch.complex128 if a.is_complex() else torch.float64
         return function(a.to(wide), b.to(wide)).to(a.dtype)

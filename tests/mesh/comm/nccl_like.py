@@ -27,7 +27,12 @@ class NcclLikeGroup:
         is_aborted: whether the communicator is broken, and all works with it.
     """
 
-    def __init__(self, device_types: Sequence[str] = ("cuda",), bound: torch.device | None = None, seconds: float = 0.3) -> None:
+    def __init__(
+        self,
+        device_types: Sequence[str] = ("cuda",),
+        bound: torch.device | None = None,
+        seconds: float = 0.3,
+    ) -> None:
         self._device_types = [torch.device(name) for name in device_types]
         self.bound_device_id, self.seconds = bound, seconds
         self.devices: list[torch.device] = []

@@ -45,11 +45,19 @@ def results(async_op: bool) -> list[tuple[str, list[int]]]:
         start("all_gather", big, group.all_gather(big, x, async_op=async_op))
         for op in ("sum", "product") if dtype.is_complex else ("sum", "product", "max", "min"):
             whole, part = rank_values(group.rank, (n, 3), dtype), torch.empty(3, dtype=dtype)
-            start(f"reduce_scatter {op}", part, group.reduce_scatter(part, whole.clone(), op, async_op=async_op))
+            start(
+                f"reduce_scatter {op}",
+                part,
+                group.reduce_scatter(part, whole.clone(), op, async_op=async_op),
+            )
             start(f"all_reduce {op}", whole, group.all_reduce(whole, op, async_op=async_op))
         splits = [(group.rank + r) % 3 for r in range(n)]
         out = torch.empty(sum(splits), dtype=dtype)
-        start("all_to_all", out, group.all_to_all(out, rank_values(n, (sum(splits),), dtype), splits, splits, async_op))
+        start(
+            "all_to_all",
+            out,
+            group.all_to_all(out, rank_values(n, (sum(splits),), dtype), splits, splits, async_op),
+        )
         copy = x.clone()
         start("broadcast", copy, group.broadcast(copy, n - 1, async_op=async_op))
         back = torch.empty(3, dtype=dtype)
@@ -121,7 +129,9 @@ def test_permute_follows_the_pairs(
         assert found == expected
 
 
-def sent_along(dst: list[int | None], sizes: list[int], dtype: torch.dtype, async_op: bool) -> tuple[list, list]:
+def sent_along(
+    dst: list[int | None], sizes: list[int], dtype: torch.dtype, async_op: bool
+) -> tuple[list, list]:
     """Return (received and counted, expected) on this rank."""
     group = everyone()
     src = dst.index(group.rank) if group.rank in dst else None
@@ -152,7 +162,9 @@ GLOO_ROUTES = [
 
 def all_routes() -> list[tuple[list, list]]:
     dtypes = (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn)
-    return [sent_along(*route, d, a) for route in GLOO_ROUTES for d in dtypes for a in (False, True)]
+    return [
+        sent_along(*route, d, a) for route in GLOO_ROUTES for d in dtypes for a in (False, True)
+    ]
 
 
 def all_routes_through_host_memory() -> list[tuple[list, list]]:
@@ -173,7 +185,12 @@ def test_permute_on_gloo(world4: Pool, routes: Callable[[], list[tuple[list, lis
     ("dst", "src", "sizes", "message"),
     [
         ([1, None], [None, None], (2, 2), "rank 0 sends to rank 1, which expects from none"),
-        ([1, None, None], [None, 2, None], (2, 2), "rank 0 sends to rank 1, which expects from rank 2"),
+        (
+            [1, None, None],
+            [None, 2, None],
+            (2, 2),
+            "rank 0 sends to rank 1, which expects from rank 2",
+        ),
         ([None, None], [None, 0], (2, 2), "rank 1 expects from rank 0, which sends to none"),
         ([1, None], [None, 0], (2, 3), "rank 0 sends 2 elements to rank 1, which expects 3"),
     ],
@@ -183,7 +200,9 @@ def test_mismatch_names_the_rank(
 ) -> None:
     def fn() -> None:
         rank = current_world().rank
-        everyone().permute(torch.zeros(sizes[1]), torch.zeros(sizes[0]), dst=dst[rank], src=src[rank])
+        everyone().permute(
+            torch.zeros(sizes[1]), torch.zeros(sizes[0]), dst=dst[rank], src=src[rank]
+        )
 
     with pytest.raises(CollectiveMismatchError, match=message):
         simulate(len(dst))(fn)()

@@ -50,7 +50,9 @@ def test_no_collection_runs_while_frames_are_read(monkeypatch):
     gc.disable()
     try:
         frame_of_thread(threading.get_ident())
-        assert not gc.isenabled(), "the collector was turned on for a program that had turned it off"
+        assert not gc.isenabled(), (
+            "the collector was turned on for a program that had turned it off"
+        )
     finally:
         gc.enable()
 
@@ -95,7 +97,14 @@ for _ in range(10_000):
 stop.set()
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False, timeout=300)
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert (found.returncode, found.stderr) == (0, "")
 
 
@@ -112,6 +121,10 @@ def test_frames_are_read_in_one_function():
     users = set()
     for folder in ("mesh", "sharding", "kernels"):
         for path in (root / folder).rglob("*.py"):
-            names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+            names = {
+                node.attr
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Attribute)
+            }
             users |= {str(path.relative_to(root))} if "_current_frames" in names else set()
     assert users == {"mesh/comm/call_site.py"}

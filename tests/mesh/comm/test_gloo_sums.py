@@ -13,7 +13,9 @@ ROWS = 37  # torch.sum adds the first 32 in another order than the rest
 
 def contribution(rank, size, dtype):
     """Return values of such different magnitudes that the order of addition matters."""
-    values = torch.rand(size, ROWS, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 10.0 ** (3 * (rank % 3))
+    values = torch.rand(
+        size, ROWS, generator=torch.Generator().manual_seed(rank), dtype=torch.float64
+    ) * 10.0 ** (3 * (rank % 3))
     return values.to(dtype)
 
 
@@ -38,11 +40,20 @@ def expected(rank, size, dtype):
 
 
 def check_sums(world, size):
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8):
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.uint8,
+    ):
         for async_op in (False, True):
             for rank, (out, x, names) in enumerate(world(summed, size, dtype, async_op)):
                 assert torch.equal(out, expected(rank, size, dtype)), dtype
-                assert torch.equal(x, contribution(rank, size, dtype)), "what is sent stays as it was"
+                assert torch.equal(x, contribution(rank, size, dtype)), (
+                    "what is sent stays as it was"
+                )
                 assert names == ["alltoall_base_"]
 
 

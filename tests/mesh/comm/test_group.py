@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardmesh.mesh import CollectiveError, CollectiveRecord, Group, MeshError, current_world, simulate
+from shardmesh.mesh import (
+    CollectiveError,
+    CollectiveRecord,
+    Group,
+    MeshError,
+    current_world,
+    simulate,
+)
 from shardmesh.mesh.comm.checks import REDUCTIONS
 from tests.mesh.comm.collectives import DTYPES, REDUCE, as_bytes, rank_values
 from tests.tiers import examples
@@ -137,7 +144,9 @@ def test_lazily_conjugated_tensors_are_sent_conjugated() -> None:
 def test_same_ranks_in_any_order_give_the_same_group() -> None:
     def fn() -> bool:
         world = current_world()
-        return world.group([2, 0, 1]) is world.group((0, 1, 2)) and world.group([1, 2, 0]).ranks == (0, 1, 2)
+        return world.group([2, 0, 1]) is world.group((0, 1, 2)) and world.group(
+            [1, 2, 0]
+        ).ranks == (0, 1, 2)
 
     assert all(simulate(3)(fn)())
 
@@ -221,7 +230,11 @@ def test_invalid_arguments_raise(call: object, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "message"),
-    [([0, 0], r"\[0\] appear more than once"), ([0, 7], r"\[7\] do not exist: the world has 2"), ([1], "0 is not in")],
+    [
+        ([0, 0], r"\[0\] appear more than once"),
+        ([0, 7], r"\[7\] do not exist: the world has 2"),
+        ([1], "0 is not in"),
+    ],
 )
 def test_invalid_groups_raise(ranks: list[int], message: str) -> None:
     with pytest.raises(MeshError, match=message):

@@ -51,7 +51,11 @@ def test_a_slow_barrier_does_not_abort_the_communicator(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     handle = NcclLikeGroup(bound=bound)
     group_of(two[0], handle).barrier()
-    assert (handle.devices, handle.is_aborted, handle.works[0].is_completed()) == ([GPU], False, True)
+    assert (handle.devices, handle.is_aborted, handle.works[0].is_completed()) == (
+        [GPU],
+        False,
+        True,
+    )
 
 
 def test_a_barrier_reports_a_lost_rank(two: list[DrivenRank]) -> None:
@@ -120,7 +124,9 @@ def test_groups_are_made_without_the_bound_device(
     assert distributed_c10d._get_default_group().bound_device_id == GPU
 
 
-def test_the_device_stays_bound_after_an_error(bound_world: ProcessWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_stays_bound_after_an_error(
+    bound_world: ProcessWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no connection")
 
@@ -132,15 +138,24 @@ def test_the_device_stays_bound_after_an_error(bound_world: ProcessWorld, monkey
 
 
 @pytest.mark.parametrize(
-    ("backends", "seconds"), [("cuda:nccl", 360.0), ("cpu:gloo,cuda:nccl", 360.0), ("cpu:gloo,cuda:gloo", 3650 * 86400.0)]
+    ("backends", "seconds"),
+    [("cuda:nccl", 360.0), ("cpu:gloo,cuda:nccl", 360.0), ("cpu:gloo,cuda:gloo", 3650 * 86400.0)],
 )
 def test_groups_have_the_timeout_of_their_backends(
-    backends: str, seconds: float, two: list[DrivenRank], bound_world: ProcessWorld, monkeypatch: pytest.MonkeyPatch
+    backends: str,
+    seconds: float,
+    two: list[DrivenRank],
+    bound_world: ProcessWorld,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[Any] = []
     bound_world.monitor = two[1].monitor
     monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    monkeypatch.setattr(process, "new_group", lambda ranks, job, timeout, *_: given.append(timeout) or NcclLikeGroup())
+    monkeypatch.setattr(
+        process,
+        "new_group",
+        lambda ranks, job, timeout, *_: given.append(timeout) or NcclLikeGroup(),
+    )
     monkeypatch.setattr(timeouts, "manage", lambda handle, is_own: given.append(is_own))
     group: Any = bound_world.group((0, 1))
     _ = group.channel
@@ -158,17 +173,29 @@ class Options:
 @pytest.mark.parametrize("timeout", [None, timedelta(seconds=360)])
 @pytest.mark.parametrize(
     ("default", "backends"),
-    [("cpu:gloo,cuda:nccl", "cuda:nccl"), ("nccl", None), ("cpu:gloo,cuda:gloo", None), ("gloo", None), ("cpu:gloo,xpu:xccl", "xpu:xccl")],
+    [
+        ("cpu:gloo,cuda:nccl", "cuda:nccl"),
+        ("nccl", None),
+        ("cpu:gloo,cuda:gloo", None),
+        ("gloo", None),
+        ("cpu:gloo,xpu:xccl", "xpu:xccl"),
+    ],
 )
 def test_nccl_has_streams_of_high_priority_and_no_gloo_beside_it(
-    default: str, backends: str | None, timeout: timedelta | None, bound_world: ProcessWorld, monkeypatch: pytest.MonkeyPatch
+    default: str,
+    backends: str | None,
+    timeout: timedelta | None,
+    bound_world: ProcessWorld,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Gloo would connect each rank with each other as soon as the group is made."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(dist, "get_backend_config", lambda: default)
     monkeypatch.setattr(distributed_c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **kwargs: given.update(kwargs) or NcclLikeGroup())
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, **kwargs: given.update(kwargs) or NcclLikeGroup()
+    )
     monkeypatch.setattr(timeouts, "group_timeout", lambda _: timeout)
     monkeypatch.setattr(timeouts, "manage", lambda handle, is_own: None)
     if timeout is not None:
@@ -182,7 +209,9 @@ def test_nccl_has_streams_of_high_priority_and_no_gloo_beside_it(
     if options is not None:
         assert options.is_high_priority_stream
         # torch warns if it differs from the group's
-        assert options._timeout == (timeout or distributed_c10d._get_default_timeout(dist.Backend(backends or default)))
+        assert options._timeout == (
+            timeout or distributed_c10d._get_default_timeout(dist.Backend(backends or default))
+        )
 
 
 def used_on_the_host() -> list[Any]:

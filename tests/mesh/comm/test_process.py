@@ -46,7 +46,10 @@ def all_collectives(numel: int) -> Found:
     for dtype in DTYPES:
         x, n = rank_values(group.rank, (numel,), dtype), group.size
         for op in ("sum", "product") if dtype.is_complex else ("sum", "product", "max", "min"):
-            whole, part = rank_values(group.rank, (n, 1, numel), dtype), torch.empty(1, numel, dtype=dtype)
+            whole, part = (
+                rank_values(group.rank, (n, 1, numel), dtype),
+                torch.empty(1, numel, dtype=dtype),
+            )
             group.reduce_scatter(part, whole, op)
             group.all_reduce(whole, op)
             note(f"reduce_scatter {op}", part)
@@ -100,7 +103,10 @@ def test_each_rank_creates_only_its_own_groups(world8: Pool) -> None:
         assert (per_axis, in_all) == (4, 5)
         a, b, c = rank // 4, rank // 2 % 2, rank % 2
         along = [[r for r in range(8) if (r // 2 % 2, r % 2) == (b, c)]]
-        along += [[r for r in range(8) if (r // 4, r % 2) == (a, c)], [r for r in range(8) if r // 2 == rank // 2]]
+        along += [
+            [r for r in range(8) if (r // 4, r % 2) == (a, c)],
+            [r for r in range(8) if r // 2 == rank // 2],
+        ]
         along += [along[0], list(range(8)), *[[r for r in range(8) if r % 2 == c]] * 4]
         assert seen == [sum(1.0 + r for r in ranks) for ranks in along]
 
@@ -127,7 +133,12 @@ def sub_world() -> tuple[Any, Any, Any]:
 
 def test_mesh_over_a_subset_of_ranks(world4: Pool) -> None:
     outside = (None, None, None)
-    assert world4(sub_world) == [outside, ((0, 1), (1,), [1.0, 3.0]), outside, ((0, 0), (0,), [1.0, 3.0])]
+    assert world4(sub_world) == [
+        outside,
+        ((0, 1), (1,), [1.0, 3.0]),
+        outside,
+        ((0, 0), (0,), [1.0, 3.0]),
+    ]
 
 
 def identities() -> list[bool]:
@@ -161,9 +172,13 @@ def torch_meshes() -> list[bool]:
     made = torch_init_device_mesh("cpu", (2, 2), mesh_dim_names=("p", "q"))
     ours = DeviceMesh.from_torch(made)
     pairs = DeviceMesh.from_group(made.get_group("q"), "cpu", axis_names=("q",))
-    both = DeviceMesh.from_group(made.get_all_groups(), "cpu", [[0, 1], [2, 3]], mesh_dim_names=("p", "q"))
+    both = DeviceMesh.from_group(
+        made.get_all_groups(), "cpu", [[0, 1], [2, 3]], mesh_dim_names=("p", "q")
+    )
     return [
-        isinstance(theirs, TorchMesh) and theirs.mesh_dim_names == ("dp", "tp") and theirs.shape == (2, 2),
+        isinstance(theirs, TorchMesh)
+        and theirs.mesh_dim_names == ("dp", "tp")
+        and theirs.shape == (2, 2),
         theirs.get_group("tp") is mesh.get_group("tp"),
         isinstance(mesh, TorchMesh) and type(mesh) is DeviceMesh,
         DeviceMesh.from_torch(made["q"]) is ours["q"] and DeviceMesh.from_torch(made) is ours,
@@ -214,7 +229,10 @@ def bad_groups() -> list[str]:
     a, b = mesh.get_all_groups()
     return [
         message(lambda: DeviceMesh.from_group([a, b], "cpu"), MeshError),
-        message(lambda: DeviceMesh.from_group([b, a], "cpu", [[0, 1], [2, 3]], axis_names=("a", "b")), MeshError),
+        message(
+            lambda: DeviceMesh.from_group([b, a], "cpu", [[0, 1], [2, 3]], axis_names=("a", "b")),
+            MeshError,
+        ),
         message(lambda: DeviceMesh.from_group([a], "cpu", [[0, 1], [2, 3]]), MeshError),
         message(lambda: init_device_mesh("cpu", (3, 2), axis_names=("dp", "tp")), MeshError),
         message(lambda: init_device_mesh("cpu", (4,), backend="mpi"), MeshError),

@@ -54,7 +54,15 @@ def test_report_names_lines() -> None:
     with null_world(4), comm_budget() as used:
         work()
     lines = used.report().splitlines()
-    assert lines[0].split() == ["operator", "collective", "axis", "launches", "received", "sent", "line"]
+    assert lines[0].split() == [
+        "operator",
+        "collective",
+        "axis",
+        "launches",
+        "received",
+        "sent",
+        "line",
+    ]
     assert lines[1].split()[:6] == ["all_gather", "all_gather", "tp", "1", "40", "40"]
     assert "test_report.py:" in lines[1]
     assert len(lines) == 5
@@ -64,11 +72,16 @@ def test_report_names_lines() -> None:
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"bytes": 70}, r"test_report.py:\d+: all_reduce over ranks 0,1 .2 ranks.*40 bytes of float32.*bytes=70.*40 are used"),
+        (
+            {"bytes": 70},
+            r"test_report.py:\d+: all_reduce over ranks 0,1 .2 ranks.*40 bytes of float32.*bytes=70.*40 are used",
+        ),
         ({"launches": 1}, r"launches=1\), of which 1 are used"),
     ],
 )
-def test_exceeding_the_limit_raises_before_communication(limits: dict[str, int], message: str) -> None:
+def test_exceeding_the_limit_raises_before_communication(
+    limits: dict[str, int], message: str
+) -> None:
     def fn() -> None:
         group = current_world().group([0, 1])
         x = torch.ones(10)

@@ -47,7 +47,11 @@ class Alone:
 def allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric_memory, "BUFFER_BYTES", 1 << 10)
     monkeypatch.setattr(torchs, "empty", torch.empty)
-    monkeypatch.setattr(torchs, "rendezvous", lambda memory, handle: SimpleNamespace(buffer_ptrs=[memory.data_ptr()]))
+    monkeypatch.setattr(
+        torchs,
+        "rendezvous",
+        lambda memory, handle: SimpleNamespace(buffer_ptrs=[memory.data_ptr()]),
+    )
     monkeypatch.setitem(symmetric_memory.PROVIDERS, "cpu", symmetric_memory._of_torch)
 
 
@@ -59,11 +63,17 @@ def test_a_default_device_does_not_hide_it() -> None:
         simulated = simulated_peers(2, 1 << 10, CPU)
     assert mode.pinned == 1
     assert found is not None
-    assert (found.error.device, found.epochs.device, found.buffer.numel() + PAD_BYTES) == (CPU, CPU, (1 << 10) + PAD_BYTES)
+    assert (found.error.device, found.epochs.device, found.buffer.numel() + PAD_BYTES) == (
+        CPU,
+        CPU,
+        (1 << 10) + PAD_BYTES,
+    )
     assert all(peers.error.device == CPU for peers in simulated)
 
 
-def test_what_prevents_it_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_prevents_it_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(*_: Any) -> Any:
         raise RuntimeError("no peer-to-peer access")
 
@@ -71,4 +81,6 @@ def test_what_prevents_it_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     group: Any = Alone()
     with caplog.at_level(logging.WARNING, symmetric_memory.__name__):
         assert symmetric_memory._agreed(group, CPU, None) is None
-    assert caplog.messages == ["rank 0: no symmetric memory among ranks (0,) on cpu: no peer-to-peer access"]
+    assert caplog.messages == [
+        "rank 0: no symmetric memory among ranks (0,) on cpu: no peer-to-peer access"
+    ]

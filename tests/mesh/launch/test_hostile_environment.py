@@ -17,7 +17,12 @@ from shardmesh.mesh.doctor.facts import HIDDEN, Place, relevant
 from shardmesh.mesh.doctor.job_checks import launcher, settings
 from shardmesh.mesh.errors import LaunchEnvironmentError
 from shardmesh.mesh.launch import job_store
-from shardmesh.mesh.launch.environment import completed, device_index, launch_environment, launchers_of
+from shardmesh.mesh.launch.environment import (
+    completed,
+    device_index,
+    launch_environment,
+    launchers_of,
+)
 from shardmesh.mesh.launch.progress import Progress
 from shardmesh.mesh.monitor.startup.rank_info import what_must_agree
 from shardmesh.mesh.settings import check_environment, from_environment
@@ -33,7 +38,11 @@ NO_NUMBERS = {
 }  # fmt: skip
 NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 WRONG: dict[str, dict[str, str]] = {
-    **{f"{name} is {what}": JOB | {name: value} for name in NUMBERS for what, value in NO_NUMBERS.items()},
+    **{
+        f"{name} is {what}": JOB | {name: value}
+        for name in NUMBERS
+        for what, value in NO_NUMBERS.items()
+    },
     "more ranks than torch takes": JOB | {"WORLD_SIZE": str(2**31)},
     "more ranks than any job": JOB | {"WORLD_SIZE": "1048577"},
     "a rank that is too large": JOB | {"RANK": "2"},
@@ -43,12 +52,19 @@ WRONG: dict[str, dict[str, str]] = {
     "an address with a newline": JOB | {"MASTER_ADDR": "a\nb"},
     "an address with escapes": JOB | {"MASTER_ADDR": "\x1b]0;x\x07"},
     "a long address": JOB | {"MASTER_ADDR": "a" * 5000},
-    **{f"without {name}": {key: value for key, value in JOB.items() if key != name} for name in JOB},
+    **{
+        f"without {name}": {key: value for key, value in JOB.items() if key != name} for name in JOB
+    },
 }
 SETTINGS: dict[str, dict[str, str]] = {
     **{
         f"{name}={value!r}": {name: value}
-        for name in ("SHARDMESH_STALL_WARN_S", "SHARDMESH_STALL_TIMEOUT_S", "SHARDMESH_EXIT_S", "SHARDMESH_HOST_LOST_S")
+        for name in (
+            "SHARDMESH_STALL_WARN_S",
+            "SHARDMESH_STALL_TIMEOUT_S",
+            "SHARDMESH_EXIT_S",
+            "SHARDMESH_HOST_LOST_S",
+        )
         for value in ("x", "-1", "nan", "١٢", "", "0x10", "\x1b[2J")
     },
     "the mode": {"SHARDMESH_MONITOR": "yes" * 1000},
@@ -100,22 +116,45 @@ def test_launchers_numbers_that_are_none(value: str) -> None:
         device_index({"LOCAL_RANK": value}, "cuda", 2)
 
 
-@pytest.mark.parametrize("tasks", ["4(x1000000000)", "4(x99999999999999)", "4(x0)", "x", "(x2)", "4(x٢)", ",,,", "4" * 5000], ids=range(8))
+@pytest.mark.parametrize(
+    "tasks",
+    ["4(x1000000000)", "4(x99999999999999)", "4(x0)", "x", "(x2)", "4(x٢)", ",,,", "4" * 5000],
+    ids=range(8),
+)
 def test_tasks_per_node_are_not_written_out(tasks: str) -> None:
-    env = JOB | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": "1"}
+    env = JOB | {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_NODEID": "1",
+    }
     since = time.monotonic()
     completed(env)
     assert time.monotonic() - since < 1
 
 
 def test_tasks_per_node() -> None:
-    env = JOB | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
-    assert [completed(env | {"SLURM_NODEID": str(node)}).get("LOCAL_WORLD_SIZE") for node in range(4)] == ["4", "4", "3", None]
+    env = JOB | {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+    }
+    assert [
+        completed(env | {"SLURM_NODEID": str(node)}).get("LOCAL_WORLD_SIZE") for node in range(4)
+    ] == ["4", "4", "3", None]
 
 
 # -- secrets -------------------------------------------------------------------------------------------------------------
 
-SECRETS = ["SLURM_JWT", "NCCL_API_KEY", "TORCH_HUB_TOKEN", "SHARDMESH_SECRET", "OMPI_COMM_PASSWORD", "MASTER_AUTH", "CUDA_LICENSE_KEY"]
+SECRETS = [
+    "SLURM_JWT",
+    "NCCL_API_KEY",
+    "TORCH_HUB_TOKEN",
+    "SHARDMESH_SECRET",
+    "OMPI_COMM_PASSWORD",
+    "MASTER_AUTH",
+    "CUDA_LICENSE_KEY",
+]
 
 
 @pytest.mark.parametrize("name", SECRETS)
@@ -130,7 +169,9 @@ def test_secrets_are_neither_shown_nor_sent(name: str) -> None:
 # -- the address ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_address_that_does_not_resolve_is_said_soon(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_does_not_resolve_is_said_soon(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(job_store, "addresses", lambda name: ())
     address = job_store.Address("no-such-host.invalid", free_port(), False)
     since = time.monotonic()
@@ -142,7 +183,9 @@ def test_an_address_that_does_not_resolve_is_said_soon(capfd: pytest.CaptureFixt
     assert capfd.readouterr().err.count("'no-such-host.invalid' does not resolve") == 1
 
 
-def test_a_resolver_that_does_not_answer_is_the_reason(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_resolver_that_does_not_answer_is_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(job_store, "_SLOW_LOOKUP_S", 0.05)
     monkeypatch.setattr(job_store, "_ANSWER_S", 0.5)
     monkeypatch.setattr(job_store.socket, "getnameinfo", lambda *_: time.sleep(1.0))
@@ -158,6 +201,7 @@ def test_strays_do_not_keep_a_job_from_starting() -> None:
     envs = by_hand(2)
     port = int(envs[0]["MASTER_PORT"])
     strays: list[Any] = []
+
     def come() -> None:
         deadline = time.monotonic() + 20
         while len(strays) < 300 and time.monotonic() < deadline:

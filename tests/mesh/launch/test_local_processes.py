@@ -48,7 +48,11 @@ def leave_a_thread_pool() -> bool:
 def leave_notes(folder: Path) -> None:
     """Leave a thread and exit functions that run after the function has returned."""
     path = folder / os.environ["RANK"]
-    atexit.register(lambda: path.with_suffix(".exit").write_text(path.with_suffix(".thread").read_text() + ", then exit functions"))
+    atexit.register(
+        lambda: path.with_suffix(".exit").write_text(
+            path.with_suffix(".thread").read_text() + ", then exit functions"
+        )
+    )
 
     def late() -> None:
         time.sleep(0.3)
@@ -156,7 +160,11 @@ def test_env_init_and_tensors_by_value():
 def test_partial_and_two_concurrent_launches():
     results: dict[int, list[int]] = {}
     threads = [
-        threading.Thread(target=lambda n=n: results.update({n: launch(functools.partial(operator.add, n), 2, (1,))}))
+        threading.Thread(
+            target=lambda n=n: results.update(
+                {n: launch(functools.partial(operator.add, n), 2, (1,))}
+            )
+        )
         for n in (10, 20)
     ]
     for thread in threads:
@@ -174,7 +182,9 @@ def test_sys_exit_zero_is_success():
 @pytest.mark.slow
 def test_threads_and_exit_functions_finish(tmp_path, capfd):
     assert launch(leave_notes, 2, (tmp_path,)) == [None, None]
-    assert [(tmp_path / f"{rank}.exit").read_text() for rank in range(2)] == ["thread, then exit functions"] * 2
+    assert [(tmp_path / f"{rank}.exit").read_text() for rank in range(2)] == [
+        "thread, then exit functions"
+    ] * 2
     assert capfd.readouterr().out == "not flushed" * 2
 
 
@@ -186,7 +196,9 @@ def test_idle_workers_of_a_thread_pool_end():
 
 
 def test_exception_of_a_rank_is_raised():
-    with pytest.raises(LaunchError, match=r"^rank 1 of 3 raised ValueError: the reason\n") as caught:
+    with pytest.raises(
+        LaunchError, match=r"^rank 1 of 3 raised ValueError: the reason\n"
+    ) as caught:
         launch(raise_on, 3, (1,))
     error = caught.value
     assert (error.rank, error.signal, error.exitcode) == (1, None, None)
@@ -261,7 +273,9 @@ def test_invalid_nprocs_raises(nprocs):
 def test_unpicklable_functions_and_arguments_raise():
     with pytest.raises(TypeError, match="needs a function"):
         launch(None, 2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"cannot send the function .*lambda.*top level of a module"):
+    with pytest.raises(
+        ValueError, match=r"cannot send the function .*lambda.*top level of a module"
+    ):
         launch(lambda: None, 2)
     with pytest.raises(ValueError, match=r"cannot send the arguments of _operator\.add"):
         launch(operator.add, 2, (threading.Lock(), 1))
@@ -280,7 +294,9 @@ def script(folder: Path, body: str) -> Path:
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=LIMIT_S
+    )
 
 
 @pytest.mark.slow
@@ -314,8 +330,14 @@ def test_script_without_main_guard_raises_helpful_error(tmp_path):
 
 @pytest.mark.slow
 def test_function_defined_in_a_repl():
-    done = run("-c", "from shardmesh.mesh.launch.local_processes import launch\ndef f(): pass\nlaunch(f, 2)")
-    assert "ValueError: launch() cannot send __main__.f to another process" in done.stderr.splitlines()[-1]
+    done = run(
+        "-c",
+        "from shardmesh.mesh.launch.local_processes import launch\ndef f(): pass\nlaunch(f, 2)",
+    )
+    assert (
+        "ValueError: launch() cannot send __main__.f to another process"
+        in done.stderr.splitlines()[-1]
+    )
     assert "simulate" in done.stderr.splitlines()[-1]
 
 
@@ -358,7 +380,9 @@ def waiting(tmp_path):
     root = str(Path(__file__).parents[3])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(path), str(tmp_path / "pids")]
-    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True) as program:
+    with subprocess.Popen(
+        command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as program:
         try:
             yield program, await_pids(tmp_path / "pids", 2)
         finally:
@@ -366,7 +390,9 @@ def waiting(tmp_path):
                 os.killpg(program.pid, signal.SIGKILL)
 
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes through /proc")
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="looks at processes through /proc"
+)
 
 
 @needs_proc

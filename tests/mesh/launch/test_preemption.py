@@ -44,7 +44,11 @@ class PreemptedJob:
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)
-        self.size, self.every, self.gap = rng.randint(2, 5), rng.choice([1, 1, 2, 5]), rng.choice([1, 10])
+        self.size, self.every, self.gap = (
+            rng.randint(2, 5),
+            rng.choice([1, 1, 2, 5]),
+            rng.choice([1, 10]),
+        )
         self.pace = [rng.choice([0.0, 0.001, 0.004]) for _ in range(self.size)]
         noticed = rng.sample(range(self.size), rng.randint(1, min(2, self.size)))
         self.notice_after = {rank: rng.uniform(0.0, 0.06) for rank in noticed}
@@ -53,7 +57,10 @@ class PreemptedJob:
         self.stopped: list[int | None] = [None] * self.size
         self.steps: list[list[int]] = [[] for _ in range(self.size)]
         store = HashStore()
-        self.parts = [_StoreAgreement(store, r, self.size, self.has_notice(r), lambda: None) for r in range(self.size)]
+        self.parts = [
+            _StoreAgreement(store, r, self.size, self.has_notice(r), lambda: None)
+            for r in range(self.size)
+        ]
 
     def has_notice(self, rank: int):
         after = self.notice_after.get(rank, float("inf"))
@@ -70,7 +77,10 @@ class PreemptedJob:
                 self.barrier.wait()
 
     def run(self) -> None:
-        threads = [threading.Thread(target=self.run_rank, args=(rank,), daemon=True) for rank in range(self.size)]
+        threads = [
+            threading.Thread(target=self.run_rank, args=(rank,), daemon=True)
+            for rank in range(self.size)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -175,7 +185,10 @@ def test_a_file_is_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_steps_must_increase() -> None:
     reached_preemption(99)
-    with pytest.raises(ValueError, match=r"reached_preemption\(0\) after reached_preemption\(99\): step must not decrease"):
+    with pytest.raises(
+        ValueError,
+        match=r"reached_preemption\(0\) after reached_preemption\(99\): step must not decrease",
+    ):
         reached_preemption(0)
 
 
@@ -197,7 +210,9 @@ def test_simulated_ranks_stop_in_the_same_step() -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_signal_raises_system_exit(number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_signal_raises_system_exit(
+    number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     of_the_run = signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
     try:
         with pytest.raises(SystemExit) as caught, ending_in_order():
@@ -232,7 +247,9 @@ def test_forked_children_can_be_terminated() -> None:
         "os.kill(child, signal.SIGTERM)\n"
         "print(os.WTERMSIG(os.waitpid(child, 0)[1]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    )
     assert done.stdout.strip() == str(int(signal.SIGTERM)), done.stderr
 
 

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardmesh.mesh import DeviceMesh, LaunchEnvironmentError, MeshError, current_world, init_device_mesh
+from shardmesh.mesh import (
+    DeviceMesh,
+    LaunchEnvironmentError,
+    MeshError,
+    current_world,
+    init_device_mesh,
+)
 from shardmesh.mesh.launch import process_groups
 from shardmesh.mesh.launch.environment import REQUIRED, launch_environment
 
@@ -40,12 +46,20 @@ def free_port() -> int:
 def test_plain_python_is_a_world_of_one() -> None:
     assert current_world().size == 1
     mesh = init_device_mesh("cpu", (1, 1), axis_names=("dp", "tp"))
-    assert (mesh.world.size, mesh.coordinate, dist.get_world_size(), dist.get_backend()) == (1, (0, 0), 1, "gloo")
+    assert (mesh.world.size, mesh.coordinate, dist.get_world_size(), dist.get_backend()) == (
+        1,
+        (0, 0),
+        1,
+        "gloo",
+    )
     x = torch.ones(2)
     mesh.group(("dp", "tp")).all_reduce(x)
     dist.all_reduce(x, group=mesh.get_group("tp"))
     assert x.tolist() == [1, 1]
-    with pytest.raises(MeshError, match=r"\(axis_0=2\) needs 2 ranks, but the world has 1\. Either start 2 processes"):
+    with pytest.raises(
+        MeshError,
+        match=r"\(axis_0=2\) needs 2 ranks, but the world has 1\. Either start 2 processes",
+    ):
         init_device_mesh("cpu", (2,))
 
 
@@ -65,7 +79,9 @@ def test_the_world_follows_the_default_group() -> None:
 
 
 def test_the_environment_starts_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_environment(monkeypatch, RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
+    set_environment(
+        monkeypatch, RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=str(free_port())
+    )
     assert DeviceMesh("cpu", [0]).world is current_world()
     assert dist.is_initialized()
 
@@ -79,7 +95,9 @@ def test_partial_environment_raises() -> None:
 def test_a_missing_variable_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rest = {k: v for k, v in WHOLE.items() if k != name}
     set_environment(monkeypatch, **rest)
-    with pytest.raises(LaunchEnvironmentError, match=f"but not {name}. Start the program with torchrun") as caught:
+    with pytest.raises(
+        LaunchEnvironmentError, match=f"but not {name}. Start the program with torchrun"
+    ) as caught:
         init_device_mesh("cpu", (2,))
     assert all(f"{k}={v}" in str(caught.value) for k, v in rest.items())
 
@@ -101,8 +119,13 @@ def test_invalid_variables_raise(values: dict[str, str], message: str) -> None:
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-        set_environment(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
-        with pytest.raises(LaunchEnvironmentError, match=rf"MASTER_PORT={port}: the port is in use by .* \(process {os.getpid()}\)"):
+        set_environment(
+            monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port)
+        )
+        with pytest.raises(
+            LaunchEnvironmentError,
+            match=rf"MASTER_PORT={port}: the port is in use by .* \(process {os.getpid()}\)",
+        ):
             init_device_mesh("cpu", (2,))
 
 
@@ -121,7 +144,9 @@ def test_the_fake_backend_counts_groups() -> None:
 def test_backend_that_differs_from_the_running_group_raises() -> None:
     init_device_mesh("cpu", (1,), backend="gloo")
     init_device_mesh("cpu", (1,), backend="cpu:gloo")
-    with pytest.raises(MeshError, match=r"backend='nccl', but the default process group exists already.*gloo"):
+    with pytest.raises(
+        MeshError, match=r"backend='nccl', but the default process group exists already.*gloo"
+    ):
         init_device_mesh("cpu", (1,), backend="nccl")
 
 
@@ -148,14 +173,18 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
     return found
 
 
-def test_the_device_is_bound_by_local_rank(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_bound_by_local_rank(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_environment(monkeypatch, **WHOLE | {"RANK": "7", "WORLD_SIZE": "8"}, LOCAL_RANK="3")
     process_groups._bind_device("cuda")
     assert accelerator.current == 3
 
 
 @pytest.mark.parametrize("local_rank", ["0", "3"])
-def test_the_only_visible_device_is_bound_on_every_rank(local_rank: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_visible_device_is_bound_on_every_rank(
+    local_rank: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accelerator.current, accelerator.count = -1, 1
     set_environment(monkeypatch, **WHOLE, LOCAL_RANK=local_rank)
     process_groups._bind_device("cuda")
@@ -178,11 +207,18 @@ def test_devices_that_cannot_be_bound_raise(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_missing_device_raises() -> None:
-    with pytest.raises(LaunchEnvironmentError, match=r'"cuda": torch .* finds no such device in this process: no cuda devices'):
+    with pytest.raises(
+        LaunchEnvironmentError,
+        match=r'"cuda": torch .* finds no such device in this process: no cuda devices',
+    ):
         init_device_mesh("cuda", (1,))
 
 
-def test_device_type_without_a_backend_raises(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_type_without_a_backend_raises(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with pytest.raises(MeshError, match=r'device type "cuda" does not fit the default process group'):
+    with pytest.raises(
+        MeshError, match=r'device type "cuda" does not fit the default process group'
+    ):
         init_device_mesh("cuda", (1,))

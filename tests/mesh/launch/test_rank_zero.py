@@ -37,16 +37,22 @@ def test_only_rank_0_runs() -> None:
     assert (greet.__name__, greet.__doc__) == ("greet", "Return a greeting.")
 
 
-def set_hosts(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: str | None, local_size: str = "2") -> None:
+def set_hosts(
+    monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: str | None, local_size: str = "2"
+) -> None:
     values = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    values |= {} if local_rank is None else {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+    values |= (
+        {} if local_rank is None else {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+    )
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     for name, value in values.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_before_init_the_rank_comes_from_the_launcher(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_before_init_the_rank_comes_from_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
     set_hosts(monkeypatch, rank, str(rank % 2))
     assert greet("ann") == ("ann" if rank == 0 else None)
     assert (on_each_host() is None) == (rank % 2 == 1)
@@ -118,7 +124,9 @@ def test_errors_of_rank_0_are_raised_on_all_ranks(world4: Pool) -> None:
     first, *others = world4(fail_first)
     assert first == ("ValueError: disk full", 4.0)  # and the job can go on
     for said, total in others:
-        assert said.startswith(f"PeerError: rank 0 raised ValueError in main_process_first at {__file__}:")
+        assert said.startswith(
+            f"PeerError: rank 0 raised ValueError in main_process_first at {__file__}:"
+        )
         assert "disk full" in said
         assert "in fail_first" in said  # the traceback
         assert total == 4.0
@@ -150,7 +158,9 @@ def reduce_first() -> None:
 
 
 def line_of(text: str) -> int:
-    return next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if text in line)
+    return next(
+        n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if text in line
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,7 +192,9 @@ def harmless() -> float:
     rank_zero(lambda: current_world().group([0]).all_reduce(torch.ones(1)))()
     with main_process_first():
         if rank:
-            current_world().group([1, 2]).all_reduce(torch.ones(1))  # these two run the block together
+            current_world().group([1, 2]).all_reduce(
+                torch.ones(1)
+            )  # these two run the block together
     return 0.0 if inner is None else inner[0]
 
 

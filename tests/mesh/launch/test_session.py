@@ -77,7 +77,14 @@ def reopened() -> list[tuple[float, str, str, bool]]:
                 x = sm.ones((4, 4), device_mesh=mesh, placements=[sm.Shard(0), sm.Replicate()])
                 whole = x.full_tensor().sum().item()
                 group, value = mesh.group("b"), total(mesh)
-            found.append((value + whole, error_of(x.full_tensor), error_of(group.barrier), dist.is_initialized()))
+            found.append(
+                (
+                    value + whole,
+                    error_of(x.full_tensor),
+                    error_of(group.barrier),
+                    dist.is_initialized(),
+                )
+            )
         return found
 
     return without_job(run)
@@ -89,7 +96,10 @@ def test_session_starts_and_ends_the_job_repeatedly(world4: Pool) -> None:
         for value, of_tensor, of_group, is_left in found:
             assert (value, is_left) == (40.0 + 16.0, False)
             end = f"belongs to the session that was opened at {__file__}:"
-            assert f"MeshError: DeviceMesh(cpu, a=2, b=2) {end}" in of_tensor or "MeshError: the group of ranks" in of_tensor
+            assert (
+                f"MeshError: DeviceMesh(cpu, a=2, b=2) {end}" in of_tensor
+                or "MeshError: the group of ranks" in of_tensor
+            )
             pair = (0, 1) if rank < 2 else (2, 3)
             assert f"MeshError: the group of ranks {pair} {end}" in of_group
             assert "and is closed: make a new mesh" in of_group
@@ -116,7 +126,9 @@ def closing_order() -> list[Any]:
 
 def test_groups_are_closed_in_the_same_order(world4: Pool) -> None:
     ab, cd = [(0, 1), (2, 3)], [(0, 2), (1, 3)]
-    assert world4(closing_order) == [[*sorted([ab[r // 2], cd[r % 2]]), (0, 1, 2, 3), None] for r in range(4)]
+    assert world4(closing_order) == [
+        [*sorted([ab[r // 2], cd[r % 2]]), (0, 1, 2, 3), None] for r in range(4)
+    ]
 
 
 def one_raises(in_collective: bool) -> tuple[str, float]:
@@ -141,9 +153,16 @@ def one_raises(in_collective: bool) -> tuple[str, float]:
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("in_collective", [False, True])
-def test_error_is_raised_on_all_ranks_and_a_new_session_works(world4: Pool, in_collective: bool) -> None:
+def test_error_is_raised_on_all_ranks_and_a_new_session_works(
+    world4: Pool, in_collective: bool
+) -> None:
     found = world4(one_raises, in_collective)
-    assert [heard.split(":")[0] for heard, _ in found] == ["PeerError", "PeerError", "ValueError", "PeerError"]
+    assert [heard.split(":")[0] for heard, _ in found] == [
+        "PeerError",
+        "PeerError",
+        "ValueError",
+        "PeerError",
+    ]
     for heard, value in found:
         assert "no more data" in heard
         assert value == 40.0
@@ -208,7 +227,12 @@ def adopted() -> dict[str, Any]:
 
 def test_running_job_continues_after_the_session(world4: Pool) -> None:
     for rank, found in enumerate(world4(adopted)):
-        assert (found["before"], found["after"], found["left"], found["new"]) == (40.0, 40.0, True, True)
+        assert (found["before"], found["after"], found["left"], found["new"]) == (
+            40.0,
+            40.0,
+            True,
+            True,
+        )
         assert found["inside"] == (5.0, 7.0)
         for name in ("innermost", "mesh", "some"):
             assert ("is closed: make a new mesh" in found[name]) or (rank == 0 and name == "some")
@@ -253,7 +277,9 @@ def test_one_process(alone: None) -> None:
         pytest.fail("the block must not run")
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(0), SystemExit(3)])
+@pytest.mark.parametrize(
+    "error", [ValueError("x"), KeyboardInterrupt(), SystemExit(0), SystemExit(3)]
+)
 def test_errors_propagate(alone: None, error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, session() as here:
         sm.init_device_mesh("cpu", (1,))
@@ -308,10 +334,15 @@ PROGRAM = """
 def test_sigterm_to_launch(tmp_path: Path, asks: str) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), asks]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as program:
         try:
             deadline = time.monotonic() + LIMIT_S
-            while not all((tmp_path / str(rank)).exists() for rank in range(2)) and program.poll() is None:
+            while (
+                not all((tmp_path / str(rank)).exists() for rank in range(2))
+                and program.poll() is None
+            ):
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             program.terminate()
@@ -355,21 +386,36 @@ BARE = """
 @pytest.mark.one_in(2, each=["how"])
 @pytest.mark.parametrize(
     ("how", "number"),
-    [("bare", signal.SIGINT), ("session", signal.SIGINT), ("session", signal.SIGTERM), ("session", signal.SIGHUP)],
+    [
+        ("bare", signal.SIGINT),
+        ("session", signal.SIGINT),
+        ("session", signal.SIGTERM),
+        ("session", signal.SIGHUP),
+    ],
 )
-def test_an_interrupted_job_says_one_line_and_leaves_nothing(how: str, number: signal.Signals, tmp_path: Path) -> None:
+def test_an_interrupted_job_says_one_line_and_leaves_nothing(
+    how: str, number: signal.Signals, tmp_path: Path
+) -> None:
     """Every rank gets the signal, as from a terminal; torchrun sends it once more."""
     (tmp_path / "program.py").write_text(textwrap.dedent(BARE))
     (tmp_path / "watch").mkdir()
     command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), how]
     environments = by_hand(2, LOCAL_WORLD_SIZE="2", SHARDMESH_WATCH_DIR=str(tmp_path / "watch"))
     ranks = [
-        subprocess.Popen(command, env=os.environ | env, stderr=subprocess.PIPE, text=True, preexec_fn=_listen_to_ctrl_c)
+        subprocess.Popen(
+            command,
+            env=os.environ | env,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=_listen_to_ctrl_c,
+        )
         for env in environments
     ]
     try:
         deadline = time.monotonic() + LIMIT_S
-        while not all((tmp_path / str(rank)).exists() for rank in range(2)) and all(rank.poll() is None for rank in ranks):
+        while not all((tmp_path / str(rank)).exists() for rank in range(2)) and all(
+            rank.poll() is None for rank in ranks
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         for _ in range(2 if number == signal.SIGINT else 1):
@@ -385,12 +431,17 @@ def test_an_interrupted_job_says_one_line_and_leaves_nothing(how: str, number: s
     if number == signal.SIGINT:
         assert lines in ([f"shardmesh: rank {rank} was interrupted (Ctrl-C)"] for rank in range(2))
     else:
-        assert sorted(lines) == [f"shardmesh: rank {rank}: {number.name}: ends with code {128 + number}" for rank in range(2)]
+        assert sorted(lines) == [
+            f"shardmesh: rank {rank}: {number.name}: ends with code {128 + number}"
+            for rank in range(2)
+        ]
     assert list((tmp_path / "watch").iterdir()) == []
 
 
 def _listen_to_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make background processes ignore it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # shells make background processes ignore it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as nohup does
 
 
@@ -413,8 +464,9 @@ def test_a_rank_that_has_reported_its_failure_is_not_waited_for() -> None:
 
     own, theirs = multiprocessing.Pipe()
     local = local_processes._LocalRank(0, Process(), own)  # type: ignore[arg-type]
-    with mock.patch.object(local_processes, "wait", return_value=[own]), mock.patch.object(
-        local_processes, "_TERM_GRACE_S", 1e9
+    with (
+        mock.patch.object(local_processes, "wait", return_value=[own]),
+        mock.patch.object(local_processes, "_TERM_GRACE_S", 1e9),
     ):
         local_processes._end([local])
     assert waited == [True]

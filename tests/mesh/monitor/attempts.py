@@ -29,7 +29,9 @@ def main() -> None:
             train(mesh)
         except WatchError:
             time.sleep(0.1)
-    print(f"result {train(mesh)} monitor {'off' if mesh.world.monitor is None else 'on'}", flush=True)
+    print(
+        f"result {train(mesh)} monitor {'off' if mesh.world.monitor is None else 'on'}", flush=True
+    )
 
 
 def go_wrong(attempt: int) -> None:

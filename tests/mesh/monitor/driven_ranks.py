@@ -1,8 +1,8 @@
 """Ranks of a job that a test drives in one process: each has a trace buffer that the others read.
 
-    ranks = driven_ranks(tmp_path, 4)
-    ranks[0].call("all_reduce")          rank 0 calls its collective number 0 of the group of all ranks
-    ranks[0].diagnosed()                 the verdict of its monitor, from the trace buffers
+ranks = driven_ranks(tmp_path, 4)
+ranks[0].call("all_reduce")          rank 0 calls its collective number 0 of the group of all ranks
+ranks[0].diagnosed()                 the verdict of its monitor, from the trace buffers
 """
 
 from __future__ import annotations
@@ -55,12 +55,17 @@ class DrivenRank:
     ) -> int:
         """Call a collective; return the number of its record."""
         self.world.comm_context.lineage = lineage
-        return self.recorder(ranks).enter(op, how, dtype, size, moved, moved, CommTag.of(tag) if tag else None, route)
+        return self.recorder(ranks).enter(
+            op, how, dtype, size, moved, moved, CommTag.of(tag) if tag else None, route
+        )
 
     def block(self, record: int, seconds: float = 10.0) -> None:
         """Mark its main thread as waiting in the collective of this record for this long."""
         words = self.buffer.words
-        words[Header.BLOCKED_SINCE], words[Header.BLOCKED] = monotonic_ns() - int(seconds * 1e9), record + 1
+        words[Header.BLOCKED_SINCE], words[Header.BLOCKED] = (
+            monotonic_ns() - int(seconds * 1e9),
+            record + 1,
+        )
 
     def die(self) -> None:
         """Replace its process number by another than that of the trace buffer."""
@@ -69,9 +74,13 @@ class DrivenRank:
     def end(self, state: int = RankState.ENDED) -> None:
         self.buffer.words[Header.STATE] = state
 
-    def diagnosed(self, sequence: int = 0, ranks: tuple[int, ...] | None = None, waited: float = 0.0) -> Verdict | None:
+    def diagnosed(
+        self, sequence: int = 0, ranks: tuple[int, ...] | None = None, waited: float = 0.0
+    ) -> Verdict | None:
         """Return the verdict on a collective in which this rank has waited for this many seconds."""
-        return diagnose.diagnose(self.monitor, self.recorder(ranks), sequence, monotonic_ns() - int(waited * 1e9))
+        return diagnose.diagnose(
+            self.monitor, self.recorder(ranks), sequence, monotonic_ns() - int(waited * 1e9)
+        )
 
 
 def driven_ranks(folder: Path, size: int) -> list[DrivenRank]:

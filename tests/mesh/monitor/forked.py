@@ -29,7 +29,10 @@ from shardmesh.mesh import settings
 from tests.mesh.monitor.starter import ROOT, by_hand, is_readable
 
 START_S = 40.0
-_UNSHARE = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])  # as root, and as another user
+_UNSHARE = (
+    ["unshare", "--mount"],
+    ["unshare", "--map-root-user", "--mount"],
+)  # as root, and as another user
 
 
 def unshared() -> list[str]:
@@ -38,7 +41,12 @@ def unshared() -> list[str]:
         return []
     test = "mount -t tmpfs none /mnt"
     for command in _UNSHARE:
-        if subprocess.run([*command, "sh", "-c", test], capture_output=True, check=False).returncode == 0:
+        if (
+            subprocess.run(
+                [*command, "sh", "-c", test], capture_output=True, check=False
+            ).returncode
+            == 0
+        ):
             return command
     return []
 
@@ -58,7 +66,11 @@ class Ended:
 
 class Forked:
     def __init__(self) -> None:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDMESH_", "TORCHELASTIC_", "PYTEST_"))}
+        kept = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("SHARDMESH_", "TORCHELASTIC_", "PYTEST_"))
+        }
         env = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
         prefix = unshared()
         self.can_mount = bool(prefix)
@@ -99,7 +111,11 @@ class Forked:
         self._jobs += 1
         folder = Path(self.folder.name, str(self._jobs))
         (folder / "watch").mkdir(parents=True)
-        common = ({"SHARDMESH_WATCH_DIR": str(folder / "watch")} if own else {}) | {"LOCAL_WORLD_SIZE": str(size)} | env
+        common = (
+            ({"SHARDMESH_WATCH_DIR": str(folder / "watch")} if own else {})
+            | {"LOCAL_WORLD_SIZE": str(size)}
+            | env
+        )
         job = {
             "module": program.__module__, "name": program.__name__, "args": args, "env": by_hand(size, 0, **common),
             "folder": str(folder), "limit_s": limit_s, "mounts": {str(folder / where): how for where, how in (mounts or {}).items()},
@@ -163,7 +179,12 @@ def _run(job: dict[str, Any], rank: int) -> None:
     os.environ.update(job["env"][rank])
     given = settings.from_environment(os.environ)
     here = settings.settings()  # as it was when the modules were imported
-    here.mode, here.warn, here.timeout, here.exit_s = given.mode, given.warn, given.timeout, given.exit_s
+    here.mode, here.warn, here.timeout, here.exit_s = (
+        given.mode,
+        given.warn,
+        given.timeout,
+        given.exit_s,
+    )
     here.torch_calls = given.torch_calls
     getattr(importlib.import_module(job["module"]), job["name"])(*job["args"])
 

@@ -46,7 +46,9 @@ def train(mesh: sm.DeviceMesh, steps: int = 3) -> float:
 
 
 def trained(mesh: sm.DeviceMesh) -> None:
-    print("result", train(mesh), "monitor", "off" if mesh.world.monitor is None else "on", flush=True)
+    print(
+        "result", train(mesh), "monitor", "off" if mesh.world.monitor is None else "on", flush=True
+    )
 
 
 # -- files that cannot be made, or vanish ------------------------------------------------------------------------------
@@ -85,7 +87,10 @@ def fills_up() -> None:
     mesh.group().barrier()  # by now all have their files
     monitor = mesh.world.monitor
     if rank() == 1 and monitor is not None:
-        with (monitor.directory.folder / "other").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        with (
+            (monitor.directory.folder / "other").open("wb", buffering=0) as file,
+            contextlib.suppress(OSError),
+        ):
             while True:
                 file.write(bytes(1 << 16))
     mesh.group().barrier()
@@ -117,7 +122,9 @@ def vanishes(when: str) -> None:
     """Delete the folder on rank 1: before all have seen each other's trace buffers, later, or repeatedly."""
     if when == "always":
         if rank() == 1:
-            threading.Thread(target=_delete_always, args=(os.environ["SHARDMESH_WATCH_DIR"],), daemon=True).start()
+            threading.Thread(
+                target=_delete_always, args=(os.environ["SHARDMESH_WATCH_DIR"],), daemon=True
+            ).start()
         mesh = make_mesh()
         print("result", train(mesh), flush=True)
         mesh.group().barrier()
@@ -168,7 +175,9 @@ def forks(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "loader":
         data = torch.utils.data.TensorDataset(torch.arange(8))
-        rows = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="fork")
+        rows = torch.utils.data.DataLoader(
+            data, batch_size=2, num_workers=1, multiprocessing_context="fork"
+        )
         print("rows", sum(int(batch.sum()) for (batch,) in rows), flush=True)
     else:
         os.waitpid(child, 0)
@@ -178,7 +187,9 @@ def forks(how: str) -> None:
 def two_jobs(ports: list[str]) -> None:
     """Form two jobs of four from eight processes; raise on rank 2 of the second job."""
     job = rank() // 4
-    os.environ.update(RANK=str(rank() % 4), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_PORT=ports[job])
+    os.environ.update(
+        RANK=str(rank() % 4), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_PORT=ports[job]
+    )
     mesh = make_mesh()
     train(mesh)
     if job == 1 and rank() == 2:
@@ -324,8 +335,12 @@ def restarted(port: int, env: dict[str, str]) -> None:
     os.environ.update(env)
     attempt = env["TORCHELASTIC_RESTART_COUNT"]
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    own = dist.PrefixStore(attempt, store)  # gloo alone would often connect to addresses of the first attempt
-    dist.init_process_group("gloo", store=own, rank=rank(), world_size=int(os.environ["WORLD_SIZE"]))
+    own = dist.PrefixStore(
+        attempt, store
+    )  # gloo alone would often connect to addresses of the first attempt
+    dist.init_process_group(
+        "gloo", store=own, rank=rank(), world_size=int(os.environ["WORLD_SIZE"])
+    )
     distributed_c10d._get_default_store = lambda: store
     mesh = make_mesh()
     train(mesh)

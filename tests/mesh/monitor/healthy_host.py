@@ -12,7 +12,10 @@ from shardmesh.mesh.network import Interface, Network, Port
 
 GIB = 1 << 30
 
-LOOPBACK, ETHERNET = Interface("lo", True, ("127.0.0.1", "::1")), Interface("eth0", True, ("10.0.0.5",))
+LOOPBACK, ETHERNET = (
+    Interface("lo", True, ("127.0.0.1", "::1")),
+    Interface("eth0", True, ("10.0.0.5",)),
+)
 UNUSED = Interface("eth1", False, ())
 GPU = Device("H100", 80 * GIB, 79 * GIB)
 SOFTWARE = Software("3.11.7", "2.13.0+cu128", "3.7.1", "0.1.0", True, True, True)
@@ -28,7 +31,14 @@ SYSTEM = System(
     shared=Space("/dev/shm", 32 * GIB, 32 * GIB),
     leftovers=(),
 )
-NETWORK = Network((LOOPBACK, UNUSED, ETHERNET), "node1", ("10.0.0.5",), (), frozenset({"10.0.0.5", "127.0.0.1"}), Port(29500))
+NETWORK = Network(
+    (LOOPBACK, UNUSED, ETHERNET),
+    "node1",
+    ("10.0.0.5",),
+    (),
+    frozenset({"10.0.0.5", "127.0.0.1"}),
+    Port(29500),
+)
 ALONE = Facts({}, SOFTWARE, SYSTEM, NETWORK, Devices())
 
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}
@@ -49,6 +59,8 @@ def facts(env: Mapping[str, str] | None = None, **changes) -> Facts:
     elif "MASTER_ADDR" in found.env:
         found = replace(found, network=replace(NETWORK, master=("10.0.0.5",)))
     for part in ("software", "system", "network", "devices"):
-        mine = {name: value for name, value in changes.items() if hasattr(getattr(found, part), name)}
+        mine = {
+            name: value for name, value in changes.items() if hasattr(getattr(found, part), name)
+        }
         found = replace(found, **{part: replace(getattr(found, part), **mine)})
     return found

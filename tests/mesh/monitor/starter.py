@@ -23,7 +23,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 50.0
-VOTE_S = 3.0  # how long ranks that differ wait for the others: on a busy machine they arrive far apart
+VOTE_S = (
+    3.0  # how long ranks that differ wait for the others: on a busy machine they arrive far apart
+)
 
 
 def is_readable(file: Any, seconds: float) -> bool:
@@ -68,7 +70,12 @@ class StartOutcome:
 def by_hand(size: int, port: int = 0, **common: str) -> list[dict[str, str]]:
     """Return the environment of each rank, as a user sets it by hand."""
     port = port or free_port()
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **common}
+    shared = {
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **common,
+    }
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(size)]
 
 
@@ -79,10 +86,17 @@ def free_port() -> int:
 
 class Starter:
     def __init__(self) -> None:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDMESH_", "TORCHELASTIC_"))}
+        kept = {
+            k: v for k, v in os.environ.items() if not k.startswith(("SHARDMESH_", "TORCHELASTIC_"))
+        }
         env = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / '.venv' / 'src'}:{ROOT}"}
         self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+            start_new_session=True,
         )
 
     def __call__(self, ranks: Sequence[Rank | dict[str, str]]) -> list[StartOutcome]:

@@ -40,18 +40,32 @@ def program(rank: int) -> tuple[float, bool]:
 
 
 def line_of(text: str) -> int:
-    return next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip().startswith(text))
+    return next(
+        n
+        for n, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if line.strip().startswith(text)
+    )
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], commands: str, rank: int = 1) -> list[str]:
+def answers(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    commands: str,
+    rank: int = 1,
+) -> list[str]:
     """Return the debugger's output for these commands on that rank of three, by line."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(commands.replace(";", "\n")))
     values = [2 * (110 + r) + 0.003 for r in range(3)]
     assert [value for value, _ in simulate(3)(program)(rank)] == values
-    return [line.removeprefix(f"(Pdb, rank {rank} of 3) ") for line in capsys.readouterr().out.splitlines()]
+    return [
+        line.removeprefix(f"(Pdb, rank {rank} of 3) ")
+        for line in capsys.readouterr().out.splitlines()
+    ]
 
 
-def test_breakpoint_stops_at_the_line_of_the_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_breakpoint_stops_at_the_line_of_the_call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = answers(monkeypatch, capsys, "p value;c;")
     assert said[0] == f"> {__file__}({line_of('breakpoint(rank)')})program()"
     assert said[1] == "-> breakpoint(rank)"
@@ -67,7 +81,9 @@ def test_breakpoint_stops_at_the_line_of_the_call(monkeypatch: pytest.MonkeyPatc
         ("value = 11;c;", []),
     ],
 )
-def test_debugger_steps_and_continues(commands, values, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debugger_steps_and_continues(
+    commands, values, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = answers(monkeypatch, capsys, commands.format(line=line_of("value *= 2")))
     bdb.Breakpoint.clearBreakpoints()
     assert [line for line in said if line.isdigit()] == values
@@ -78,7 +94,9 @@ def test_continue_stops_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(untraced for _, untraced in simulate(2)(program)(0))
 
 
-def test_next_run_is_not_traced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_next_run_is_not_traced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Threads of simulated ranks are reused."""
     answers(monkeypatch, capsys, f"b {line_of('value *= 2')};c;c;")
     bdb.Breakpoint.clearBreakpoints()
@@ -88,7 +106,9 @@ def test_next_run_is_not_traced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_quitting_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for commands in ("q\n", ""):  # the end of the input quits too
         monkeypatch.setattr(sys, "stdin", io.StringIO(commands))
-        with pytest.raises(bdb.BdbQuit, match=r"rank 1 quit the debugger at .*test_breakpoint.py:\d+"):
+        with pytest.raises(
+            bdb.BdbQuit, match=r"rank 1 quit the debugger at .*test_breakpoint.py:\d+"
+        ):
             simulate(3)(program)(1)
 
 
@@ -109,7 +129,9 @@ def test_stdin_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "stdin", nothing)
 
         def fn() -> str:
-            with pytest.raises(RuntimeError, match="there is nothing to read commands from") as caught:
+            with pytest.raises(
+                RuntimeError, match="there is nothing to read commands from"
+            ) as caught:
                 breakpoint(1)
             return str(caught.value)
 
@@ -168,7 +190,14 @@ def test_launched_processes_read_from_the_terminal(tmp_path: Path) -> None:
     if pid == 0:
         os.execv(sys.executable, [sys.executable, str(path)])
     try:
-        converse(terminal, [("(Pdb, rank 1 of 2)", "p secret + 1000\n"), ("1041", "c\n"), ("results [40, 41]", "")])
+        converse(
+            terminal,
+            [
+                ("(Pdb, rank 1 of 2)", "p secret + 1000\n"),
+                ("1041", "c\n"),
+                ("results [40, 41]", ""),
+            ],
+        )
     except BaseException:
         os.kill(pid, signal.SIGKILL)
         raise

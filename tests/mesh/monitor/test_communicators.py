@@ -44,7 +44,10 @@ class Job(SimpleNamespace):
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     rank = driven_ranks(tmp_path, 2)[0]
-    groups = [NcclLikeGroup(kinds, seconds=10 * SOON_S) for kinds in (("cpu", "cuda"), ("cuda",), ("cpu",))]
+    groups = [
+        NcclLikeGroup(kinds, seconds=10 * SOON_S)
+        for kinds in (("cpu", "cuda"), ("cuda",), ("cpu",))
+    ]
     for group in groups:
         group.works.append(NcclLikeWork(group))
     monkeypatch.setattr(communicators, "torch_groups", lambda: list(groups))
@@ -59,7 +62,9 @@ def test_communicators_are_aborted_before_the_program_gets_the_verdict(job: Job)
     with pytest.raises(errors.RankLostError):
         job.rank.monitor.check()
     assert job.aborted == [True, True, False]
-    destroying = threading.Thread(target=lambda: [group.shutdown() for group in job.nccl], daemon=True)
+    destroying = threading.Thread(
+        target=lambda: [group.shutdown() for group in job.nccl], daemon=True
+    )
     destroying.start()
     destroying.join(SOON_S)
     assert not destroying.is_alive()
@@ -70,7 +75,9 @@ def test_communicators_are_aborted_when_the_program_raises(job: Job) -> None:
     assert job.aborted == [True, True, False]
 
 
-def test_a_host_that_waits_for_a_kernel_is_set_free(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_waits_for_a_kernel_is_set_free(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
     monkeypatch.setattr(signal, "pthread_kill", lambda *_: order.append("signal"))
     monkeypatch.setattr(termination, "alarm_signal", 50)
@@ -86,10 +93,14 @@ def test_a_host_that_waits_for_a_kernel_is_set_free(job: Job, monkeypatch: pytes
     job.rank.monitor.watchdog._tick()
     assert job.aborted == [False] * 3, "a program has time to come by itself"
     job.until(lambda: not waiting.is_alive())
-    assert order[0] == "signal", "so that the program never sees what an aborted collective computed"
+    assert order[0] == "signal", (
+        "so that the program never sees what an aborted collective computed"
+    )
 
 
-def test_communicators_of_another_job_are_left_alone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communicators_of_another_job_are_left_alone(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The program has destroyed the groups of this job and made new ones."""
     monkeypatch.setattr(type(job.rank.monitor), "is_of_this_job", lambda _: False)
     job.rank.monitor.fail(VERDICT)
@@ -99,7 +110,9 @@ def test_communicators_of_another_job_are_left_alone(job: Job, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("how", ["slow", "refused"])
-def test_an_abort_that_fails_or_takes_long_does_not_hide_the_verdict(how: str, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_that_fails_or_takes_long_does_not_hide_the_verdict(
+    how: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called: list[Any] = []
 
     def abort(backend: Any) -> None:

@@ -47,7 +47,9 @@ class LockedWork:
 
 
 @pytest.mark.parametrize("waits", [0, 1, 5])
-def test_a_waiting_rank_does_not_ask_a_work_that_is_pending(waits: int, two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_rank_does_not_ask_a_work_that_is_pending(
+    waits: int, two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monitor: Monitor = two[0].monitor
     monkeypatch.setattr(monitor, "_diagnose", lambda *_: True)
     recorder = monitor.add_recorder(two[0].world.group(two[0].everyone))
@@ -78,7 +80,10 @@ def late_ranks(rounds: int) -> int:
     def unchanged(saved: Any) -> Any:
         return saved
 
-    with profile(activities=[ProfilerActivity.CPU]), torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged):
+    with (
+        profile(activities=[ProfilerActivity.CPU]),
+        torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged),
+    ):
         for i in range(rounds):
             late = 0.0095 + 0.001 * draw.random()
             if dist.get_rank() == i % 4:

@@ -49,7 +49,9 @@ class Event:
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The device of all ranks: its current stream, and where the main threads of all ranks wait for it, if they do."""
     made = SimpleNamespace(stream=1, place=(1, 2), waits=True)
-    module = SimpleNamespace(Event=Event, current_stream=lambda _: SimpleNamespace(stream_id=made.stream))
+    module = SimpleNamespace(
+        Event=Event, current_stream=lambda _: SimpleNamespace(stream_id=made.stream)
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr(device_waits, "place_of", lambda _: (made.place, made.waits))
     return made
@@ -98,7 +100,9 @@ PAIR, ALL = (0, 1), (0, 1, 2)
 
 
 @pytest.mark.parametrize("later", [0, 300])
-def test_collectives_in_different_orders_are_a_deadlock(later: int, device: SimpleNamespace, three: list[DrivenRank]) -> None:
+def test_collectives_in_different_orders_are_a_deadlock(
+    later: int, device: SimpleNamespace, three: list[DrivenRank]
+) -> None:
     for rank in three:
         launch(rank, ALL)
         assert rank.recorder(ALL).stream_mark is not None
@@ -111,15 +115,23 @@ def test_collectives_in_different_orders_are_a_deadlock(later: int, device: Simp
     verdict = verdict_of(three, SOON_S)
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("deadlock", (0,))
-    assert "blocked on each other in different groups; rank 0 left the order of the others" in verdict.text
-    for line in ("rank 0: all_reduce(sum, float32, 4 elements) over ranks 0, 1", "over ranks 0, 1, 2"):
+    assert (
+        "blocked on each other in different groups; rank 0 left the order of the others"
+        in verdict.text
+    )
+    for line in (
+        "rank 0: all_reduce(sum, float32, 4 elements) over ranks 0, 1",
+        "over ranks 0, 1, 2",
+    ):
         assert line in verdict.text
     assert f"{Path(__file__).parent.name}/driven_ranks.py:" in verdict.text
 
 
 def test_a_cycle_through_the_groups_of_a_mesh(device: SimpleNamespace, tmp_path: Path) -> None:
     four = driven_ranks(tmp_path, 4)
-    for rank, groups in zip(four, [((0, 2), (0, 1)), ((0, 1), (1, 3)), ((2, 3), (0, 2)), ((1, 3), (2, 3))], strict=True):
+    for rank, groups in zip(
+        four, [((0, 2), (0, 1)), ((0, 1), (1, 3)), ((2, 3), (0, 2)), ((1, 3), (2, 3))], strict=True
+    ):
         launch(rank, *groups)
     verdict = verdict_of(four, SOON_S)
     assert verdict is not None
@@ -174,8 +186,12 @@ def completed(device: SimpleNamespace, three: list[DrivenRank]) -> None:
             mark.event.is_done = True
 
 
-@pytest.mark.parametrize("program", [one_order, asynchronous, two_streams, broadcasts, computing, completed])
-def test_what_is_not_certain_is_no_deadlock(program: Callable[..., None], device: SimpleNamespace, three: list[DrivenRank]) -> None:
+@pytest.mark.parametrize(
+    "program", [one_order, asynchronous, two_streams, broadcasts, computing, completed]
+)
+def test_what_is_not_certain_is_no_deadlock(
+    program: Callable[..., None], device: SimpleNamespace, three: list[DrivenRank]
+) -> None:
     program(device, three)
     assert verdict_of(three) is None
 
@@ -194,7 +210,9 @@ def test_devices_in_a_deadlock_whose_hosts_are_anywhere(
 # -- a host waits before it calls what others wait for -----------------------------------------------------------------
 
 
-def test_hosts_that_wait_before_the_others_collective_are_a_deadlock(device: SimpleNamespace, three: list[DrivenRank]) -> None:
+def test_hosts_that_wait_before_the_others_collective_are_a_deadlock(
+    device: SimpleNamespace, three: list[DrivenRank]
+) -> None:
     launch(three[0], PAIR)
     launch(three[1], ALL)
     launch(three[2], ALL)
@@ -238,7 +256,9 @@ def test_a_rank_whose_host_is_elsewhere_may_come(
     assert (verdict.kind, verdict.ranks) == ("stall", (0,)), "as others do not make it wait"
 
 
-def test_a_rank_whose_device_is_slow_still_votes(device: SimpleNamespace, three: list[DrivenRank]) -> None:
+def test_a_rank_whose_device_is_slow_still_votes(
+    device: SimpleNamespace, three: list[DrivenRank]
+) -> None:
     launch(three[2], (1, 2))
     assert verdict_of([three[2]]) is None
     assert three[2].buffer.blocked is not None
@@ -251,7 +271,9 @@ def test_a_rank_whose_device_is_slow_still_votes(device: SimpleNamespace, three:
     assert (verdict.kind, verdict.ranks) == ("mismatch", (1,))
 
 
-def test_a_rank_that_goes_on_is_not_blocked(device: SimpleNamespace, three: list[DrivenRank]) -> None:
+def test_a_rank_that_goes_on_is_not_blocked(
+    device: SimpleNamespace, three: list[DrivenRank]
+) -> None:
     launch(three[0], ALL)
     assert verdict_of(three[:1], 0.1) is None
     blocked = three[0].buffer.blocked
@@ -262,7 +284,9 @@ def test_a_rank_that_goes_on_is_not_blocked(device: SimpleNamespace, three: list
     assert three[0].buffer.blocked is None
 
 
-def test_a_wait_of_the_host_is_not_overwritten(device: SimpleNamespace, three: list[DrivenRank]) -> None:
+def test_a_wait_of_the_host_is_not_overwritten(
+    device: SimpleNamespace, three: list[DrivenRank]
+) -> None:
     launch(three[0], PAIR)
     number = three[0].call("all_gather", ranks=ALL)
     three[0].block(number)
@@ -280,17 +304,27 @@ def test_a_rank_whose_host_goes_on_takes_part_in_no_deadlock(three: list[DrivenR
     assert verdict_of(three[:1]) is None
 
 
-def test_events_are_used_again(device: SimpleNamespace, three: list[DrivenRank], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_used_again(
+    device: SimpleNamespace, three: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stream_events, "MARKS", 4)
     events = three[0].monitor.stream_events
     made = [events.mark(number, GPU) for number in range(10)]
-    assert len({id(mark.event) for mark in made if mark is not None and mark.event is not None}) == 4
+    assert (
+        len({id(mark.event) for mark in made if mark is not None and mark.event is not None}) == 4
+    )
     assert events.first_pending() is None, "one before may be pending, too"
     for mark in made[6:8]:
         assert mark is not None
         mark.event.is_done = True
     assert events.first_pending() == 8
-    assert [mark.is_pending() for mark in made if mark is not None][5:] == [False, False, False, True, True]
+    assert [mark.is_pending() for mark in made if mark is not None][5:] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 # -- where the main thread is ------------------------------------------------------------------------------------------
@@ -315,7 +349,9 @@ def _truth(x: Stuck) -> None:
 
 def _inside_torch(x: Stuck) -> None:
     space: dict[str, Any] = {}
-    exec(compile("def item(f):\n    f()", f"{Path(torch.__file__).parent}/inside.py", "exec"), space)
+    exec(
+        compile("def item(f):\n    f()", f"{Path(torch.__file__).parent}/inside.py", "exec"), space
+    )
     SimpleNamespace(item=space["item"]).item(x.result)
 
 
@@ -359,7 +395,15 @@ def test_calls_that_wait_for_a_device(call: Callable[[Stuck], object]) -> None:
     assert len(places) == 1
 
 
-@pytest.mark.parametrize("call", [lambda x: x.result(), lambda x: x.queue.get(), lambda x: x.lock.acquire(), lambda x: x.result(bool(1))])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.result(),
+        lambda x: x.queue.get(),
+        lambda x: x.lock.acquire(),
+        lambda x: x.result(bool(1)),
+    ],
+)
 def test_other_calls(call: Callable[[Stuck], object]) -> None:
     with running(call) as ident:
         for _ in range(5):
@@ -370,7 +414,10 @@ def test_other_calls(call: Callable[[Stuck], object]) -> None:
 # -- a whole deadlock --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
+@pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(),
+    reason="signals go to the main thread",
+)
 def test_a_host_that_waits_in_a_deadlock_raises_it(
     device: SimpleNamespace, three: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,7 +426,9 @@ def test_a_host_that_waits_in_a_deadlock_raises_it(
     mutex = ctypes.create_string_buffer(128)
     libc.pthread_mutex_lock(mutex)
     handle = NcclLikeGroup(seconds=SOON_S)
-    monkeypatch.setattr(nccl_like.NcclLikeBackend, "abort", lambda _: libc.pthread_mutex_unlock(mutex))
+    monkeypatch.setattr(
+        nccl_like.NcclLikeBackend, "abort", lambda _: libc.pthread_mutex_unlock(mutex)
+    )
     monkeypatch.setattr(communicators, "torch_groups", lambda: [handle])
     monkeypatch.setattr(type(three[0].monitor), "is_of_this_job", lambda _: True)
     monkeypatch.setattr(device_waits, "place_of", place_of)
@@ -387,7 +436,10 @@ def test_a_host_that_waits_in_a_deadlock_raises_it(
     number = signal.SIGRTMIN + 12
     monkeypatch.setattr(termination, "alarm_signal", number)
     before = signal.signal(number, termination._on_alarm)
-    x, at_the_latest = SimpleNamespace(item=libc.pthread_mutex_lock), threading.Timer(SOON_S, libc.pthread_mutex_unlock, (mutex,))
+    x, at_the_latest = (
+        SimpleNamespace(item=libc.pthread_mutex_lock),
+        threading.Timer(SOON_S, libc.pthread_mutex_unlock, (mutex,)),
+    )
     launch(three[0], PAIR, ALL)
     launch(three[1], ALL, PAIR)
     launch(three[2], ALL)

@@ -28,28 +28,43 @@ def lineage_of(sequence: int) -> int:
 
 def recorded_call(rank: DrivenRank, lineage: int = 0) -> None:
     """Call a collective with this rank's monitor, which compares."""
-    recorder = next(iter(rank.monitor.recorders), None) or rank.monitor.add_recorder(rank.world.group(rank.everyone))
+    recorder = next(iter(rank.monitor.recorders), None) or rank.monitor.add_recorder(
+        rank.world.group(rank.everyone)
+    )
     rank.world.comm_context.lineage = lineage
     recorder.enter("all_reduce", "sum", torch.float32, 4, 16, 16)
 
 
 @pytest.mark.parametrize("groups", [0, LONG_ROWS])
 @pytest.mark.parametrize("kind", ["differs", "skips"])
-def test_a_rank_that_is_far_behind_finds_the_difference(kind: str, groups: int, four: list[DrivenRank]) -> None:
+def test_a_rank_that_is_far_behind_finds_the_difference(
+    kind: str, groups: int, four: list[DrivenRank]
+) -> None:
     ahead = AHEAD if not groups else SLOTS - 1  # groups beyond the first ones have shorter rows
     for number in range(groups):
         four[1].call(ranks=(1, 2), size=number + 1)
         four[1].buffer.add_group(number + 1, "another\t1")
     for sequence in range(WRONG + ahead):
         for rank in four[1:]:
-            is_wrong = rank.rank == 2 and (sequence == WRONG if kind == "differs" else sequence >= WRONG)
+            is_wrong = rank.rank == 2 and (
+                sequence == WRONG if kind == "differs" else sequence >= WRONG
+            )
             how = "max" if is_wrong and kind == "differs" else "sum"
-            rank.call(how=how, lineage=lineage_of(sequence + 1 if is_wrong and kind == "skips" else sequence))
-    with pytest.raises(errors.CollectiveMismatchError, match=f"rank 2 called another collective than .* as number {WRONG} of") as caught:
+            rank.call(
+                how=how,
+                lineage=lineage_of(sequence + 1 if is_wrong and kind == "skips" else sequence),
+            )
+    with pytest.raises(
+        errors.CollectiveMismatchError,
+        match=f"rank 2 called another collective than .* as number {WRONG} of",
+    ) as caught:
         for sequence in range(WRONG + ahead):
             recorded_call(four[0], lineage_of(sequence))
     assert four[0].monitor.recorders[0].called == WRONG + 1, "not later"
-    assert (caught.value.ranks, caught.value.verdict.field) == ((2,), "reduction" if kind == "differs" else "lineage")
+    assert (caught.value.ranks, caught.value.verdict.field) == (
+        (2,),
+        "reduction" if kind == "differs" else "lineage",
+    )
 
 
 def run_ahead(four: list[DrivenRank]) -> None:
@@ -88,7 +103,9 @@ def test_a_rank_that_hangs_is_missed_where_the_devices_wait(
     assert f"for rank 2 in number {WRONG} of" in verdict.text
 
 
-def test_a_copy_of_a_rank_that_ran_far_ahead_is_behind_in_no_collective(four: list[DrivenRank], tmp_path: Path) -> None:
+def test_a_copy_of_a_rank_that_ran_far_ahead_is_behind_in_no_collective(
+    four: list[DrivenRank], tmp_path: Path
+) -> None:
     """Between two exchanges a rank may call more than are sent: what it called then is unknown, but not missing."""
     four[0].call()
     source, copy = BufferSource(four[1].buffer), make_copy(tmp_path / "copy.trace")
@@ -99,6 +116,8 @@ def test_a_copy_of_a_rank_that_ran_far_ahead_is_behind_in_no_collective(four: li
         copy.write(source.changed(), source.versions)
     directory = four[0].monitor.directory
     directory._buffers[1] = copy.buffer
-    came = [members(four[0].monitor, four[0].recorder(), sequence)[1].came for sequence in range(1001)]
+    came = [
+        members(four[0].monitor, four[0].recorder(), sequence)[1].came for sequence in range(1001)
+    ]
     assert False not in came[:1000]
     assert (came[1000], came[999], came[500]) == (False, True, None)

@@ -46,9 +46,13 @@ def _as_it_was() -> Iterator[None]:
     settings().mode, settings().warn, settings().timeout = before
 
 
-def recorded_call(rank: DrivenRank, op: str = "all_reduce", how: str = "sum", size: int = 4, lineage: int = 0) -> None:
+def recorded_call(
+    rank: DrivenRank, op: str = "all_reduce", how: str = "sum", size: int = 4, lineage: int = 0
+) -> None:
     """Call a collective of all ranks with this rank's monitor, which compares and waits as in a job."""
-    recorder = next((s for s in rank.monitor.recorders), None) or rank.monitor.add_recorder(rank.world.group(rank.everyone))
+    recorder = next((s for s in rank.monitor.recorders), None) or rank.monitor.add_recorder(
+        rank.world.group(rank.everyone)
+    )
     rank.world.comm_context.lineage = lineage
     recorder.enter(op, how, torch.float32, size, 16, 16)
 
@@ -164,7 +168,9 @@ def test_waiting_rank_raises_a_verdict(two: list[DrivenRank]) -> None:
     assert caught.value.ranks == (1,)
 
 
-def test_waiting_rank_polls_at_growing_intervals(two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_rank_polls_at_growing_intervals(
+    two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In 200 ms of waiting: at 10, 20 and 30 ms, then every 25 ms; the first times only for a verdict."""
     monitor, now, looked, diagnosed = two[0].monitor, [0], [], []
 
@@ -199,7 +205,11 @@ def beyond(four: list[DrivenRank]) -> list[DrivenRank]:
     """Ranks in a group that does not fit into their tables: it is recorded, but not compared, and arrivals are unknown."""
     for rank in four:
         rank.buffer.words[Header.GROUPS] = GROUPS
-        rank.block(rank.call("permute", "", size=-1, route=route_of((rank.rank + 1) % 4, (rank.rank - 1) % 4)))
+        rank.block(
+            rank.call(
+                "permute", "", size=-1, route=route_of((rank.rank + 1) % 4, (rank.rank - 1) % 4)
+            )
+        )
     return four
 
 
@@ -239,7 +249,9 @@ def test_verdict_is_not_published_as_an_exception(two: list[DrivenRank]) -> None
     assert two[1].monitor.standing() is None
 
 
-def test_tell_of_reaches_every_monitor_of_the_process(two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tell_of_reaches_every_monitor_of_the_process(
+    two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(termination, "monitors", {two[0].monitor})
     notify_peers(RuntimeError("out of memory"))
     found = two[1].monitor.standing()
@@ -318,7 +330,9 @@ def test_the_stack_of_another_rank(running: list[DrivenRank]) -> None:
     assert "in stack\n" not in lines  # the watchdog's own frames are not the rank's
 
 
-def test_the_watchdog_finds_a_stall_by_itself(running: list[DrivenRank], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_watchdog_finds_a_stall_by_itself(
+    running: list[DrivenRank], capfd: pytest.CaptureFixture[str]
+) -> None:
     """If the main thread waits without polling, as for a GPU."""
     running[0].call()
     running[1].call()
@@ -362,11 +376,18 @@ def test_forked_child_publishes_nothing(two: list[DrivenRank]) -> None:
     assert two[0].buffer.words[Header.STATE] == RankState.RUNNING
 
 
-def test_final_check_waits_for_arriving_ranks_and_prints_the_error(two: list[DrivenRank], capsys: pytest.CaptureFixture[str]) -> None:
+def test_final_check_waits_for_arriving_ranks_and_prints_the_error(
+    two: list[DrivenRank], capsys: pytest.CaptureFixture[str]
+) -> None:
     """A broadcast's source has all it needs at once, and may be at its end before the others see that they differ."""
     two[1].call()
     recorded_call(two[0])
-    timer = later(lambda: two[1].monitor.fail(Verdict("mismatch", (0,), "source", (), "rank 0 called another collective")), 0.05)
+    timer = later(
+        lambda: two[1].monitor.fail(
+            Verdict("mismatch", (0,), "source", (), "rank 0 called another collective")
+        ),
+        0.05,
+    )
     recorded_call(two[0])
     two[0].monitor.settle()
     timer.join()
@@ -385,7 +406,9 @@ def test_final_check_terminates(two: list[DrivenRank]) -> None:
     assert not two[0].monitor.is_settled(two[0].monitor.recorders[0])
 
 
-def test_files_that_cannot_be_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_cannot_be_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(file))
@@ -402,7 +425,13 @@ def test_single_process_has_no_monitor() -> None:
 
 def test_settings_of_the_environment() -> None:
     assert from_environment({}) == settings_module.Settings("on", 30.0, 300.0)
-    found = from_environment({"SHARDMESH_MONITOR": "strict", "SHARDMESH_STALL_WARN_S": "1.5", "SHARDMESH_STALL_TIMEOUT_S": "20"})
+    found = from_environment(
+        {
+            "SHARDMESH_MONITOR": "strict",
+            "SHARDMESH_STALL_WARN_S": "1.5",
+            "SHARDMESH_STALL_TIMEOUT_S": "20",
+        }
+    )
     assert found == settings_module.Settings("strict", 1.5, 20.0)
 
 
@@ -428,10 +457,14 @@ def test_collective_check_sets_the_mode(mode: str) -> None:
 
 def test_invalid_arguments_of_collective_check_and_watchdog_raise() -> None:
     before = settings().mode, settings().warn, settings().timeout
-    with pytest.raises(ValueError, match=r"collective_check\('yes'\): write one of 'on', 'strict', 'full', 'off'"):
+    with pytest.raises(
+        ValueError, match=r"collective_check\('yes'\): write one of 'on', 'strict', 'full', 'off'"
+    ):
         collective_check("yes")
     for value in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"watchdog\(timeout=.*write a positive number of seconds"):
+        with pytest.raises(
+            ValueError, match=r"watchdog\(timeout=.*write a positive number of seconds"
+        ):
             watchdog(warn=1, timeout=value)
         with pytest.raises(ValueError, match=r"watchdog\(warn="):
             watchdog(warn=value, timeout=1)

@@ -70,7 +70,9 @@ def ticks(rank: DrivenRank, times: int = 1) -> Any:
 
 
 @pytest.mark.parametrize("calls", [1, 3, 100])
-def test_a_lost_rank_is_found_while_a_stream_waits(calls: int, three: list[DrivenRank], handle: NcclLikeGroup) -> None:
+def test_a_lost_rank_is_found_while_a_stream_waits(
+    calls: int, three: list[DrivenRank], handle: NcclLikeGroup
+) -> None:
     for _ in range(calls):
         call(three, handle)
     assert ticks(three[0], 3) is None
@@ -82,7 +84,9 @@ def test_a_lost_rank_is_found_while_a_stream_waits(calls: int, three: list[Drive
     assert not handle.is_aborted
 
 
-def test_a_completed_collective_needs_no_rank(three: list[DrivenRank], handle: NcclLikeGroup) -> None:
+def test_a_completed_collective_needs_no_rank(
+    three: list[DrivenRank], handle: NcclLikeGroup
+) -> None:
     call(three, handle)
     three[1].die()
     assert ticks(three[0]) is None
@@ -120,9 +124,13 @@ def test_the_device_is_not_asked_while_all_ranks_live(
     assert len(asked) == 1
 
 
-def test_an_event_that_cannot_be_asked_is_no_proof(three: list[DrivenRank], handle: NcclLikeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_that_cannot_be_asked_is_no_proof(
+    three: list[DrivenRank], handle: NcclLikeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(_: Event) -> bool:
-        raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
+        raise RuntimeError(
+            "operation not permitted on an event last recorded in a capturing stream"
+        )
 
     monkeypatch.setattr(Event, "query", refuse)
     call(three, handle)

@@ -88,7 +88,13 @@ VERDICTS = ANY | {
     "seen lacks fields": changed(VERDICT, seen=[{"rank": 1}]),
     "text": changed(VERDICT, text=None),
 }
-STATE: dict[str, Any] = {"beat": 1, "pages": {"2": [[0, 1]]}, "wanted": {}, "answers": {}, "verdict": None}
+STATE: dict[str, Any] = {
+    "beat": 1,
+    "pages": {"2": [[0, 1]]},
+    "wanted": {},
+    "answers": {},
+    "verdict": None,
+}
 STATES = ANY | {
     "beat": changed(STATE, beat="x"),
     "pages": changed(STATE, pages=[1]),
@@ -101,7 +107,13 @@ STATES = ANY | {
     "answers": changed(STATE, answers={"0": {"2": "x"}}),
     "verdict": changed(STATE, verdict="{}"),
 }
-JOB_NAMES = ANY | {"upper": b"ABCDEF0123456789", "short": b"abc", "dots": b"..", "line": b"0123456789abcdef\n", "/": b"0123456789abcde/"}
+JOB_NAMES = ANY | {
+    "upper": b"ABCDEF0123456789",
+    "short": b"abc",
+    "dots": b"..",
+    "line": b"0123456789abcdef\n",
+    "/": b"0123456789abcde/",
+}
 
 Read = Callable[[bytes], Any]
 
@@ -143,7 +155,13 @@ def _mesh_key(name: str) -> Read:
             keys.set("first", "0")
         call = same_mesh.MeshCall(0, "mesh", dict.fromkeys(same_mesh._FIELDS, "a"), "x.py:1")
         if name == "verdict":
-            keys.append("made", json.dumps(vars(call) | {"rank": 1, "fields": dict.fromkeys(same_mesh._FIELDS, "b")}) + "\n")
+            keys.append(
+                "made",
+                json.dumps(
+                    vars(call) | {"rank": 1, "fields": dict.fromkeys(same_mesh._FIELDS, "b")}
+                )
+                + "\n",
+            )
         return same_mesh._compare(SimpleNamespace(size=2, monitor=None), keys, "1", call, 0)  # type: ignore[arg-type]
 
     return read
@@ -170,14 +188,20 @@ KEYS: dict[str, tuple[Read, dict[str, bytes]]] = {
     "start/0/rank1": (_start_key("rank1"), INFOS),
     "start/0/first": (_start_key("first"), INFOS),
     "start/0/came": (_start_key("came"), ANY | {"negative": b"-1 "}),
-    "start/0/came/number": (_start_key("came/number"), {k: v for k, v in ANY.items() if k != "other digits"}),
+    "start/0/came/number": (
+        _start_key("came/number"),
+        {k: v for k, v in ANY.items() if k != "other digits"},
+    ),
     "start/0/verdict": (_start_key("verdict"), ANY),
     "job/0": (_job_key("shardmesh/job/0"), JOB_NAMES),
     "job/0/rank1": (_job_key("shardmesh/job/0/rank1"), INFOS),
     "meshes/first": (_mesh_key("first"), ANY),
     "meshes/made": (_mesh_key("made"), {k: v + b"\n" for k, v in ANY.items()}),
     "meshes/verdict": (_mesh_key("verdict"), VERDICTS),
-    "relay/head": (lambda v: parsed("k", v, lambda t: _checked_state(json_object(t), (2, 3)), 1 << 20), STATES),
+    "relay/head": (
+        lambda v: parsed("k", v, lambda t: _checked_state(json_object(t), (2, 3)), 1 << 20),
+        STATES,
+    ),
     "relay/place": (lambda v: parsed("k", v, _name_of), ANY),
     "preemption/step": (_step, ANY),
     "file/1": (_file, INFOS),
@@ -233,8 +257,12 @@ def test_the_reason_of_a_job_without_monitor_is_shown_without_escapes() -> None:
     assert "which no rank of this job has written" in _reason_text(b"\xff")
 
 
-@pytest.mark.parametrize("named", ["/home/thesis", "../..", "/dev/shm/../../home", "", "/", "\x1b[2J", "~"])
-def test_a_folder_of_strangers_is_not_used(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "named", ["/home/thesis", "../..", "/dev/shm/../../home", "", "/", "\x1b[2J", "~"]
+)
+def test_a_folder_of_strangers_is_not_used(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(tmp_path))
     store = HashStore()
     PrefixStore("shardmesh/watch/abc", store).set(f"folder/{rank_info.machine()}", named)
@@ -264,7 +292,16 @@ def test_every_part_of_a_trace_buffer_is_one() -> None:
 
 @pytest.mark.parametrize(
     ("start", "length"),
-    [(8, 8), (Header.PID_SPACE * 8, 8), (0, 8), (0, 1024), (1, 256), (BUFFER_BYTES, 4096), (256, 64), (1024, 1 << 20)],
+    [
+        (8, 8),
+        (Header.PID_SPACE * 8, 8),
+        (0, 8),
+        (0, 1024),
+        (1, 256),
+        (BUFFER_BYTES, 4096),
+        (256, 64),
+        (1024, 1 << 20),
+    ],
 )
 def test_other_bytes_are_no_part(start: int, length: int) -> None:
     """Whoever writes to the words behind a header could make a copy look like a process of this host, and have it killed."""
@@ -274,7 +311,9 @@ def test_other_bytes_are_no_part(start: int, length: int) -> None:
 def test_a_page_of_strangers_turns_the_monitor_off() -> None:
     given_up: list[str] = []
     directory = SimpleNamespace(rank=0, size=4, folder=Path("x"), buffer=None)
-    monitor: Any = SimpleNamespace(directory=directory, give_up=given_up.append, standing=lambda: None)
+    monitor: Any = SimpleNamespace(
+        directory=directory, give_up=given_up.append, standing=lambda: None
+    )
     relay = Relay(monitor, HashStore(), "here:1")
     host = Host("b", (2, 3))
     for key, data in (("page/2/152", bytes(8)), ("page/2/0", bytes(256)), ("page/2/0", b"x")):
@@ -290,8 +329,16 @@ def test_a_page_of_strangers_turns_the_monitor_off() -> None:
 
 def _listening(port: int) -> set[str]:
     """Return the addresses on which something listens at this port."""
-    lines = [line.split() for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()[1:]]
-    return {line[1].partition(":")[0] for line in lines if int(line[1].rpartition(":")[2], 16) == port and line[3] == "0A"}
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]
+    ]
+    return {
+        line[1].partition(":")[0]
+        for line in lines
+        if int(line[1].rpartition(":")[2], 16) == port and line[3] == "0A"
+    }
 
 
 def test_the_store_of_a_local_job_listens_on_loopback_only() -> None:
@@ -328,11 +375,22 @@ def test_the_store_names_no_folder(name: str, tmp_path: Path) -> None:
     victim.mkdir(parents=True)
     (victim / "chapter").write_text("years of work")
     port = free_port()
-    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SHARDMESH_WATCH_DIR": str(watch)}
+    env = os.environ | {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "SHARDMESH_WATCH_DIR": str(watch),
+    }
 
     def run(rank: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", JOB]
-        return subprocess.Popen(command, env=env | {"RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command,
+            env=env | {"RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     ranks, store = [run("0")], None
     while store is None:

@@ -37,9 +37,16 @@ def test_programs_that_swallow_the_error_are_ended(forked: Forked, how: str) -> 
     for rank in (0, 1, 3):
         output = ended[rank].output
         assert output.count("caught") > (1 if how == "communicates" else 0)
-        assert re.search(rf"shardmesh: rank {rank} is ended \d+ s after its job failed \(SHARDMESH_EXIT_S\), here:", output)
-        words = re.sub(r"(\ncaught)+\s*\Z", "", output)  # the program may go on until its process is ended
-        assert words.rstrip().endswith("ValueError: no more data")  # the verdict is the library's last word
+        assert re.search(
+            rf"shardmesh: rank {rank} is ended \d+ s after its job failed \(SHARDMESH_EXIT_S\), here:",
+            output,
+        )
+        words = re.sub(
+            r"(\ncaught)+\s*\Z", "", output
+        )  # the program may go on until its process is ended
+        assert words.rstrip().endswith(
+            "ValueError: no more data"
+        )  # the verdict is the library's last word
 
 
 def test_programs_that_leave_the_job_are_not_ended(forked: Forked) -> None:
@@ -49,7 +56,9 @@ def test_programs_that_leave_the_job_are_not_ended(forked: Forked) -> None:
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("how", ["thread", "asynchronous", "raw", "destroyed", "destroyed and a thread"])
+@pytest.mark.parametrize(
+    "how", ["thread", "asynchronous", "raw", "destroyed", "destroyed and a thread"]
+)
 def test_processes_end_despite_pending_collectives_and_threads(forked: Forked, how: str) -> None:
     ended = forked(programs.waits_at_exit, 4, how, SHARDMESH_EXIT_S="2")
     assert statuses(ended) == [1] * 4
@@ -85,7 +94,10 @@ def test_rank_that_raises_before_its_mesh(forked: Forked, outlier: int) -> None:
     ended = forked(programs.raises_before_its_mesh, 4, outlier)
     assert statuses(ended) == [1] * 4
     for rank in {0, 1, 2, 3} - {outlier}:
-        assert "cannot start: it raised ValueError before it made a mesh: no such file: config.toml" in ended[rank].output
+        assert (
+            "cannot start: it raised ValueError before it made a mesh: no such file: config.toml"
+            in ended[rank].output
+        )
         assert "of the child" not in ended[rank].output
 
 
@@ -95,7 +107,9 @@ def test_rank_that_never_arrives(forked: Forked, how: str) -> None:
     ended = forked(programs.never_comes, 4, how)
     assert statuses(ended) == [1, 1, -signal.SIGKILL if how == "dies" else 1, 1]
     assert "waiting for rank" in ended[0].output
-    assert all("rank 2 of 4 did not come to MASTER_ADDR=" in ended[rank].output for rank in (0, 1, 3))
+    assert all(
+        "rank 2 of 4 did not come to MASTER_ADDR=" in ended[rank].output for rank in (0, 1, 3)
+    )
 
 
 def test_reused_store(forked: Forked) -> None:
@@ -103,7 +117,11 @@ def test_reused_store(forked: Forked) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def attempt(number: str) -> list[Ended]:
-        env = {"TORCHELASTIC_RESTART_COUNT": number, "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RUN_ID": "job"}
+        env = {
+            "TORCHELASTIC_RESTART_COUNT": number,
+            "TORCHELASTIC_MAX_RESTARTS": "1",
+            "TORCHELASTIC_RUN_ID": "job",
+        }
         return forked(programs.restarted, 4, store.port, env)
 
     first = attempt("0")
@@ -116,15 +134,33 @@ def test_reused_store(forked: Forked) -> None:
 @pytest.mark.slow
 def test_every_attempt_of_torchrun_ends_and_the_next_one_starts_clean(tmp_path: Path) -> None:
     """Each attempt but the last fails, and leaves ranks that would not end by themselves."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDMESH_", "TORCHELASTIC_", "PYTEST_"))}
-    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "SHARDMESH_WATCH_DIR": str(tmp_path), "SHARDMESH_EXIT_S": "4"}
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", f"--max-restarts={LAST}"]
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("SHARDMESH_", "TORCHELASTIC_", "PYTEST_"))
+    }
+    env |= {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "SHARDMESH_WATCH_DIR": str(tmp_path),
+        "SHARDMESH_EXIT_S": "4",
+    }
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=4",
+        f"--max-restarts={LAST}",
+    ]
     command = [sys.executable, *command, "-m", "tests.mesh.monitor.attempts"]
-    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=500)
+    found = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=500
+    )
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("result 10.0 monitor on") == 4
     said = found.stderr
-    assert said.count("PeerError: rank 2 raised ValueError: attempt 0") >= 3  # later attempts do not repeat it
+    assert (
+        said.count("PeerError: rank 2 raised ValueError: attempt 0") >= 3
+    )  # later attempts do not repeat it
     assert said.count("StallError: ranks 0, 1, 3 have waited") >= 6
     assert "rank 2 does not react and is killed" in said
 
@@ -163,7 +199,9 @@ def test_process_that_only_ran_the_job_is_ended(failed: Any) -> None:
     assert termination.may_end(failed)
 
 
-def test_processes_under_a_test_runner_are_not_ended(two: list[DrivenRank], failed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_under_a_test_runner_are_not_ended(
+    two: list[DrivenRank], failed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     assert termination.is_hosted()
     assert not termination.may_end(failed)
@@ -191,13 +229,19 @@ def test_termination_can_be_turned_off(failed: Any, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("state", "stuck"), [("R", False), ("T", True), ("t", False), ("Z", False)], ids=["runs", "stopped", "debugged", "dead"]
+    ("state", "stuck"),
+    [("R", False), ("T", True), ("t", False), ("Z", False)],
+    ids=["runs", "stopped", "debugged", "dead"],
 )
-def test_ranks_that_are_killed_by_another(two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch, state: str, stuck: bool) -> None:
+def test_ranks_that_are_killed_by_another(
+    two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch, state: str, stuck: bool
+) -> None:
     """A process stopped by a debugger is not stuck."""
     buffer = two[1].buffer
     buffer.words[Header.EXIT_S], buffer.words[Header.AWARE] = 10, state == "R"
-    monkeypatch.setattr(termination, "process_state", lambda pid: (state, buffer.words[Header.BORN]))
+    monkeypatch.setattr(
+        termination, "process_state", lambda pid: (state, buffer.words[Header.BORN])
+    )
     assert termination._is_stuck(buffer) == stuck
     with two[1].monitor.paused("in the debugger"):
         assert not termination._is_stuck(buffer)
@@ -206,7 +250,12 @@ def test_ranks_that_are_killed_by_another(two: list[DrivenRank], monkeypatch: py
 @pytest.mark.parametrize(
     ("error", "broken"),
     [
-        (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:32660."), True),
+        (
+            RuntimeError(
+                "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:32660."
+            ),
+            True,
+        ),
         (ConnectionResetError("Connection reset by peer"), True),
         (dist.DistNetworkError("recvValue failed"), True),
         (RuntimeError("CUDA out of memory"), False),

@@ -59,7 +59,9 @@ def _as_it_was() -> Iterator[None]:
     timeouts._managed.update(managed)
 
 
-@pytest.mark.parametrize("backends", ["nccl", "cuda:nccl", "cpu:gloo,cuda:nccl", "xccl", "cpu:gloo,cuda:unknown"])
+@pytest.mark.parametrize(
+    "backends", ["nccl", "cuda:nccl", "cpu:gloo,cuda:nccl", "xccl", "cpu:gloo,cuda:unknown"]
+)
 def test_groups_of_a_device_have_the_stall_time_and_a_minute(backends: str) -> None:
     assert timeouts.group_timeout(backends) == STALL_AND_A_MINUTE
     watchdog(timeout=5)
@@ -68,7 +70,10 @@ def test_groups_of_a_device_have_the_stall_time_and_a_minute(backends: str) -> N
     assert timeouts.group_timeout(backends) == timeouts.ON_HOST
 
 
-@pytest.mark.parametrize("backends", ["gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", "mpi", "cpu:fake,cuda:fake,hpu:fake,xpu:fake"])
+@pytest.mark.parametrize(
+    "backends",
+    ["gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", "mpi", "cpu:fake,cuda:fake,hpu:fake,xpu:fake"],
+)
 def test_groups_of_the_host_have_practically_none(backends: str) -> None:
     assert timeouts.group_timeout(backends) == timeouts.ON_HOST
 
@@ -79,7 +84,11 @@ def test_torchs_own_apply_without_the_monitor() -> None:
 
 
 def test_managed_timeouts_follow_the_settings() -> None:
-    own, default, gloo = Group(cpu="gloo", cuda="nccl"), Group(cpu="gloo", cuda="nccl"), Group(cpu="gloo", cuda="gloo")
+    own, default, gloo = (
+        Group(cpu="gloo", cuda="nccl"),
+        Group(cpu="gloo", cuda="nccl"),
+        Group(cpu="gloo", cuda="gloo"),
+    )
     for group in (own, default, gloo):
         timeouts.manage(group, is_own=group is own)
 
@@ -88,7 +97,11 @@ def test_managed_timeouts_follow_the_settings() -> None:
 
     def expected(device: timedelta) -> list[dict[str, timedelta]]:
         host = timeouts.ON_HOST
-        return [{"cpu": host, "cuda": device}, {"cpu": device, "cuda": device}, {"cpu": host, "cuda": host}]
+        return [
+            {"cpu": host, "cuda": device},
+            {"cpu": device, "cuda": device},
+            {"cpu": host, "cuda": host},
+        ]
 
     assert found() == expected(STALL_AND_A_MINUTE)
     watchdog(timeout=1000)
@@ -102,7 +115,10 @@ def test_timeouts_are_told() -> None:
     group: Any = Group(cpu="gloo", cuda="nccl")
     for backend, timeout in (("cpu", timeouts.ON_HOST), ("cuda", STALL_AND_A_MINUTE)):
         group.backends[backend].options = SimpleNamespace(_timeout=timeout)
-    assert timeouts.described(group) == "cpu: gloo, waits without limit; cuda: nccl, 360 s; device bound: none"
+    assert (
+        timeouts.described(group)
+        == "cpu: gloo, waits without limit; cuda: nccl, 360 s; device bound: none"
+    )
     group.bound_device_id = torch.device("cuda", 1)
     assert timeouts.described(group).endswith("; device bound: cuda:1")
     assert timeouts.described(Group(cpu="fake")) == "cpu: fake; device bound: none"
@@ -111,21 +127,34 @@ def test_timeouts_are_told() -> None:
 def test_released_timeouts_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     group, seen = Group(cuda="nccl"), []
     timeouts.manage(group, is_own=True)
-    monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", lambda timeout, handle: seen.append((timeout, handle)))
+    monkeypatch.setattr(
+        distributed_c10d, "_set_pg_timeout", lambda timeout, handle: seen.append((timeout, handle))
+    )
     timeouts.release()
     watchdog(timeout=1000)
     assert seen == [(default_pg_timeout, group)]
     assert group.timeouts == {"cuda": STALL_AND_A_MINUTE}
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("nccl", STALL_AND_A_MINUTE), (None, STALL_AND_A_MINUTE), ("gloo", timeouts.ON_HOST)])
-def test_the_default_group_is_started_with_them(backend: str | None, expected: timedelta, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [("nccl", STALL_AND_A_MINUTE), (None, STALL_AND_A_MINUTE), ("gloo", timeouts.ON_HOST)],
+)
+def test_the_default_group_is_started_with_them(
+    backend: str | None, expected: timedelta, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[Any] = []
     for name in REQUIRED:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(is_available=lambda: True, device_count=lambda: 1))
+    monkeypatch.setattr(
+        torch,
+        "get_device_module",
+        lambda _: SimpleNamespace(is_available=lambda: True, device_count=lambda: 1),
+    )
     monkeypatch.setattr(dist, "is_backend_available", lambda _: True)
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, timeout, **_: given.append(timeout))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *args, timeout, **_: given.append(timeout)
+    )
     monkeypatch.setattr(timeouts, "manage", lambda handle, is_own: given.append(is_own))
     process_groups._start_default_group("cuda", backend)
     assert given == [expected, False]

@@ -14,7 +14,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from shardmesh.mesh.comm import call_site
 from shardmesh.mesh.comm.transforms import outside_of_transforms
@@ -25,7 +29,14 @@ _SHAPES_ONLY = {
     for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
     for kind, end in (("", "_like"), ("new_", ""), ("new_", "_strided"))
 } | {"is_same_size", "set_", "resize_"}
-_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+_EMPTY = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "empty_permuted",
+}
 # Methods by which the host reads memory without an operator.
 _HOST_READS = ("numpy", "tolist", "__array__", "__reduce_ex__", "__dlpack__")
 TOOL = tuple(str(Path(__file__).parent / name) for name in ("late_memory.py", "nccl_world.py"))
@@ -39,7 +50,12 @@ class StreamHazard(AssertionError):
 @contextmanager
 def own_operators() -> Iterator[None]:
     """Let operators of the tool write any memory, unseen by transforms and by the program's modes."""
-    with outside_of_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode():
+    with (
+        outside_of_transforms(),
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+        torch.inference_mode(),
+    ):
         yield
 
 
@@ -75,7 +91,9 @@ class Buffer:
 
     @property
     def is_freed(self) -> bool:
-        return self.start != self.end and (self._storage.data_ptr() == 0 or self.flat.data_ptr() != self.start or self._is_cut)
+        return self.start != self.end and (
+            self._storage.data_ptr() == 0 or self.flat.data_ptr() != self.start or self._is_cut
+        )
 
     @property
     def _is_cut(self) -> bool:
@@ -87,12 +105,16 @@ def span_of(x: Tensor) -> tuple[int, int]:
     start = x.data_ptr()
     if not x.numel():
         return start, start
-    return start, start + x.element_size() * (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)))
+    return start, start + x.element_size() * (
+        1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    )
 
 
 def poison(x: Tensor) -> None:
     """Fill with NaN, integers with a number far outside all sizes, booleans with True."""
-    _bytes(x).fill_(1 if x.dtype == torch.bool else 0xFF if x.is_floating_point() or x.is_complex() else 0xA5)
+    _bytes(x).fill_(
+        1 if x.dtype == torch.bool else 0xFF if x.is_floating_point() or x.is_complex() else 0xA5
+    )
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -125,7 +147,9 @@ class Memory:
     @property
     def runs_ahead(self) -> bool:
         """Whether all operators of this thread are seen, so that results may come when the first one needs them."""
-        return self.watch is not None and any(mode is self.watch for mode in _get_current_dispatch_mode_stack())
+        return self.watch is not None and any(
+            mode is self.watch for mode in _get_current_dispatch_mode_stack()
+        )
 
     def touch(self, what: str, tensors: Iterable[tuple[Tensor, bool]]) -> None:
         """Wait for the collectives that these tensors (and whether they are written) come after.
@@ -137,12 +161,21 @@ class Memory:
                 start, end = span_of(x)
                 for work in self.under_way:
                     for buffer in work.buffers:
-                        if start < buffer.end and buffer.start < end and (writes or buffer.is_written):
+                        if (
+                            start < buffer.end
+                            and buffer.start < end
+                            and (writes or buffer.is_written)
+                        ):
                             kind = "result" if buffer.is_written else "input"
                             verb = "writes to" if writes else "reads"
-                            raise StreamHazard(f"rank {self.rank}: {what} {verb} the {kind} of {work} before wait(), {called_at()}.")
+                            raise StreamHazard(
+                                f"rank {self.rank}: {what} {verb} the {kind} of {work} before wait(), {called_at()}."
+                            )
                 for work in list(self.ordered):
-                    if any(start < buffer.end and buffer.start < end and buffer.is_written for buffer in work.buffers):
+                    if any(
+                        start < buffer.end and buffer.start < end and buffer.is_written
+                        for buffer in work.buffers
+                    ):
                         work.deliver()
 
     def finish(self) -> None:
@@ -174,9 +207,16 @@ class OperatorWatch(TorchDispatchMode):
             self.memory.touch(str(func), _touched(uses, args, kwargs))
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
-        if func._schema.name.startswith("aten::_foreach_") and not func._schema.returns:  # torch does not count their writes here
+        if (
+            func._schema.name.startswith("aten::_foreach_") and not func._schema.returns
+        ):  # torch does not count their writes here
             torch.autograd.graph.increment_version([x for x in args[0] if not x.is_inference()])
-        if func._schema.name.removeprefix("aten::") in _EMPTY and _plain(out) and out.is_contiguous() and not out.is_quantized:
+        if (
+            func._schema.name.removeprefix("aten::") in _EMPTY
+            and _plain(out)
+            and out.is_contiguous()
+            and not out.is_quantized
+        ):
             with own_operators():
                 poison(out.data)
         return out
@@ -192,14 +232,20 @@ def _uses_of(func: Any) -> tuple[tuple[str, bool], ...] | None:
     schema = func._schema
     if schema.name.partition("::")[2] in _SHAPES_ONLY or _is_view(schema):
         return None
-    return tuple((a.name, a.alias_info is not None and a.alias_info.is_write) for a in schema.arguments)
+    return tuple(
+        (a.name, a.alias_info is not None and a.alias_info.is_write) for a in schema.arguments
+    )
 
 
 def _is_view(schema: Any) -> bool:
-    return any(found.alias_info is not None and not found.alias_info.is_write for found in schema.returns)
+    return any(
+        found.alias_info is not None and not found.alias_info.is_write for found in schema.returns
+    )
 
 
-def _touched(uses: tuple[tuple[str, bool], ...], args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]:
+def _touched(
+    uses: tuple[tuple[str, bool], ...], args: Any, kwargs: Any
+) -> Iterator[tuple[Tensor, bool]]:
     written = dict(uses)
     for value, (_, writes) in zip(args, uses, strict=False):
         yield from ((x, writes) for x in _plain(value))
@@ -209,7 +255,13 @@ def _touched(uses: tuple[tuple[str, bool], ...], args: Any, kwargs: Any) -> Iter
 
 def _plain(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
-        return [value] if _is_plain(type(value)) and value.device.type == "cpu" and value.layout == torch.strided else []
+        return (
+            [value]
+            if _is_plain(type(value))
+            and value.device.type == "cpu"
+            and value.layout == torch.strided
+            else []
+        )
     return [x for item in value for x in _plain(item)] if isinstance(value, list | tuple) else []
 
 

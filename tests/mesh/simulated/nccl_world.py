@@ -88,7 +88,9 @@ class LateScheduler(Scheduler):
         self.memory = [Memory(rank) for rank in range(self.size)]
         self.streams: dict[tuple[int, ...], list[LateRendezvous]] = {}
 
-    def run_collective(self, ranks: tuple[int, ...], rank: int, call: Arrival, move: Move) -> LateRendezvous:
+    def run_collective(
+        self, ranks: tuple[int, ...], rank: int, call: Arrival, move: Move
+    ) -> LateRendezvous:
         """Arrive at the rank's next collective of this group; return it."""
         if self.failure is not None:
             raise RankEnded
@@ -131,7 +133,13 @@ class LateScheduler(Scheduler):
     def _break_deadlock(self) -> None:
         blocked: list[tuple[int, tuple[tuple[int, ...], Any]]] = sorted(self.waiting.items())
         waits = [
-            BlockedRank(rank, here.calls[rank], ranks, [r for r in ranks if r not in here.calls], here.places[rank])
+            BlockedRank(
+                rank,
+                here.calls[rank],
+                ranks,
+                [r for r in ranks if r not in here.calls],
+                here.places[rank],
+            )
             for rank, (ranks, here) in blocked
         ]
         error = no_rank_can_go_on(waits, sorted(self.finished))
@@ -162,7 +170,9 @@ class LateGroup(SimulatedGroup):
         self.host_wait(self._run(Arrival("barrier", (), ()), rendezvous.move_nothing))
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
-        return self.host_wait(self._run(Arrival("all_gather_object", (), (data,)), rendezvous.move_bytes))
+        return self.host_wait(
+            self._run(Arrival("all_gather_object", (), (data,)), rendezvous.move_bytes)
+        )
 
 
 class LateWork(Work):
@@ -172,7 +182,9 @@ class LateWork(Work):
         self.group, self.call, self.place = group, call, called_at()
         self.waited, self.error = False, None
         given, written, read = call.buffers, *_roles(call, group.rank)
-        used = {i: i == written for i in (read, written) if i is not None}  # by number of a buffer: whether it is written
+        used = {
+            i: i == written for i in (read, written) if i is not None
+        }  # by number of a buffer: whether it is written
         group.memory.touch(str(call), [(given[i], writes) for i, writes in used.items()])
         with own_operators():
             found = {i: Buffer(given[i], writes) for i, writes in used.items()}
@@ -200,7 +212,9 @@ class LateWork(Work):
             for buffer in self.buffers:
                 if (what := buffer.change()) is not None:
                     kind = "result" if buffer.is_written else "input"
-                    self.error = StreamHazard(f"rank {memory.rank}: the {kind} of {self} was {what} before wait(), {called_at()}.")
+                    self.error = StreamHazard(
+                        f"rank {memory.rank}: the {kind} of {self} was {what} before wait(), {called_at()}."
+                    )
                     raise self.error
         memory.ordered.append(self)
         if not memory.runs_ahead:
@@ -244,7 +258,10 @@ def nccl_world(ahead: bool = True) -> Iterator[None]:
     """
     if not ahead:
         rules = importlib.import_module("torch._dynamo.trace_rules")
-        for name in (__name__, Memory.__module__):  # Dynamo runs them as Python, as it does the library
+        for name in (
+            __name__,
+            Memory.__module__,
+        ):  # Dynamo runs them as Python, as it does the library
             rules.add(name)
 
     def run_late(n: int, prints: str, fn: Callable[[], Any]) -> Any:
@@ -255,7 +272,9 @@ def nccl_world(ahead: bool = True) -> Iterator[None]:
         patch.object(simulate, "Scheduler", LateScheduler),
         patch.object(SimulatedWorld, "_make_group", _make_group),
         patch.object(pytest.RaisesExc, "__exit__", _noting_exceptions(pytest.RaisesExc.__exit__)),
-        patch.object(call_site, "_INNER", (*call_site._INNER, *TOOL)),  # in messages the program's line is the one above the tool's
+        patch.object(
+            call_site, "_INNER", (*call_site._INNER, *TOOL)
+        ),  # in messages the program's line is the one above the tool's
         host_reads_wait(_memory) if ahead else nullcontext(),
     ):
         yield
@@ -277,7 +296,11 @@ def _make_group(world: SimulatedWorld, ranks: tuple[int, ...]) -> Group:
 
 def _memory() -> Memory | None:
     world = thread_context.world
-    return world.scheduler.memory[world.rank] if isinstance(world, SimulatedWorld) and isinstance(world.scheduler, LateScheduler) else None
+    return (
+        world.scheduler.memory[world.rank]
+        if isinstance(world, SimulatedWorld) and isinstance(world.scheduler, LateScheduler)
+        else None
+    )
 
 
 def _run_rank(fn: Callable[[], Any], ahead: bool) -> Any:

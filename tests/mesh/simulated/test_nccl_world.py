@@ -35,7 +35,9 @@ def own(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32) + current_world().rank
 
 
-def hazard(program: Callable[[], Any], ranks: int = 2, *, line: str = "# here", ahead: bool = True) -> str:
+def hazard(
+    program: Callable[[], Any], ranks: int = 2, *, line: str = "# here", ahead: bool = True
+) -> str:
     """Return the text of the hazard in this program, which must name the line with that comment."""
     with nccl_world(ahead), pytest.raises(StreamHazard) as caught:
         sm.simulate(ranks)(program)()
@@ -68,7 +70,13 @@ def test_collectives_return_what_they_should(ahead: bool, async_op: bool) -> Non
         call("all_to_all", torch.empty(2), own(1, 2))
         call("all_to_all", torch.empty(2 * rank), own(1), [rank, rank], [0, 1])
         call("broadcast", own(1, 2), 1)
-        call("permute", torch.zeros(2), own(1, 2), dst=1 if rank == 0 else None, src=0 if rank == 1 else None)
+        call(
+            "permute",
+            torch.zeros(2),
+            own(1, 2),
+            dst=1 if rank == 0 else None,
+            src=0 if rank == 1 else None,
+        )
         group.barrier()
         assert group.all_gather_object(rank) == [0, 1]
         return [x.tolist() for x in found]
@@ -114,9 +122,15 @@ def test_hosts_run_ahead_until_a_result_is_needed() -> None:
 def test_works_of_different_groups_are_waited_for_in_any_order() -> None:
     def program() -> list[float]:
         world = current_world()
-        groups = [world.group((0, 1, 2)), world.group((0, 1))] if world.rank < 2 else [world.group((0, 1, 2))]
+        groups = (
+            [world.group((0, 1, 2)), world.group((0, 1))]
+            if world.rank < 2
+            else [world.group((0, 1, 2))]
+        )
         xs = [own(1) for _ in groups]
-        works: Any = [group.all_reduce(x, async_op=True) for group, x in zip(groups, xs, strict=True)]
+        works: Any = [
+            group.all_reduce(x, async_op=True) for group, x in zip(groups, xs, strict=True)
+        ]
         for work in reversed(works) if world.rank else works:
             work.wait()
         return [x.item() for x in xs]
@@ -155,7 +169,10 @@ def test_a_result_read_too_early() -> None:
         work.wait()
 
     text = hazard(program)
-    assert "rank 0: aten.add.Tensor reads the result of all_gather(float32, 2 elements) over ranks (0, 1)" in text
+    assert (
+        "rank 0: aten.add.Tensor reads the result of all_gather(float32, 2 elements) over ranks (0, 1)"
+        in text
+    )
 
 
 @pytest.mark.parametrize("read", ["item", "tolist", "numpy"])
@@ -187,7 +204,9 @@ def test_a_buffer_of_two_collectives_under_way() -> None:
         for work in works:
             work.wait()
 
-    assert "all_reduce(sum, float32, 2 elements) writes to the result of all_reduce" in hazard(program)
+    assert "all_reduce(sum, float32, 2 elements) writes to the result of all_reduce" in hazard(
+        program
+    )
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -206,7 +225,9 @@ def test_memory_written_without_an_operator(ahead: bool) -> None:
 def test_memory_freed_too_early(which: str) -> None:
     def program() -> None:
         buffers = {"input": own(1, 2), "result": torch.empty(4)}
-        work: Any = everyone().all_gather(buffers["result"], buffers["input"], async_op=True)  # here
+        work: Any = everyone().all_gather(
+            buffers["result"], buffers["input"], async_op=True
+        )  # here
         buffers[which].untyped_storage().resize_(0)
         work.wait()
 
@@ -253,7 +274,10 @@ def test_new_memory_is_poison() -> None:
     sm.simulate(1)(program)()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int32, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int32, torch.uint8],
+)
 def test_early_reads_find_poison_where_operators_are_not_looked_at(dtype: torch.dtype) -> None:
     def program() -> bool:
         x, out = torch.ones(2).to(dtype), torch.ones(4).to(dtype)
@@ -279,14 +303,19 @@ def test_ranks_that_call_different_collectives() -> None:
             group.all_gather(torch.empty(4), x)
         x.add_(1)
 
-    with pytest.raises(errors.CollectiveMismatchError, match=r"ranks \[1\] call all_gather\(float32, 2 elements\)"):
+    with pytest.raises(
+        errors.CollectiveMismatchError, match=r"ranks \[1\] call all_gather\(float32, 2 elements\)"
+    ):
         sm.simulate(2)(program)()
 
 
 def test_asynchronous_calls_in_another_order() -> None:
     def program() -> None:
         xs = [own(1), own(1, 2)]
-        for work in [everyone().all_reduce(x, async_op=True) for x in (xs if current_world().rank else xs[::-1])]:
+        for work in [
+            everyone().all_reduce(x, async_op=True)
+            for x in (xs if current_world().rank else xs[::-1])
+        ]:
             work.wait()  # type: ignore[union-attr]
 
     with pytest.raises(errors.CollectiveMismatchError, match="1 elements"):
@@ -300,7 +329,9 @@ def test_a_rank_that_calls_less() -> None:
             everyone().all_reduce(x, async_op=True).wait()  # type: ignore[union-attr]
         x.item()
 
-    with pytest.raises(errors.DeadlockError, match=r"rank 0 waits in all_reduce\(.*for ranks \[1\]"):
+    with pytest.raises(
+        errors.DeadlockError, match=r"rank 0 waits in all_reduce\(.*for ranks \[1\]"
+    ):
         sm.simulate(2)(program)()
 
 
@@ -323,7 +354,9 @@ def training() -> None:
 
 
 @pytest.mark.parametrize("program", [redistribution, training])
-def test_a_missing_wait_in_the_library(program: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_in_the_library(
+    program: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sm.simulate(2)(program)()
     monkeypatch.setattr(AsyncResults, "wait", lambda self: self._finish())
     with pytest.raises(StreamHazard, match=r"reads the result of .* called at .*/sharding/"):

@@ -60,7 +60,9 @@ def test_lines_are_in_rank_order(n: int) -> None:
             if step < 3:
                 barrier()
 
-    assert printed(fn, n).splitlines() == [f"[rank {r}] {step}" for step in range(4) for r in range(n)]
+    assert printed(fn, n).splitlines() == [
+        f"[rank {r}] {step}" for step in range(4) for r in range(n)
+    ]
 
 
 def test_fileno_flushes_held_output(tmp_path: Path) -> None:
@@ -85,7 +87,10 @@ def test_held_output_is_not_lost() -> None:
         print("after", rank())
         raise ValueError("stop")
 
-    with contextlib.redirect_stdout(io.StringIO()) as stream, pytest.raises(ValueError, match="stop"):
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as stream,
+        pytest.raises(ValueError, match="stop"),
+    ):
         simulate(3)(fails)()
     assert stream.getvalue() == "[rank 2] after 2\n"
 
@@ -99,13 +104,21 @@ def test_held_output_is_not_lost() -> None:
         print("all")
 
     text = printed(groups, 4).splitlines()
-    assert sorted(text) == sorted(f"[rank {r}] {what}" for r in range(4) for what in ("pair", "again", "all"))
+    assert sorted(text) == sorted(
+        f"[rank {r}] {what}" for r in range(4) for what in ("pair", "again", "all")
+    )
     assert text[-4:] == [f"[rank {r}] all" for r in range(4)]
-    assert all([line for line in text if f"rank {r}" in line] == [f"[rank {r}] {w}" for w in ("pair", "again", "all")] for r in range(4))
+    assert all(
+        [line for line in text if f"rank {r}" in line]
+        == [f"[rank {r}] {w}" for w in ("pair", "again", "all")]
+        for r in range(4)
+    )
 
 
 def test_several_lines_of_one_print_and_empty_ones() -> None:
-    assert printed(lambda: print("a\n\nb")) == "".join(f"[rank {r}] a\n[rank {r}] \n[rank {r}] b\n" for r in range(2))
+    assert printed(lambda: print("a\n\nb")) == "".join(
+        f"[rank {r}] a\n[rank {r}] \n[rank {r}] b\n" for r in range(2)
+    )
 
 
 def test_unfinished_line_is_ended_with_its_rank() -> None:
@@ -125,7 +138,10 @@ def test_a_progress_bar_leaves_one_line(form: str) -> None:
 
 
 def test_carriage_returns_before_newlines() -> None:
-    assert printed(lambda: print("a\r\nb", end="\r\n")) == "[rank 0] a\n[rank 0] b\n[rank 1] a\n[rank 1] b\n"
+    assert (
+        printed(lambda: print("a\r\nb", end="\r\n"))
+        == "[rank 0] a\n[rank 0] b\n[rank 1] a\n[rank 1] b\n"
+    )
 
 
 def test_first_prints_rank_0_unchanged() -> None:
@@ -177,7 +193,10 @@ def test_ranks_may_redirect_their_stdout() -> None:
 
 def test_stream_delegates_to_the_callers() -> None:
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="latin-1")) as stream:
-        assert simulate(2)(lambda: (sys.stdout.encoding, sys.stdout.isatty()))() == [("latin-1", False)] * 2
+        assert (
+            simulate(2)(lambda: (sys.stdout.encoding, sys.stdout.isatty()))()
+            == [("latin-1", False)] * 2
+        )
         stream.flush()
 
 
@@ -198,7 +217,10 @@ def test_error_of_the_stream_ends_the_run() -> None:
             raise OSError("disk full")
 
     for end in ("", "\n"):  # at the end of the rank, and in the print
-        with contextlib.redirect_stdout(Full()), pytest.raises(OSError, match="disk full") as caught:
+        with (
+            contextlib.redirect_stdout(Full()),
+            pytest.raises(OSError, match="disk full") as caught,
+        ):
             simulate(2)(lambda: print("a", end=end))()  # noqa: B023
         assert caught.value.__notes__ == ["raised on rank 0 of simulate(2)"]
 
@@ -227,7 +249,10 @@ def test_prints_while_unwinding_keep_their_rank() -> None:
         finally:
             print("cleaned up", end="")
 
-    with contextlib.redirect_stdout(io.StringIO()) as stream, pytest.raises(ValueError, match="mine"):
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as stream,
+        pytest.raises(ValueError, match="mine"),
+    ):
         simulate(3)(fn)()
     found = sorted(stream.getvalue().splitlines())
     assert found == ["[rank 0] cleaned up", "[rank 1] cleaned up"]  # rank 2 had not begun
@@ -303,7 +328,10 @@ def test_concurrent_runs_restore_stdout() -> None:
 
 
 def test_logging_and_warnings_are_unchanged(caplog: pytest.LogCaptureFixture) -> None:
-    with contextlib.redirect_stderr(io.StringIO()) as stream, warnings.catch_warnings(record=True) as seen:
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as stream,
+        warnings.catch_warnings(record=True) as seen,
+    ):
         warnings.simplefilter("always")
 
         def fn() -> None:

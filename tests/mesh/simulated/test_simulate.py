@@ -56,11 +56,18 @@ def test_one_rank_runs_at_a_time_until_it_blocks() -> None:
     assert trace == again
 
 
-def test_without_a_gpu_the_device_guard_is_replaced_outside_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_device_guard_is_replaced_outside_of_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     replaced: list[threading.Thread] = []
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: replaced.append(threading.current_thread()), raising=False)
+    monkeypatch.setattr(
+        torch._C,
+        "_ensureCUDADeviceGuardSet",
+        lambda: replaced.append(threading.current_thread()),
+        raising=False,
+    )
     threads._replace_device_guard.cache_clear()
     for _ in range(2):
         assert simulate(2)(lambda: list(replaced))() == [[threading.current_thread()]] * 2
@@ -137,7 +144,12 @@ def test_ranks_inherit_the_callers_modes() -> None:
         x = torch.ones(2, 2, requires_grad=True)
         everyone().all_reduce(x.detach())
         variable.set(variable.get() + 1)
-        return (x @ x).requires_grad, torch.is_inference_mode_enabled(), (x @ x).dtype, variable.get()
+        return (
+            (x @ x).requires_grad,
+            torch.is_inference_mode_enabled(),
+            (x @ x).dtype,
+            variable.get(),
+        )
 
     assert simulate(2)(fn)() == [(True, False, torch.float32, 8)] * 2
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -271,7 +283,10 @@ def test_waiting_for_a_finished_rank_raises() -> None:
     with pytest.raises(DeadlockError) as caught:
         simulate(3)(fn)()
     text = str(caught.value)
-    assert r"rank 0 waits in all_reduce(sum, float32, 4 elements) over ranks (0, 1, 2) for ranks [1]" in text
+    assert (
+        r"rank 0 waits in all_reduce(sum, float32, 4 elements) over ranks (0, 1, 2) for ranks [1]"
+        in text
+    )
     assert "rank 2 waits in" in text
     assert "ranks [1] have finished" in text
 
@@ -281,7 +296,9 @@ def test_deadlock_across_two_groups_raises() -> None:
         world = current_world()
         (world.group([0, 1]) if world.rank == 0 else everyone()).barrier()
 
-    with pytest.raises(DeadlockError, match=r"rank 0 waits in barrier\(\) over ranks \(0, 1\) for ranks \[1\]"):
+    with pytest.raises(
+        DeadlockError, match=r"rank 0 waits in barrier\(\) over ranks \(0, 1\) for ranks \[1\]"
+    ):
         simulate(3)(fn)()
 
 

@@ -52,19 +52,25 @@ print(sm.simulate(2)(lambda: current_world().rank)())
 
 def start(path: Path, text: str) -> subprocess.Popen[str]:
     path.write_text(text)
-    return subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_a_plain_script(tmp_path: Path) -> None:
     out, err = start(tmp_path / "plain.py", SCRIPT).communicate(timeout=100)
     assert err == ""
     parts = [[0.0], [2.0]], [[1.0], [3.0]], [[4.0], [6.0]], [[5.0], [7.0]]
-    assert sorted(out.splitlines()[:4]) == [f"[rank {r}] local {part}" for r, part in enumerate(parts)]
+    assert sorted(out.splitlines()[:4]) == [
+        f"[rank {r}] local {part}" for r, part in enumerate(parts)
+    ]
     assert out.splitlines()[4:] == ["[28.0, 28.0, 28.0, 28.0]", "True"]
 
 
 def test_failing_script_shows_rank_and_line(tmp_path: Path) -> None:
-    script = SCRIPT.replace("return x.sum().item()", "return x.sum().item() if mesh.get_rank() else None")
+    script = SCRIPT.replace(
+        "return x.sum().item()", "return x.sum().item() if mesh.get_rank() else None"
+    )
     process = start(tmp_path / "fails.py", script)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 1
@@ -98,10 +104,16 @@ def test_ctrl_c_delivered_to_another_thread(tmp_path: Path) -> None:
 def test_prompts_show_at_once_on_a_terminal(tmp_path: Path) -> None:
     """So that `input` and `breakpoint` can be used in a rank."""
     pty = pytest.importorskip("pty")
-    (tmp_path / "asks.py").write_text("import shardmesh as sm\nprint(sm.simulate(2)(lambda: input('name? '))())")
+    (tmp_path / "asks.py").write_text(
+        "import shardmesh as sm\nprint(sm.simulate(2)(lambda: input('name? '))())"
+    )
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, str(tmp_path / "asks.py")], stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True
+        [sys.executable, str(tmp_path / "asks.py")],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        close_fds=True,
     )
     os.close(theirs)
     for name in ("ann", "bob"):
@@ -153,7 +165,9 @@ def cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3").execute(env=dict(os.environ))
+    nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3").execute(
+        env=dict(os.environ)
+    )
     return [cell.outputs for cell in notebook.cells]
 
 

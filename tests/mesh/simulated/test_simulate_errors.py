@@ -72,7 +72,10 @@ def test_same_call_at_different_lines_is_distinguished() -> None:
 
     with pytest.raises(CollectiveMismatchError) as caught:
         simulate(3)(fn)()
-    for text in (f"ranks [0] call barrier() at {line(fn, 2)}", f"ranks [1] call barrier() at {line(fn, 4)}"):
+    for text in (
+        f"ranks [0] call barrier() at {line(fn, 2)}",
+        f"ranks [1] call barrier() at {line(fn, 4)}",
+    ):
         assert text in str(caught.value)
 
 

@@ -115,7 +115,9 @@ def reference_step(step: GroupStep, xs: list[Tensor], ranks: list[int]) -> list[
     if step.op == "gather":
         return [torch.cat(xs)[::n]] * n
     if step.op == "scatter":
-        return list(sum((x.repeat_interleave(n) for x in xs[1:]), xs[0].repeat_interleave(n)).chunk(n))
+        return list(
+            sum((x.repeat_interleave(n) for x in xs[1:]), xs[0].repeat_interleave(n)).chunk(n)
+        )
     if step.op == "exchange":
         parts = [x.split(row) for x, row in zip(xs, splits(step.seed, n, k), strict=True)]
         return [spread(torch.cat(column), k) for column in zip(*parts, strict=True)]
@@ -132,7 +134,11 @@ def reference(program: list[GroupStep], n: int) -> list[Tensor]:
         drawn = torch.rand(6) if step.op == "draw" else None
         for ranks in step.groups:
             mine = [xs[r] for r in ranks]
-            after = [x + drawn for x in mine] if drawn is not None else reference_step(step, mine, ranks)
+            after = (
+                [x + drawn for x in mine]
+                if drawn is not None
+                else reference_step(step, mine, ranks)
+            )
             for r, x in zip(ranks, after, strict=True):
                 xs[r] = x.remainder(17)
     return xs
@@ -179,7 +185,9 @@ def test_64_ranks_train_a_model() -> None:
 
     found = simulate(64)(rank)()
     assert len(set(found)) == 1
-    assert found[0] == pytest.approx(step(x, [w.clone().requires_grad_() for w in weights]), rel=1e-4)
+    assert found[0] == pytest.approx(
+        step(x, [w.clone().requires_grad_() for w in weights]), rel=1e-4
+    )
 
 
 def test_modules_run_like_functions() -> None:
@@ -216,7 +224,10 @@ def test_mapped_functions_run_and_errors_show_their_lines() -> None:
     with pytest.raises(CollectiveMismatchError) as caught:
         simulate(4)(rank)(True)
     said = " ".join(str(caught.value).split())  # lines break where the path is long
-    assert f"ranks [0, 2, 3] call all_reduce(sum, float32, 1 elements) at {__file__}:{first + 3}" in said
+    assert (
+        f"ranks [0, 2, 3] call all_reduce(sum, float32, 1 elements) at {__file__}:{first + 3}"
+        in said
+    )
     assert f"ranks [1] call all_reduce(max, float32, 1 elements) at {__file__}:{first + 2}" in said
 
 

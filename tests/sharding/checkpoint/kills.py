@@ -46,14 +46,19 @@ def fault_of(name: str) -> Fault:
     kind, who, rank, when, how = name.split()
 
     def program(ctx: RankContext) -> Any:
-        folder, size = Path(os.environ[VARIABLE], name.replace(" ", "-")), LARGE if how == "after" else 64
+        folder, size = (
+            Path(os.environ[VARIABLE], name.replace(" ", "-")),
+            LARGE if how == "after" else 64,
+        )
         save(tree(ctx.mesh, 1, size), folder, step=1)
         pids = ctx.mesh.group("x").all_gather_object(os.getpid())
         doomed = pids if who == "all" else [os.getpid()]
         second = tree(ctx.mesh, 2, size)
         with killed(doomed, when, how) if ctx.rank == int(rank) else nothing() as count:
             step = 1 if kind == "replace" else 2
-            async_save(second, folder, step=step).wait() if kind == "async" else save(second, folder, step=step)
+            async_save(second, folder, step=step).wait() if kind == "async" else save(
+                second, folder, step=step
+            )
         return count[0]
 
     program.__name__ = name

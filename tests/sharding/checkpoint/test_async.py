@@ -54,7 +54,9 @@ def test_completes_without_wait(tmp_path):
     """The thread of rank 0 polls the files of the others."""
 
     def program(mesh):
-        return async_save({"x": sm.distribute_tensor(X, mesh, P("a"), src_data_rank=None)}, tmp_path)
+        return async_save(
+            {"x": sm.distribute_tensor(X, mesh, P("a"), src_data_rank=None)}, tmp_path
+        )
 
     on_mesh((3,), program)[0]._thread.join(20)
     assert latest(tmp_path) == (0, tmp_path / "step-00000000")
@@ -70,7 +72,9 @@ def test_a_second_save_waits_for_the_first(tmp_path):
         assert second.done()
 
     on_mesh((2,), program)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{i}" for i in range(3)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"step-0000000{i}" for i in range(3)
+    ]
 
 
 @pytest.mark.parametrize("failing", ["__1_0", "manifest"])

@@ -23,11 +23,17 @@ X = torch.arange(600.0).reshape(60, 10)
 
 
 def tree(mesh, step):
-    return {"x": sm.distribute_tensor(X + step, mesh, P("a"), src_data_rank=None), "whole": X * step, "step": step}
+    return {
+        "x": sm.distribute_tensor(X + step, mesh, P("a"), src_data_rank=None),
+        "whole": X * step,
+        "step": step,
+    }
 
 
 def saved(folder, *steps, keep=None):
-    on_mesh((2,), lambda mesh: [save(tree(mesh, step), folder, step=step, keep=keep) for step in steps])
+    on_mesh(
+        (2,), lambda mesh: [save(tree(mesh, step), folder, step=step, keep=keep) for step in steps]
+    )
 
 
 def loaded(folder, step=None):
@@ -53,7 +59,9 @@ def test_steps_and_latest(tmp_path):
     assert loaded(tmp_path) == 12
     assert loaded(tmp_path, 3) == 3
     assert loaded(tmp_path / "step-00000003") == 3
-    text = same_error((2,), lambda mesh: load(tmp_path, {}, step=4), FileNotFoundError, silent=False)
+    text = same_error(
+        (2,), lambda mesh: load(tmp_path, {}, step=4), FileNotFoundError, silent=False
+    )
     assert "step 4" in text
     assert "[3, 12]" in text
 
@@ -76,17 +84,25 @@ def test_replaced_files_are_removed_by_all_ranks(writers, tmp_path, monkeypatch)
         patch.setattr(os, "unlink", told)
         on_mesh((2,), program)
     assert names(tmp_path) == ["step-00000001"]
-    removed = sorted(sum(".distcp" in path and ".gone-" in path for path in paths) for paths in by.values())
+    removed = sorted(
+        sum(".distcp" in path and ".gone-" in path for path in paths) for paths in by.values()
+    )
     assert sum(removed) == 2 * writers, "both folders"
     assert len([n for n in removed if n]) == min(writers, 2), "by both ranks"
 
 
 def test_explicit_step(tmp_path):
-    assert on_mesh((2,), lambda mesh: [save({"n": 1}, tmp_path).step for _ in range(3)])[1] == [0, 1, 2]
+    assert on_mesh((2,), lambda mesh: [save({"n": 1}, tmp_path).step for _ in range(3)])[1] == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_empty_folder(tmp_path):
-    assert "no complete checkpoint" in same_error((2,), lambda mesh: load(tmp_path, {}), FileNotFoundError, silent=False)
+    assert "no complete checkpoint" in same_error(
+        (2,), lambda mesh: load(tmp_path, {}), FileNotFoundError, silent=False
+    )
 
 
 def test_retention(tmp_path):
@@ -105,7 +121,9 @@ def test_a_step_is_replaced(tmp_path):
 
 def test_remains_of_crashes_are_removed(tmp_path):
     saved(tmp_path, 1, 2)
-    os.rename(tmp_path / "step-00000002", tmp_path / "step-00000002.old-aa")  # killed between two renames
+    os.rename(
+        tmp_path / "step-00000002", tmp_path / "step-00000002.old-aa"
+    )  # killed between two renames
     (tmp_path / "step-00000003.tmp-bb").mkdir()
     (tmp_path / "step-00000000.gone-cc").mkdir()
     assert loaded(tmp_path) == 2
@@ -162,7 +180,12 @@ def test_new_files_are_never_links(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", told)
     saved(tmp_path / "c", 1)
-    on_mesh((2,), lambda mesh: sm.checkpoint.save_safetensors({"x": X, "y": X}, tmp_path / "m.safetensors", max_shard_size=2400))
+    on_mesh(
+        (2,),
+        lambda mesh: sm.checkpoint.save_safetensors(
+            {"x": X, "y": X}, tmp_path / "m.safetensors", max_shard_size=2400
+        ),
+    )
     assert len(made) == 9
     assert all(flags & os.O_EXCL and flags & os.O_NOFOLLOW for _, flags in made)
     assert len({name for name, _ in made}) == len(made)
@@ -183,7 +206,9 @@ def test_a_full_disk(room, tmp_path, monkeypatch):
         return whole(fd, data)
 
     monkeypatch.setattr(os, "write", write)
-    text = same_error((2,), lambda mesh: save(tree(mesh, 2), tmp_path, step=2), CheckpointError, silent=False)
+    text = same_error(
+        (2,), lambda mesh: save(tree(mesh, 2), tmp_path, step=2), CheckpointError, silent=False
+    )
     monkeypatch.undo()
     assert "No space left on device" in text
     assert "could not write" in text
@@ -215,8 +240,12 @@ def test_a_full_disk_in_the_middle_of_a_tensor(tmp_path, monkeypatch):
 
 def test_a_full_disk_while_a_step_is_replaced(tmp_path, monkeypatch):
     saved(tmp_path, 1)
-    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
-    text = same_error((2,), lambda mesh: save(tree(mesh, 9), tmp_path, step=1), CheckpointError, silent=False)
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
+    )
+    text = same_error(
+        (2,), lambda mesh: save(tree(mesh, 9), tmp_path, step=1), CheckpointError, silent=False
+    )
     monkeypatch.undo()
     assert "Input/output error" in text
     assert loaded(tmp_path) == 1
@@ -224,7 +253,9 @@ def test_a_full_disk_while_a_step_is_replaced(tmp_path, monkeypatch):
 
 def test_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
-    text = same_error((2,), lambda mesh: save({"n": 1}, tmp_path / "file"), CheckpointError, silent=False)
+    text = same_error(
+        (2,), lambda mesh: save({"n": 1}, tmp_path / "file"), CheckpointError, silent=False
+    )
     assert str(tmp_path / "file") in text
 
 
@@ -299,7 +330,9 @@ def test_swapped_files(tmp_path):
 def test_a_file_of_another_step(name, tmp_path):
     """A file of step 1 in place of that of step 2 raises an error."""
     saved(tmp_path, 1, 2)
-    (tmp_path / "step-00000002" / name).write_bytes((tmp_path / "step-00000001" / name).read_bytes())
+    (tmp_path / "step-00000002" / name).write_bytes(
+        (tmp_path / "step-00000001" / name).read_bytes()
+    )
     text = error_of(tmp_path)
     assert str(tmp_path / "step-00000002") in text
 
@@ -310,7 +343,10 @@ def test_a_missing_file(name, tmp_path):
     path = tmp_path / "step-00000002" / name
     path.unlink()
     if name == "manifest.json":  # the sign that a checkpoint is complete
-        with pytest.warns(UserWarning, match=r"step-00000002 has no manifest.json and is skipped; step 1, .*, is loaded"):
+        with pytest.warns(
+            UserWarning,
+            match=r"step-00000002 has no manifest.json and is skipped; step 1, .*, is loaded",
+        ):
             assert loaded(tmp_path) == 1
         assert loaded(tmp_path, 1) == 1  # asked for: no warning
     else:
@@ -345,12 +381,21 @@ def test_the_manifest(tmp_path):
     assert told["checksum"] == "crc32"
     assert told["versions"]["torch"] == torch.__version__
     for name, file in told["files"].items():
-        assert (tmp_path / "step-00000003" / name).stat().st_size == file["size"] == sum(length for _, length, _ in file["pieces"])
+        assert (
+            (tmp_path / "step-00000003" / name).stat().st_size
+            == file["size"]
+            == sum(length for _, length, _ in file["pieces"])
+        )
 
 
 def test_file_in_place_of_the_folder(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"")
-    text = same_error((2,), lambda mesh: sm.checkpoint.load(tmp_path / "model.pt", {}), FileNotFoundError, silent=False)
+    text = same_error(
+        (2,),
+        lambda mesh: sm.checkpoint.load(tmp_path / "model.pt", {}),
+        FileNotFoundError,
+        silent=False,
+    )
     for words in (
         f"{tmp_path / 'model.pt'} is a file; pass the folder",
         "sm.checkpoint.load_safetensors",

@@ -190,7 +190,9 @@ def never_wait(folder):
 
 
 def test_an_asynchronous_save_under_launch_that_nobody_waits_for(tmp_path):
-    with pytest.raises(sm.errors.LaunchError, match="rank 0 of 1 exited with code 1 after its function returned"):
+    with pytest.raises(
+        sm.errors.LaunchError, match="rank 0 of 1 exited with code 1 after its function returned"
+    ):
         sm.launch(never_wait, 1, (str(tmp_path),))
     assert latest(tmp_path).step == 1
 

@@ -22,9 +22,15 @@ def saved_twice() -> dict[str, Any]:
     def rank() -> Any:
         mesh = sm.init_device_mesh(device.NAME, (2,), axis_names=("dp",))
         ones = [torch.ones(5, 3 + i, device=device.NAME) for i in range(4)]
-        tree: dict[str, Any] = {f"w{i}": sm.distribute_tensor(x, mesh, P("dp")) for i, x in enumerate(ones)}
-        tree["half"] = sm.distribute_tensor(torch.ones(4, 4, dtype=torch.bfloat16, device=device.NAME).T, mesh, P(None, "dp"))
-        tree["none"] = sm.distribute_tensor(torch.ones(1, 2, dtype=torch.int64, device=device.NAME), mesh, P("dp"))
+        tree: dict[str, Any] = {
+            f"w{i}": sm.distribute_tensor(x, mesh, P("dp")) for i, x in enumerate(ones)
+        }
+        tree["half"] = sm.distribute_tensor(
+            torch.ones(4, 4, dtype=torch.bfloat16, device=device.NAME).T, mesh, P(None, "dp")
+        )
+        tree["none"] = sm.distribute_tensor(
+            torch.ones(1, 2, dtype=torch.int64, device=device.NAME), mesh, P("dp")
+        )
         tree["plain"], tree["host"] = torch.tensor([7, 7], device=device.NAME), torch.tensor([3.0])
         with tempfile.TemporaryDirectory() as one:
             (folder,) = mesh.group().all_gather_object(one)[:1]

@@ -26,7 +26,9 @@ def trained(form, mesh_shape, count, seed, before, after):
 
     def program(mesh):
         torch.manual_seed(seed)
-        model = FORMS[form](nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 3)).double(), mesh)
+        model = FORMS[form](
+            nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 3)).double(), mesh
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         before(model, optimizer, mesh)
         found = []
@@ -52,7 +54,9 @@ def curve():
     return trained("DDP", (1,), 5, 0, nothing, nothing)
 
 
-@pytest.mark.parametrize(("first", "second"), [("FSDP", "FSDP"), ("FSDP", "DDP"), ("ZeRO-1", "FSDP"), ("DDP", "ZeRO-1")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("FSDP", "FSDP"), ("FSDP", "DDP"), ("ZeRO-1", "FSDP"), ("DDP", "ZeRO-1")]
+)
 def test_loss_curve_continues(first, second, curve, tmp_path):
     """Three steps on four ranks, two on three."""
 
@@ -62,7 +66,9 @@ def test_loss_curve_continues(first, second, curve, tmp_path):
     def loaded(model, optimizer, mesh):
         load_state_dict(model, load(tmp_path, state_dict(model, optimizer)), optimizer)
 
-    found = trained(first, (2, 2), 3, 0, nothing, saved) + trained(second, (3,), 2, 1, loaded, nothing)
+    found = trained(first, (2, 2), 3, 0, nothing, saved) + trained(
+        second, (3,), 2, 1, loaded, nothing
+    )
     assert found == pytest.approx(curve, rel=1e-12)
 
 
@@ -77,5 +83,7 @@ def test_resume_from_full_tensors_on_one_rank(curve):
     def scattered(model, optimizer, mesh):
         load_full_state_dict(model, whole[0] if mesh.get_rank() == 0 else None, optimizer=optimizer)
 
-    found = trained("FSDP", (4,), 3, 0, nothing, gathered) + trained("FSDP", (3,), 2, 1, scattered, nothing)
+    found = trained("FSDP", (4,), 3, 0, nothing, gathered) + trained(
+        "FSDP", (3,), 2, 1, scattered, nothing
+    )
     assert found == pytest.approx(curve, rel=1e-12)

@@ -26,7 +26,9 @@ X = torch.arange(48.0).reshape(8, 6)
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, 100, 20)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(first, first + 20) for first in range(0, 100, 20)], ids=str
+)
 def test_random_pairs_of_meshes(seeds, tmp_path):
     """All 2,000 are run by benchmarks/checkpoint_faults.py."""
     assert sum(pair(seed, tmp_path / str(seed)) for seed in seeds) > len(seeds)
@@ -42,7 +44,10 @@ def test_every_kind_of_leaf(tmp_path):
     def tree(mesh, scale):
         x = place(mesh, X * scale)
         return {
-            "model": {"w": x.redistribute(P("a")), "list": [x, {"deep": x.redistribute(P(None, "a"))}]},
+            "model": {
+                "w": x.redistribute(P("a")),
+                "list": [x, {"deep": x.redistribute(P(None, "a"))}],
+            },
             "plain": (X * scale).t(),
             "0-d": place(mesh, torch.tensor(2.5 * scale)),
             "empty": place(mesh, torch.empty(0, 3)).redistribute(P("a")),
@@ -92,7 +97,10 @@ def test_pending_values_are_reduced(tmp_path):
 def test_views_are_saved_without_their_base(tmp_path):
     def program(mesh):
         base = torch.zeros(1000, 6)
-        save({"x": sm.from_local(base[3:7], mesh, P("a"), shape=(8, 6)), "plain": base.t()[:, 5:9]}, tmp_path)
+        save(
+            {"x": sm.from_local(base[3:7], mesh, P("a"), shape=(8, 6)), "plain": base.t()[:, 5:9]},
+            tmp_path,
+        )
 
     on_mesh((2,), program)
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.distcp")) < 8000
@@ -100,7 +108,10 @@ def test_views_are_saved_without_their_base(tmp_path):
 
 def test_ranks_outside_the_mesh(tmp_path):
     def program():
-        inside, other = sm.DeviceMesh(DEVICE, [2, 0], axis_names=("a",)), sm.DeviceMesh(DEVICE, [1], axis_names=("b",))
+        inside, other = (
+            sm.DeviceMesh(DEVICE, [2, 0], axis_names=("a",)),
+            sm.DeviceMesh(DEVICE, [1], axis_names=("b",)),
+        )
         x = sm.distribute_tensor(X, inside, P("a"), src_data_rank=None)
         save({"x": x}, tmp_path)
         y = load(tmp_path, {"x": Layout.of(other, P(), X.shape)})["x"]
@@ -116,7 +127,11 @@ def test_random_state_continues(tmp_path):
         sm.random.manual_seed(5)
         torch.manual_seed(mesh.get_rank())
         save({"random": RandomState()}, tmp_path)
-        return torch.rand(2), sm.rand(4, device_mesh=mesh).full_tensor(), random.random() if mesh.get_rank() == 1 else None
+        return (
+            torch.rand(2),
+            sm.rand(4, device_mesh=mesh).full_tensor(),
+            random.random() if mesh.get_rank() == 1 else None,
+        )
 
     def loading(mesh):
         load(tmp_path, {"random": RandomState()})
@@ -147,27 +162,47 @@ def test_each_byte_is_written_once_and_evenly(tmp_path):
 
 @pytest.mark.parametrize(
     ("spec", "kept"),
-    [(P(), X.nbytes), (P("a"), X.nbytes), (P(None, ("b", "a")), X.nbytes // 3), (P("b", "a"), X.nbytes // 2)],
+    [
+        (P(), X.nbytes),
+        (P("a"), X.nbytes),
+        (P(None, ("b", "a")), X.nbytes // 3),
+        (P("b", "a"), X.nbytes // 2),
+    ],
 )
 def test_each_byte_is_read_once(spec, kept, tmp_path, monkeypatch):
     """A node reads each piece once, whatever is replicated; readers keep their own parts and send the rest."""
     read = []
     whole = pieces.read_tensor
-    monkeypatch.setattr(pieces, "read_tensor", lambda stored, piece, *args: (read.append(piece), whole(stored, piece, *args))[1])
+    monkeypatch.setattr(
+        pieces,
+        "read_tensor",
+        lambda stored, piece, *args: (read.append(piece), whole(stored, piece, *args))[1],
+    )
 
     def program(mesh):
         save({"x": place(mesh, X).redistribute(P("a"))}, tmp_path)
         with collectives() as records:
             y = load(tmp_path, {"x": Layout.of(mesh, spec, X.shape)})["x"]
         assert torch.equal(y.full_tensor(), X)
-        return [r.bytes_received for r in records if r.op == "all_to_all"], launched(records), y._local.nbytes
+        return (
+            [r.bytes_received for r in records if r.op == "all_to_all"],
+            launched(records),
+            y._local.nbytes,
+        )
 
     results = on_mesh((2, 2), program)
     assert len(read) == len(set(read)) == 2
     moved = sum(sum(received) for received, _, _ in results)
     assert moved == sum(held for _, _, held in results) - kept
     assert {tuple(launches) for _, launches, _ in results} == {
-        ("all_gather_object", "broadcast", "all_gather_object", "all_gather_object", "all_to_all", "all_gather_object")
+        (
+            "all_gather_object",
+            "broadcast",
+            "all_gather_object",
+            "all_gather_object",
+            "all_to_all",
+            "all_gather_object",
+        )
     }
 
 
@@ -181,7 +216,10 @@ def test_nothing_is_sent_if_ranks_need_different_pieces(tmp_path):
             load(tmp_path, {"x": x})
         return launched(records)
 
-    assert on_mesh((4,), program) == [["all_gather_object", "broadcast", "all_gather_object", "all_gather_object"]] * 4
+    assert (
+        on_mesh((4,), program)
+        == [["all_gather_object", "broadcast", "all_gather_object", "all_gather_object"]] * 4
+    )
 
 
 def test_tensors_are_read_in_place(tmp_path, monkeypatch):
@@ -210,7 +248,10 @@ def _replicated(folder):
     x = place(mesh, X)
     save({"x": x.redistribute(P("a")), "step": 3}, folder)
     read, whole = [], pieces.read_tensor
-    pieces.read_tensor = lambda stored, piece, *args: (read.append(piece.file), whole(stored, piece, *args))[1]
+    pieces.read_tensor = lambda stored, piece, *args: (
+        read.append(piece.file),
+        whole(stored, piece, *args),
+    )[1]
     try:
         with collectives() as records:
             found = load(folder, {"x": x, "step": 0})
@@ -224,9 +265,13 @@ def _replicated(folder):
 def test_over_sockets_each_rank_reads_for_itself(world4, tmp_path):
     """Nothing is sent, and the ranks begin with different files."""
     results = world4(_replicated, tmp_path)
-    assert {tuple(sorted(read)) for read, _ in results} == {tuple(f"__{rank}_0.distcp" for rank in range(4))}
+    assert {tuple(sorted(read)) for read, _ in results} == {
+        tuple(f"__{rank}_0.distcp" for rank in range(4))
+    }
     assert len({read[0] for read, _ in results}) == 4
-    assert [launches for _, launches in results] == [["all_gather_object", "broadcast", "all_gather_object", "all_gather_object"]] * 4
+    assert [launches for _, launches in results] == [
+        ["all_gather_object", "broadcast", "all_gather_object", "all_gather_object"]
+    ] * 4
 
 
 def test_long_tensors_are_stored_and_read_in_pieces(tmp_path, monkeypatch):
@@ -234,11 +279,20 @@ def test_long_tensors_are_stored_and_read_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "ROUND_BYTES", 3000)
     read = []
     whole = pieces.read_tensor
-    monkeypatch.setattr(pieces, "read_tensor", lambda stored, piece, *args: (read.append(piece), whole(stored, piece, *args))[1])
+    monkeypatch.setattr(
+        pieces,
+        "read_tensor",
+        lambda stored, piece, *args: (read.append(piece), whole(stored, piece, *args))[1],
+    )
 
     def program(mesh):
-        save({"x": place(mesh, X), "flat": place(mesh, torch.arange(40)).redistribute(P("a"))}, tmp_path)
-        found = load(tmp_path, {"x": torch.empty_like(X), "flat": Layout.of(mesh, P(), (40,), torch.int64)})
+        save(
+            {"x": place(mesh, X), "flat": place(mesh, torch.arange(40)).redistribute(P("a"))},
+            tmp_path,
+        )
+        found = load(
+            tmp_path, {"x": torch.empty_like(X), "flat": Layout.of(mesh, P(), (40,), torch.int64)}
+        )
         assert torch.equal(found["x"], X)
         assert torch.equal(found["flat"].full_tensor(), torch.arange(40))
 
@@ -253,7 +307,10 @@ def test_long_tensors_are_stored_and_read_in_pieces(tmp_path, monkeypatch):
     ("like", "words"),
     [
         ({"model": {"wieght": X}}, ["no 'model.wieght'", "'model.weight'"]),
-        ({"model": {"weight": X[:4]}}, ["'model.weight'", "torch.float32[4, 6]", "torch.float32[8, 6]"]),
+        (
+            {"model": {"weight": X[:4]}},
+            ["'model.weight'", "torch.float32[4, 6]", "torch.float32[8, 6]"],
+        ),
         ({"model": {"weight": X.double()}}, ["torch.float64[8, 6]", "torch.float32[8, 6]"]),
         ({"model": {"weight": None}}, ["is a tensor", "pass a Layout"]),
         ({"step": X}, ["'step'", "not a tensor"]),
@@ -269,7 +326,12 @@ def test_entries_missing_from_the_checkpoint(like, words, tmp_path):
 
 def test_a_like_with_pending_values(tmp_path):
     on_mesh((2,), lambda mesh: save({"x": place(mesh, X)}, tmp_path))
-    text = same_error((2,), lambda mesh: load(tmp_path, {"x": Layout.of(mesh, P(unreduced={"a"}), X.shape)}), ValueError, silent=False)
+    text = same_error(
+        (2,),
+        lambda mesh: load(tmp_path, {"x": Layout.of(mesh, P(unreduced={"a"}), X.shape)}),
+        ValueError,
+        silent=False,
+    )
     assert "pending" in text
 
 
@@ -303,9 +365,22 @@ def test_clashing_names_raise(tmp_path):
     ("tree", "words"),
     [
         (lambda mesh: {"x": mesh.get_rank()}, ["rank 0 has 'x': 0, but rank 1 has 'x': 1"]),
-        (lambda mesh: {"x": X + (mesh.get_rank() == 2)}, ["rank 0 has 'x'", "but rank 2", "CRC-32"]),
-        (lambda mesh: {"x": 1, **({"y": 2} if mesh.get_rank() == 1 else {})}, ["only rank 1 has 'y'"]),
-        (lambda mesh: {"x": sm.distribute_tensor(X, mesh, P("a" if mesh.get_rank() else None), src_data_rank=None)}, ["P('a', None)"]),
+        (
+            lambda mesh: {"x": X + (mesh.get_rank() == 2)},
+            ["rank 0 has 'x'", "but rank 2", "CRC-32"],
+        ),
+        (
+            lambda mesh: {"x": 1, **({"y": 2} if mesh.get_rank() == 1 else {})},
+            ["only rank 1 has 'y'"],
+        ),
+        (
+            lambda mesh: {
+                "x": sm.distribute_tensor(
+                    X, mesh, P("a" if mesh.get_rank() else None), src_data_rank=None
+                )
+            },
+            ["P('a', None)"],
+        ),
     ],
 )
 def test_different_trees_raise(tree, words, tmp_path):
@@ -317,7 +392,9 @@ def test_different_trees_raise(tree, words, tmp_path):
 
 @pytest.mark.parametrize("options", [{"step": -1}, {"step": 1.5}, {"keep": 0}, {"keep": True}])
 def test_invalid_options_raise(options, tmp_path):
-    assert str(next(iter(options.values()))) in same_error((2,), lambda mesh: save({}, tmp_path, **options), ValueError)
+    assert str(next(iter(options.values()))) in same_error(
+        (2,), lambda mesh: save({}, tmp_path, **options), ValueError
+    )
 
 
 @pytest.mark.parametrize("damaged", ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"])
@@ -332,7 +409,9 @@ def test_a_rank_that_cannot_read(damaged, tmp_path, monkeypatch):
     on_mesh((3,), lambda mesh: save(tree(mesh), tmp_path))
     (path,) = tmp_path.rglob(damaged)
     path.write_bytes(path.read_bytes()[:-700])
-    assert str(path) in same_error((3,), lambda mesh: load(tmp_path, tree(mesh)), CheckpointError, silent=False)
+    assert str(path) in same_error(
+        (3,), lambda mesh: load(tmp_path, tree(mesh)), CheckpointError, silent=False
+    )
 
 
 def test_loading_different_trees_per_rank(tmp_path):

@@ -17,7 +17,11 @@ from shardmesh.sharding.checkpoint.safetensors import load_safetensors, save_saf
 from tests.sharding.checkpoint.trees import DTYPES, bits, values_of
 from tests.sharding.ranks import collectives, launched, on_mesh, place, same_error
 
-WHOLE = {f"t{i}": values_of(i, shape, dtype) for i, dtype in enumerate(DTYPES) for shape in [[(5, 3), (7,), (), (0, 2)][i % 4]]}
+WHOLE = {
+    f"t{i}": values_of(i, shape, dtype)
+    for i, dtype in enumerate(DTYPES)
+    for shape in [[(5, 3), (7,), (), (0, 2)][i % 4]]
+}
 
 
 def write(path, tensors, shift=0):
@@ -25,7 +29,11 @@ def write(path, tensors, shift=0):
     header, data = {"__metadata__": {"format": "pt"}}, b""
     names = {torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL", torch.float64: "F64"}
     for name, x in tensors.items():
-        header[name] = {"dtype": names[x.dtype], "shape": list(x.shape), "data_offsets": [len(data), len(data) + x.nbytes]}
+        header[name] = {
+            "dtype": names[x.dtype],
+            "shape": list(x.shape),
+            "data_offsets": [len(data), len(data) + x.nbytes],
+        }
         data += bits(x).numpy().tobytes()
     text = json.dumps(header).encode() + b" " * shift
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
@@ -36,8 +44,20 @@ def test_round_trip(spec, tmp_path):
     path = tmp_path / "x.safetensors"
 
     def program(mesh):
-        layouts = {name: Layout.of(mesh, spec if x.ndim == 2 else P(), x.shape, x.dtype) for name, x in WHOLE.items()}
-        save_safetensors({"m": {name: place(mesh, x).redistribute(layouts[name].spec) for name, x in WHOLE.items()}}, path, rank=1)
+        layouts = {
+            name: Layout.of(mesh, spec if x.ndim == 2 else P(), x.shape, x.dtype)
+            for name, x in WHOLE.items()
+        }
+        save_safetensors(
+            {
+                "m": {
+                    name: place(mesh, x).redistribute(layouts[name].spec)
+                    for name, x in WHOLE.items()
+                }
+            },
+            path,
+            rank=1,
+        )
         with collectives() as records:
             found = load_safetensors(path, {"m": layouts})["m"]
         assert launched(records) == ["all_gather_object"] * 3
@@ -63,11 +83,18 @@ def test_compatible_with_the_safetensors_library(tmp_path):
 
 @pytest.mark.parametrize("shift", range(8))
 def test_unaligned_data(shift, tmp_path):
-    tensors = {"flags": torch.tensor([True, False, True]), "x": torch.arange(12.0).reshape(4, 3), "n": torch.arange(4)}
+    tensors = {
+        "flags": torch.tensor([True, False, True]),
+        "x": torch.arange(12.0).reshape(4, 3),
+        "n": torch.arange(4),
+    }
     write(tmp_path / "x.safetensors", tensors, shift)
 
     def program(mesh):
-        found = load_safetensors(tmp_path / "x.safetensors", {**{n: Layout.of(mesh, P("a"), t.shape, t.dtype) for n, t in tensors.items()}})
+        found = load_safetensors(
+            tmp_path / "x.safetensors",
+            {**{n: Layout.of(mesh, P("a"), t.shape, t.dtype) for n, t in tensors.items()}},
+        )
         assert all(torch.equal(found[name].full_tensor(), x) for name, x in tensors.items())
 
     on_mesh((2,), program)
@@ -93,11 +120,21 @@ def test_a_folder_into_a_module(tmp_path):
 
 
 # 48, 24, 32 and 0 bytes
-SHARDED = {"a": torch.arange(12.0).reshape(4, 3), "n": torch.arange(3), "b": torch.ones(2, 2).double(), "none": torch.zeros(0, 2)}
+SHARDED = {
+    "a": torch.arange(12.0).reshape(4, 3),
+    "n": torch.arange(3),
+    "b": torch.ones(2, 2).double(),
+    "none": torch.zeros(0, 2),
+}
 
 
 def _save(folder, **settings):
-    on_mesh((2,), lambda mesh: save_safetensors({name: place(mesh, x) for name, x in SHARDED.items()}, folder, **settings))
+    on_mesh(
+        (2,),
+        lambda mesh: save_safetensors(
+            {name: place(mesh, x) for name, x in SHARDED.items()}, folder, **settings
+        ),
+    )
 
 
 def _check(path):
@@ -106,7 +143,9 @@ def _check(path):
         assert all(torch.equal(found[name], x) for name, x in SHARDED.items())
 
 
-@pytest.mark.parametrize(("size", "count"), [(1, 4), (48, 3), ("56B", 2), ("0.072KB", 2), ("1GiB", 1), (None, 1)])
+@pytest.mark.parametrize(
+    ("size", "count"), [(1, 4), (48, 3), ("56B", 2), ("0.072KB", 2), ("1GiB", 1), (None, 1)]
+)
 def test_max_shard_size(size, count, tmp_path):
     _save(tmp_path, max_shard_size=size)
     parts = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
@@ -134,7 +173,12 @@ def test_index_lists_the_files_of_the_model(tmp_path):
     write(tmp_path / "consolidated.safetensors", {"a": torch.zeros(4, 3)})
     _check(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
-    text = same_error((2,), lambda mesh: load_safetensors(tmp_path, {"a": torch.empty(4, 3)}), CheckpointError, silent=False)
+    text = same_error(
+        (2,),
+        lambda mesh: load_safetensors(tmp_path, {"a": torch.empty(4, 3)}),
+        CheckpointError,
+        silent=False,
+    )
     assert "consolidated.safetensors" in text
     assert "model-00001-of-00003.safetensors" in text
 
@@ -152,12 +196,19 @@ def test_index_lists_the_files_of_the_model(tmp_path):
 def test_a_wrong_index(index, words, tmp_path):
     _save(tmp_path, max_shard_size=48)
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    assert words in same_error((2,), lambda mesh: load_safetensors(tmp_path, {"a": torch.empty(4, 3)}), CheckpointError, silent=False)
+    assert words in same_error(
+        (2,),
+        lambda mesh: load_safetensors(tmp_path, {"a": torch.empty(4, 3)}),
+        CheckpointError,
+        silent=False,
+    )
 
 
 @pytest.mark.parametrize("size", [0, -1, "five", "5XB", True])
 def test_invalid_max_shard_size_raises(size, tmp_path):
-    assert "max_shard_size" in same_error((2,), lambda mesh: save_safetensors(SHARDED, tmp_path, max_shard_size=size), ValueError)
+    assert "max_shard_size" in same_error(
+        (2,), lambda mesh: save_safetensors(SHARDED, tmp_path, max_shard_size=size), ValueError
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,27 +222,49 @@ def test_invalid_max_shard_size_raises(size, tmp_path):
 )
 def test_missing_tensors_raise(like, words, tmp_path):
     write(tmp_path / "x.safetensors", {"x": torch.zeros(4, 3)})
-    text = same_error((2,), lambda mesh: load_safetensors(tmp_path / "x.safetensors", like), ValueError, silent=False)
+    text = same_error(
+        (2,),
+        lambda mesh: load_safetensors(tmp_path / "x.safetensors", like),
+        ValueError,
+        silent=False,
+    )
     for word in words:
         assert word in text
 
 
-@pytest.mark.parametrize("damage", [lambda good: good[:5], lambda good: good[:-1], lambda good: b"\xff" * 8 + good[8:], lambda good: b""])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda good: good[:5],
+        lambda good: good[:-1],
+        lambda good: b"\xff" * 8 + good[8:],
+        lambda good: b"",
+    ],
+)
 def test_a_damaged_file(damage, tmp_path):
     path = tmp_path / "x.safetensors"
     write(path, {"x": torch.zeros(4, 3)})
     path.write_bytes(damage(path.read_bytes()))
-    assert str(path) in same_error((2,), lambda mesh: load_safetensors(path, {"x": torch.empty(4, 3)}), CheckpointError, silent=False)
+    assert str(path) in same_error(
+        (2,),
+        lambda mesh: load_safetensors(path, {"x": torch.empty(4, 3)}),
+        CheckpointError,
+        silent=False,
+    )
 
 
 def test_missing_file_raises(tmp_path):
     for path in (tmp_path, tmp_path / "x.safetensors"):
-        assert str(path) in same_error((2,), lambda mesh, path=path: load_safetensors(path, {}), CheckpointError, silent=False)
+        assert str(path) in same_error(
+            (2,), lambda mesh, path=path: load_safetensors(path, {}), CheckpointError, silent=False
+        )
 
 
 @pytest.mark.parametrize("leaf", [3, torch.zeros(2, dtype=torch.complex128)])
 def test_unsupported_dtypes_raise(leaf, tmp_path):
-    assert "'a.b'" in same_error((2,), lambda mesh: save_safetensors({"a": {"b": leaf}}, tmp_path / "x"), ValueError)
+    assert "'a.b'" in same_error(
+        (2,), lambda mesh: save_safetensors({"a": {"b": leaf}}, tmp_path / "x"), ValueError
+    )
 
 
 @pytest.mark.parametrize("size", [None, 3_000_000])
@@ -207,7 +280,11 @@ def test_a_full_disk(size, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", no_room)
 
     def program(mesh):
-        save_safetensors({str(i): place(mesh, torch.zeros(600_000)).redistribute(P("a")) for i in range(3)}, path, max_shard_size=size)
+        save_safetensors(
+            {str(i): place(mesh, torch.zeros(600_000)).redistribute(P("a")) for i in range(3)},
+            path,
+            max_shard_size=size,
+        )
 
     text = same_error((2,), program, CheckpointError, silent=False)
     assert "No space left on device" in text

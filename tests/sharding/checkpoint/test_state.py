@@ -24,11 +24,15 @@ ROWS = P(("b", "a"))
 def model_of(mesh, spec=None, seed=0):
     """Return two layers and a plain buffer; parameters have the layouts `spec(parameter)`."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 5, dtype=torch.float64), nn.ReLU(), nn.Linear(5, 3, dtype=torch.float64))
+    model = nn.Sequential(
+        nn.Linear(6, 5, dtype=torch.float64), nn.ReLU(), nn.Linear(5, 3, dtype=torch.float64)
+    )
     model.register_buffer("count", torch.tensor(4))
     for name, parameter in list(model.named_parameters()) if spec else []:
         owner, _, own = name.rpartition(".")
-        sharded = sm.distribute_tensor(parameter.detach(), mesh, spec(parameter), src_data_rank=None)
+        sharded = sm.distribute_tensor(
+            parameter.detach(), mesh, spec(parameter), src_data_rank=None
+        )
         setattr(model.get_submodule(owner), own, nn.Parameter(sharded))
     return model
 
@@ -50,7 +54,10 @@ def adam(model, lr=0.1):
 
 
 def whole_of(model):
-    return {name: p.detach().full_tensor() if isinstance(p, ShardedTensor) else p.detach() for name, p in model.named_parameters()}
+    return {
+        name: p.detach().full_tensor() if isinstance(p, ShardedTensor) else p.detach()
+        for name, p in model.named_parameters()
+    }
 
 
 def expected(count):
@@ -76,7 +83,12 @@ def test_names_and_no_communication():
         assert records == []
         assert list(state["model"]) == ["count", "0.weight", "0.bias", "2.weight", "2.bias"]
         assert list(state["optimizer"]["state"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-        assert state["optimizer"]["param_groups"][0]["params"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        assert state["optimizer"]["param_groups"][0]["params"] == [
+            "0.weight",
+            "0.bias",
+            "2.weight",
+            "2.bias",
+        ]
         average = state["optimizer"]["state"]["0.weight"]["exp_avg"]
         assert sm.typeof(average) is sm.typeof(model[0].weight)
         assert not state["model"]["0.weight"].requires_grad
@@ -85,7 +97,11 @@ def test_names_and_no_communication():
     on_mesh((2,), program)
 
 
-SPECS = {"rows": lambda p: P("a"), "columns": lambda p: P(None, "a") if p.ndim == 2 else P(), "ragged": ragged}
+SPECS = {
+    "rows": lambda p: P("a"),
+    "columns": lambda p: P(None, "a") if p.ndim == 2 else P(),
+    "ragged": ragged,
+}
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -157,7 +173,12 @@ class Loader:
 
 def test_entries_of_objects_come_from_the_checkpoint(tmp_path):
     """More and other entries than the new object has, tensors of other shapes, and per-rank values."""
-    begun = {"epoch": 3, "order": torch.arange(5), "workers": [{"position": torch.tensor(7)}, {}], "rate": torch.tensor(0.5)}
+    begun = {
+        "epoch": 3,
+        "order": torch.arange(5),
+        "workers": [{"position": torch.tensor(7)}, {}],
+        "rate": torch.tensor(0.5),
+    }
 
     def first(mesh):
         save({"loader": Loader({**begun, "own": PerRank(mesh.get_rank())})}, tmp_path)
@@ -209,12 +230,21 @@ def test_a_state_without_the_optimizer():
 def test_different_param_groups():
     """Settings are matched by the parameters of the group."""
     model = model_of(None)
-    one = torch.optim.SGD([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}], lr=0.1, momentum=0.9)
+    one = torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}],
+        lr=0.1,
+        momentum=0.9,
+    )
     steps(model, one, 1)
-    other = torch.optim.SGD([{"params": model[2].parameters()}, {"params": model[0].parameters()}], lr=7.0, momentum=0.9)
+    other = torch.optim.SGD(
+        [{"params": model[2].parameters()}, {"params": model[0].parameters()}], lr=7.0, momentum=0.9
+    )
     load_state_dict(model, state_dict(model, one), other)
     assert [group["lr"] for group in other.param_groups] == [0.1, 0.5]
-    buffers = [[optimizer.state[model[i].weight]["momentum_buffer"] for i in (0, 2)] for optimizer in (one, other)]
+    buffers = [
+        [optimizer.state[model[i].weight]["momentum_buffer"] for i in (0, 2)]
+        for optimizer in (one, other)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(*buffers, strict=True))
 
 
@@ -251,7 +281,9 @@ def test_from_one_rank_to_any_mesh(rank):
     def second(mesh):
         model = model_of(mesh, ragged, seed=1)
         optimizer = adam(model, lr=9.0)
-        load_full_state_dict(model, state if mesh.get_rank() == rank else None, rank, optimizer=optimizer)
+        load_full_state_dict(
+            model, state if mesh.get_rank() == rank else None, rank, optimizer=optimizer
+        )
         steps(model, optimizer, 2)
         return whole_of(model), model.count
 
@@ -266,12 +298,16 @@ def test_only_boxes_are_sent():
 
     def program(mesh):
         model = nn.Linear(8, 8, bias=False)
-        model.weight = nn.Parameter(sm.distribute_tensor(model.weight.detach(), mesh, P("a"), src_data_rank=None))
+        model.weight = nn.Parameter(
+            sm.distribute_tensor(model.weight.detach(), mesh, P("a"), src_data_rank=None)
+        )
         state = {"weight": torch.arange(64.0).reshape(8, 8)} if mesh.get_rank() == 0 else None
         with collectives() as records:
             load_full_state_dict(model, state)
         assert torch.equal(model.weight.detach().full_tensor(), torch.arange(64.0).reshape(8, 8))
-        return [(r.op, r.bytes_sent, r.bytes_received) for r in records if r.op != "all_gather_object"]
+        return [
+            (r.op, r.bytes_sent, r.bytes_received) for r in records if r.op != "all_gather_object"
+        ]
 
     assert on_mesh((4,), program) == [[("all_to_all", 3 * 64, 0)], *[[("all_to_all", 0, 64)]] * 3]
 
@@ -280,8 +316,14 @@ def test_only_boxes_are_sent():
     ("change", "words"),
     [
         (lambda state: state.pop("0.bias"), ["no 'model.0.bias'"]),
-        (lambda state: state.update({"0.bias": torch.zeros(4, dtype=torch.float64)}), ["'model.0.bias'", "[4]", "[5]"]),
-        (lambda state: state.update({"0.bias": torch.zeros(5)}), ["torch.float32", "torch.float64"]),
+        (
+            lambda state: state.update({"0.bias": torch.zeros(4, dtype=torch.float64)}),
+            ["'model.0.bias'", "[4]", "[5]"],
+        ),
+        (
+            lambda state: state.update({"0.bias": torch.zeros(5)}),
+            ["torch.float32", "torch.float64"],
+        ),
         (lambda state: state.update({"more": torch.zeros(5)}), ["'model.more'", "does not have"]),
     ],
 )
@@ -290,16 +332,22 @@ def test_incompatible_state_raises(change, words):
     change(state)
 
     def program(mesh):
-        load_full_state_dict(model_of(mesh, lambda p: P("a")), state if mesh.get_rank() == 0 else None)
+        load_full_state_dict(
+            model_of(mesh, lambda p: P("a")), state if mesh.get_rank() == 0 else None
+        )
 
     text = same_error((2,), program, ValueError, silent=False)
     for word in words:
         assert word in text
 
 
-@pytest.mark.parametrize("function", [full_state_dict, lambda m, rank: load_full_state_dict(m, None, rank)])
+@pytest.mark.parametrize(
+    "function", [full_state_dict, lambda m, rank: load_full_state_dict(m, None, rank)]
+)
 def test_nonexistent_rank_raises(function):
-    assert "rank must be an integer from 0 to 1, got 7" in same_error((2,), lambda mesh: function(model_of(mesh), rank=7), ValueError)
+    assert "rank must be an integer from 0 to 1, got 7" in same_error(
+        (2,), lambda mesh: function(model_of(mesh), rank=7), ValueError
+    )
 
 
 def _wrapped(model, wrapper):
@@ -337,10 +385,14 @@ def test_names_have_no_parts_of_wrappers(wrapper, loaded_into, tmp_path):
         assert sorted(state["optimizer"]["param_groups"][0]["params"]) == names
         sm.checkpoint.save(state, tmp_path, step=1)
         other, its = made(loaded_into, 0.0)
-        sm.checkpoint.load_state_dict(other, sm.checkpoint.load(tmp_path, like=sm.checkpoint.state_dict(other, its)), its)
+        sm.checkpoint.load_state_dict(
+            other, sm.checkpoint.load(tmp_path, like=sm.checkpoint.state_dict(other, its)), its
+        )
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(p.full_tensor(), q.full_tensor())
-            assert torch.equal(optimizer.state[p]["exp_avg"].full_tensor(), its.state[q]["exp_avg"].full_tensor())
+            assert torch.equal(
+                optimizer.state[p]["exp_avg"].full_tensor(), its.state[q]["exp_avg"].full_tensor()
+            )
 
     sm.simulate(2)(program)()
 
@@ -350,19 +402,39 @@ def test_a_module_that_is_called_module_keeps_its_name():
     optimizer = torch.optim.AdamW(model.parameters())
     state = sm.checkpoint.state_dict(model, optimizer)
     assert sorted(state["model"]) == ["1.bias", "1.weight", "module.bias", "module.weight"]
-    assert state["optimizer"]["param_groups"][0]["params"] == ["1.weight", "1.bias", "module.weight", "module.bias"]
+    assert state["optimizer"]["param_groups"][0]["params"] == [
+        "1.weight",
+        "1.bias",
+        "module.weight",
+        "module.bias",
+    ]
 
 
 def test_states_saved_with_the_parts_of_wrappers_are_loaded():
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     state = sm.checkpoint.state_dict(model, optimizer)
-    values = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4, 4), "exp_avg_sq": torch.ones(4, 4)}
+    values = {
+        "step": torch.tensor(3.0),
+        "exp_avg": torch.ones(4, 4),
+        "exp_avg_sq": torch.ones(4, 4),
+    }
     old = {
-        "model": {name.replace("0.", "0._orig_mod."): torch.ones_like(x) for name, x in state["model"].items()},
+        "model": {
+            name.replace("0.", "0._orig_mod."): torch.ones_like(x)
+            for name, x in state["model"].items()
+        },
         "optimizer": {
             "state": {"0._checkpoint_wrapped_module.weight": values},
-            "param_groups": [{"lr": 0.5, "params": ["0._checkpoint_wrapped_module.weight", "0._checkpoint_wrapped_module.bias"]}],
+            "param_groups": [
+                {
+                    "lr": 0.5,
+                    "params": [
+                        "0._checkpoint_wrapped_module.weight",
+                        "0._checkpoint_wrapped_module.bias",
+                    ],
+                }
+            ],
         },
     }
     sm.checkpoint.load_state_dict(model, old, optimizer)

@@ -19,7 +19,11 @@ class TiedEmbedding(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.head, self.last = nn.Embedding(5, 3), nn.Linear(3, 5), nn.Linear(3, 5, bias=False)
+        self.embed, self.head, self.last = (
+            nn.Embedding(5, 3),
+            nn.Linear(3, 5),
+            nn.Linear(3, 5, bias=False),
+        )
         self.head.weight = self.last.weight = self.embed.weight
         self.register_buffer("scale", torch.full((2,), 2.0))
         self.head.register_buffer("scale", self.scale)
@@ -49,7 +53,9 @@ def test_file_stores_tied_weights_once(tmp_path):
         sm.checkpoint.load_safetensors(path, model)
         assert model.head.weight is model.embed.weight
         assert torch.equal(model.last.weight.full_tensor(), torch.full((5, 3), 4.0))
-        like = {"last": {"weight": Layout.of(mesh, P("a"), (5, 3), torch.float32)}}  # no module: the file knows the name
+        like = {
+            "last": {"weight": Layout.of(mesh, P("a"), (5, 3), torch.float32)}
+        }  # no module: the file knows the name
         return sm.checkpoint.load_safetensors(path, like)["last"]["weight"].full_tensor()
 
     assert all(torch.equal(found, torch.full((5, 3), 4.0)) for found in on_mesh((3,), program))
@@ -67,7 +73,9 @@ def test_file_stores_tied_weights_once(tmp_path):
 def test_files_may_have_any_of_the_tied_names(stored, tmp_path):
     library = pytest.importorskip("safetensors.torch")
     path = tmp_path / "model.safetensors"
-    library.save_file({stored: torch.ones(5, 3), "head.bias": torch.ones(5), "scale": torch.ones(2)}, path)
+    library.save_file(
+        {stored: torch.ones(5, 3), "head.bias": torch.ones(5), "scale": torch.ones(2)}, path
+    )
 
     def program(mesh):
         return sm.checkpoint.full_state_dict(sm.checkpoint.load_safetensors(path, _tied(mesh, 0.0)))

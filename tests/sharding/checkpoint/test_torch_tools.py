@@ -23,7 +23,12 @@ from tests.device import DEVICE
 from tests.sharding.ranks import on_mesh, place
 
 X = torch.arange(35.0).reshape(7, 5)
-LAYOUTS = [[Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Replicate()]]
+LAYOUTS = [
+    [Shard(0), Shard(1)],
+    [Replicate(), Shard(0)],
+    [Shard(0), Shard(0)],
+    [Replicate(), Replicate()],
+]
 SPECS = [P("a", "b"), P("b"), P(None, ("b", "a")), P("a", sizes={"a": (0, 7)}), P()]
 
 
@@ -34,11 +39,17 @@ def _mesh() -> sm.DeviceMesh:
 def _to_dtensors(folder: Path) -> None:
     """Load our checkpoint into DTensors and plain tensors with `dcp.load`."""
     mesh = _mesh()
-    ours = {str(i): sm.distribute_tensor(X + i, mesh, spec, src_data_rank=None) for i, spec in enumerate(SPECS)}
+    ours = {
+        str(i): sm.distribute_tensor(X + i, mesh, spec, src_data_rank=None)
+        for i, spec in enumerate(SPECS)
+    }
     path = save({"model": ours, "half": X.bfloat16(), "step": 7}, folder).path
     for placements in LAYOUTS:
         found: Any = {
-            "model": {name: distribute_tensor(torch.zeros(7, 5), mesh.to_torch(), placements) for name in ours},
+            "model": {
+                name: distribute_tensor(torch.zeros(7, 5), mesh.to_torch(), placements)
+                for name in ours
+            },
             "half": torch.zeros(7, 5, dtype=torch.bfloat16),
             "step": 0,
         }
@@ -60,7 +71,9 @@ def _from_dtensors(folder: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(5, 7)
     whole = model.weight.detach().clone()
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh.to_torch(), LAYOUTS[2]))
+    model.weight = nn.Parameter(
+        distribute_tensor(model.weight.detach(), mesh.to_torch(), LAYOUTS[2])
+    )
     optimizer = torch.optim.AdamW([model.weight], lr=0.25)
     model.weight.grad = model.weight.detach() * 0 + 1
     optimizer.step()
@@ -70,7 +83,10 @@ def _from_dtensors(folder: Path) -> None:
         warnings.simplefilter("ignore")
         dcp.save({"model": of_model, "optimizer": of_optimizer, "n": [1, 2]}, checkpoint_id=folder)
     for spec in SPECS:
-        found = load(folder, {"model": {"weight": Layout.of(mesh, spec, (7, 5)), "bias": torch.empty(7)}, "n": None})
+        found = load(
+            folder,
+            {"model": {"weight": Layout.of(mesh, spec, (7, 5)), "bias": torch.empty(7)}, "n": None},
+        )
         assert found["model"]["weight"].spec == Layout.of(mesh, spec, (7, 5)).spec
         assert torch.equal(found["model"]["weight"].full_tensor(), after)
         assert torch.equal(found["model"]["bias"], model.bias.detach())
@@ -82,7 +98,9 @@ def _from_dtensors(folder: Path) -> None:
     assert stepped.param_groups[0]["lr"] == 0.25
     average = stepped.state[ours.weight]["exp_avg"]
     assert sm.typeof(average) is sm.typeof(ours.weight)
-    assert torch.equal(average.full_tensor(), optimizer.state[model.weight]["exp_avg"].full_tensor())
+    assert torch.equal(
+        average.full_tensor(), optimizer.state[model.weight]["exp_avg"].full_tensor()
+    )
     assert torch.equal(ours.weight.detach().full_tensor(), after)
 
 
@@ -95,7 +113,9 @@ def test_converted_to_one_torch_file(tmp_path):
 
     def program(mesh):
         rows, columns = (place(mesh, X).redistribute(spec) for spec in (P("a"), P(None, "a")))
-        return save({"model": {"w": rows, "deep": [{"x": columns}, 2]}, 3: {"e": 1.5}}, tmp_path).path
+        return save(
+            {"model": {"w": rows, "deep": [{"x": columns}, 2]}, 3: {"e": 1.5}}, tmp_path
+        ).path
 
     path = on_mesh((3,), program)[0]
     dcp_to_torch_save(path, tmp_path / "one.pt")
@@ -114,7 +134,11 @@ def test_plain_tensors_that_torch_saved(folder, tmp_path):
         dcp.save(tree, checkpoint_id=tmp_path / folder, no_dist=True)
 
     def program(mesh):
-        like = {"a": {"x": Layout.of(mesh, P(None, "a"), (7, 5)), "empty": torch.empty(0, 2)}, "l": [0, {"y": torch.empty(5, 7)}], "n": 0}
+        like = {
+            "a": {"x": Layout.of(mesh, P(None, "a"), (7, 5)), "empty": torch.empty(0, 2)},
+            "l": [0, {"y": torch.empty(5, 7)}],
+            "n": 0,
+        }
         found = load(tmp_path / folder, like)
         assert torch.equal(found["a"]["x"].full_tensor(), X)
         assert torch.equal(found["l"][1]["y"], X.t())

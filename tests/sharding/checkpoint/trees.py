@@ -52,13 +52,19 @@ def values_of(seed: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tens
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator, device="cpu").bool()
     size = math.prod(shape) * dtype.itemsize
-    return torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8, device="cpu").view(dtype).reshape(shape)
+    return (
+        torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8, device="cpu")
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
 def mesh_of(rng: random.Random, shape: Sequence[int]) -> sm.DeviceMesh:
     """Return a mesh of this shape over some ranks of the world, in any order."""
     world = current_world()
-    ranks = torch.tensor(rng.sample(range(world.size), math.prod(shape)), device="cpu").reshape(tuple(shape))
+    ranks = torch.tensor(rng.sample(range(world.size), math.prod(shape)), device="cpu").reshape(
+        tuple(shape)
+    )
     return sm.DeviceMesh(DEVICE, ranks, axis_names=AXES[: len(shape)])
 
 
@@ -81,29 +87,44 @@ def pair(seed: int, folder: Path) -> int:
 
     def laid_out(rng: random.Random, shape: Sequence[int]) -> dict[str, Layout]:
         mesh = mesh_of(rng, shape)
-        return {f"x{i}": Layout.of(mesh, spec_of(rng, mesh, size), size, dtype) for i, (size, dtype) in enumerate(tensors)}
+        return {
+            f"x{i}": Layout.of(mesh, spec_of(rng, mesh, size), size, dtype)
+            for i, (size, dtype) in enumerate(tensors)
+        }
 
     def wholes() -> dict[str, torch.Tensor]:
-        return {f"x{i}": values_of(seed + i, size, dtype) for i, (size, dtype) in enumerate(tensors)}
+        return {
+            f"x{i}": values_of(seed + i, size, dtype) for i, (size, dtype) in enumerate(tensors)
+        }
 
     def saving(state: random.Random) -> None:
         layouts = laid_out(state, saved_shape)
         parts = {name: part_of(whole, layouts[name]).to(DEVICE) for name, whole in wholes().items()}
-        tree = {name: ShardedTensor._make_guarded(part, layouts[name]) for name, part in parts.items()}
+        tree = {
+            name: ShardedTensor._make_guarded(part, layouts[name]) for name, part in parts.items()
+        }
         save({"tensors": tree, "whole": wholes()["x0"], "seed": seed}, folder)
 
     def loading(state: random.Random) -> None:
         layouts = laid_out(state, loaded_shape)
         whole = wholes()
-        found: Any = load(folder, {"tensors": layouts, "whole": torch.empty_like(whole["x0"]), "seed": None})
+        found: Any = load(
+            folder, {"tensors": layouts, "whole": torch.empty_like(whole["x0"]), "seed": None}
+        )
         assert found["seed"] == seed
         assert torch.equal(bits(found["whole"]), bits(whole["x0"]))
         for name, x in found["tensors"].items():
             assert sm.typeof(x) is layouts[name]
-            assert torch.equal(bits(x.to_local() if x.mesh.coordinate else x._local), bits(part_of(whole[name], layouts[name]))), name
+            assert torch.equal(
+                bits(x.to_local() if x.mesh.coordinate else x._local),
+                bits(part_of(whole[name], layouts[name])),
+            ), name
 
     for shape, program in ((saved_shape, saving), (loaded_shape, loading)):
-        size, start = math.prod(shape) + rng.randrange(2), rng.random()  # at times a rank is outside the mesh
+        size, start = (
+            math.prod(shape) + rng.randrange(2),
+            rng.random(),
+        )  # at times a rank is outside the mesh
 
         def rank(program: Any = program, start: float = start) -> None:
             with on_device():

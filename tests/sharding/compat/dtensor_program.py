@@ -28,7 +28,10 @@ def torch_api() -> Any:
     from torch.distributed.tensor import debug, experimental
 
     names = {name: getattr(tensor, name) for name in tensor.__all__}
-    names |= {name: getattr(experimental, name) for name in ("local_map", "register_sharding", "implicit_replication")}
+    names |= {
+        name: getattr(experimental, name)
+        for name in ("local_map", "register_sharding", "implicit_replication")
+    }
     return SimpleNamespace(
         **names,
         DeviceMesh=device_mesh.DeviceMesh,
@@ -55,11 +58,23 @@ def meshes(api: Any) -> Any:
     total = torch.ones(1)
     dist.all_reduce(total, group=mesh.get_group("tp"))
     return {
-        "sizes": (mesh.size(), mesh.size(0), mesh.size(mesh_dim=1), tp.size(), flat.size(), mesh.ndim, tuple(mesh.shape)),
+        "sizes": (
+            mesh.size(),
+            mesh.size(0),
+            mesh.size(mesh_dim=1),
+            tp.size(),
+            flat.size(),
+            mesh.ndim,
+            tuple(mesh.shape),
+        ),
         "names": (tuple(mesh.mesh_dim_names), tuple(tp.mesh_dim_names), tuple(flat.mesh_dim_names)),
         "ranks": (mesh.mesh, tp.mesh, flat.mesh, line.mesh),
         "place": (mesh.get_rank(), tuple(mesh.get_coordinate()), tuple(line.get_coordinate())),
-        "local ranks": (mesh.get_local_rank("tp"), mesh.get_local_rank(mesh_dim=0), tp.get_local_rank()),
+        "local ranks": (
+            mesh.get_local_rank("tp"),
+            mesh.get_local_rank(mesh_dim=0),
+            tp.get_local_rank(),
+        ),
         "groups": (
             total,
             dist.get_process_group_ranks(mesh.get_group(mesh_dim="dp")),
@@ -77,11 +92,39 @@ def placements(api: Any) -> Any:
     S, R, U = api.Shard, api.Replicate, api.Partial
     x = api.distribute_tensor(numbers(8, 4), grid(api), [S(0), S(-1)])
     return {
-        "equal": (S(0) == S(0), S(0) == S(1), R() == R(), U() == U("sum"), U("max") == U(), len({S(0), S(0), R(), U()})),
-        "questions": (S(1).is_shard(), S(1).is_shard(0), R().is_replicate(), U("avg").is_partial(), S(1).dim, U("avg").reduce_op),
-        "kinds": (isinstance(S(0), api.Placement), isinstance(R(), api.Placement), isinstance(U(), api.Placement)),
-        "of a tensor": (x.placements == (S(0), S(1)), x.device_mesh == grid(api), x.shape, x.dtype, tuple(x.to_local().shape)),
-        "tensor": (isinstance(x, api.DTensor), isinstance(x, torch.Tensor), isinstance(nn.Parameter(x), api.DTensor)),
+        "equal": (
+            S(0) == S(0),
+            S(0) == S(1),
+            R() == R(),
+            U() == U("sum"),
+            U("max") == U(),
+            len({S(0), S(0), R(), U()}),
+        ),
+        "questions": (
+            S(1).is_shard(),
+            S(1).is_shard(0),
+            R().is_replicate(),
+            U("avg").is_partial(),
+            S(1).dim,
+            U("avg").reduce_op,
+        ),
+        "kinds": (
+            isinstance(S(0), api.Placement),
+            isinstance(R(), api.Placement),
+            isinstance(U(), api.Placement),
+        ),
+        "of a tensor": (
+            x.placements == (S(0), S(1)),
+            x.device_mesh == grid(api),
+            x.shape,
+            x.dtype,
+            tuple(x.to_local().shape),
+        ),
+        "tensor": (
+            isinstance(x, api.DTensor),
+            isinstance(x, torch.Tensor),
+            isinstance(nn.Parameter(x), api.DTensor),
+        ),
     }
 
 
@@ -94,15 +137,33 @@ def boundary(api: Any) -> Any:
     local = numbers(2, 3, seed=rank).requires_grad_()
     joined = api.DTensor.from_local(local, mesh, [S(0), S(1)], run_check=False)
     (joined * api.distribute_tensor(numbers(4, 6), mesh, [S(0), S(1)])).sum().backward()
-    stated = api.DTensor.from_local(local.detach().clone(), mesh, (S(0), R()), shape=torch.Size((4, 3)), stride=(3, 1), run_check=True)
+    stated = api.DTensor.from_local(
+        local.detach().clone(),
+        mesh,
+        (S(0), R()),
+        shape=torch.Size((4, 3)),
+        stride=(3, 1),
+        run_check=True,
+    )
     pending = {
-        kind: api.DTensor.from_local(local.detach(), mesh, [U(kind)] * 2).full_tensor() for kind in ("sum", "avg", "max", "min")
+        kind: api.DTensor.from_local(local.detach(), mesh, [U(kind)] * 2).full_tensor()
+        for kind in ("sum", "avg", "max", "min")
     }
     with mesh:
-        current = api.distribute_tensor(numbers(4), placements=[S(0), R()]), api.zeros(4), api.DTensor.from_local(torch.ones(2))
+        current = (
+            api.distribute_tensor(numbers(4), placements=[S(0), R()]),
+            api.zeros(4),
+            api.DTensor.from_local(torch.ones(2)),
+        )
     return {
         "distribute": (distributed.full_tensor(), own.full_tensor(), own.to_local()),
-        "from_local": (joined.full_tensor(), joined.shape, local.grad, stated.full_tensor(), stated.to_local()),
+        "from_local": (
+            joined.full_tensor(),
+            joined.shape,
+            local.grad,
+            stated.full_tensor(),
+            stated.to_local(),
+        ),
         "pending": pending,
         "current mesh": [(x.full_tensor(), tuple(x.shape)) for x in current],
     }
@@ -136,9 +197,16 @@ def moves(api: Any) -> Any:
             x = api.distribute_tensor(numbers(8, 8), mesh, src).requires_grad_()
             y = x.redistribute(mesh, dst) if j % 2 else x.redistribute(placements=dst)
             (y * y).sum().backward()
-            found[i, j] = y.placements == dst, y.to_local().detach(), x.grad.full_tensor(), x.grad.placements == src
+            found[i, j] = (
+                y.placements == dst,
+                y.to_local().detach(),
+                x.grad.full_tensor(),
+                x.grad.placements == src,
+            )
     x = api.DTensor.from_local(numbers(4, 4, seed=dist.get_rank()).float(), mesh, [U(), U()])
-    y = x.redistribute(placements=[S(0), R()], forward_dtype=torch.float64, backward_dtype=torch.float32)
+    y = x.redistribute(
+        placements=[S(0), R()], forward_dtype=torch.float64, backward_dtype=torch.float32
+    )
     return found | {"dtypes": (y.dtype, y.full_tensor().dtype)}
 
 
@@ -146,15 +214,32 @@ def factories(api: Any) -> Any:
     mesh, where = grid(api), [api.Shard(0), api.Replicate()]
     made = {
         "zeros": api.zeros(4, 6, device_mesh=mesh, placements=where),
-        "ones": api.ones((4, 6), dtype=torch.int32, layout=torch.strided, requires_grad=False, device_mesh=mesh, placements=where),
+        "ones": api.ones(
+            (4, 6),
+            dtype=torch.int32,
+            layout=torch.strided,
+            requires_grad=False,
+            device_mesh=mesh,
+            placements=where,
+        ),
         "full": api.full([4, 6], 3, device_mesh=mesh, placements=where),
         "full of floats": api.full((4,), 2.5, dtype=None, device_mesh=mesh, placements=where),
         "replicated": api.ones(4, 6, device_mesh=mesh),
     }
-    empty = api.empty(4, 6, dtype=torch.float64, requires_grad=True, device_mesh=mesh, placements=where)
+    empty = api.empty(
+        4, 6, dtype=torch.float64, requires_grad=True, device_mesh=mesh, placements=where
+    )
     return {
-        "values": {name: (x.full_tensor(), x.dtype, tuple(x.to_local().shape)) for name, x in made.items()},
-        "empty": (empty.shape, empty.dtype, empty.requires_grad, empty.is_leaf, empty.placements == tuple(where)),
+        "values": {
+            name: (x.full_tensor(), x.dtype, tuple(x.to_local().shape)) for name, x in made.items()
+        },
+        "empty": (
+            empty.shape,
+            empty.dtype,
+            empty.requires_grad,
+            empty.is_leaf,
+            empty.placements == tuple(where),
+        ),
     }
 
 
@@ -185,15 +270,24 @@ def make_model() -> TextModel:
 
 def sharded_model(api: Any, mesh: Any) -> nn.Module:
     """Return a model with vocabulary, hidden units and classes sharded over tp, and the rest replicated."""
-    splits = {"embed": {"weight": 0}, "up": {"weight": 0, "bias": 0}, "down": {"weight": 1}, "head": {"weight": 0}}
+    splits = {
+        "embed": {"weight": 0},
+        "up": {"weight": 0, "bias": 0},
+        "down": {"weight": 1},
+        "head": {"weight": 0},
+    }
 
     def partition(name: str, module: nn.Module, mesh: Any) -> None:
         for parameter, dim in splits.get(name, {}).items():
-            value = api.distribute_tensor(getattr(module, parameter), mesh, [api.Replicate(), api.Shard(dim)])
+            value = api.distribute_tensor(
+                getattr(module, parameter), mesh, [api.Replicate(), api.Shard(dim)]
+            )
             module.register_parameter(parameter, nn.Parameter(value))
 
     def place_inputs(module: nn.Module, inputs: Any, mesh: Any) -> Any:
-        return tuple(api.distribute_tensor(x, mesh, [api.Shard(0), api.Replicate()]) for x in inputs)
+        return tuple(
+            api.distribute_tensor(x, mesh, [api.Shard(0), api.Replicate()]) for x in inputs
+        )
 
     def place_outputs(module: nn.Module, outputs: Any, mesh: Any) -> Any:
         return outputs.redistribute(placements=[api.Shard(0), api.Replicate()])
@@ -202,14 +296,19 @@ def sharded_model(api: Any, mesh: Any) -> nn.Module:
         return output.redistribute(placements=[api.Shard(0), api.Replicate()])
 
     model = api.distribute_module(make_model(), mesh, partition, place_inputs, place_outputs)
-    model.embed.register_forward_hook(place_activations)  # which torch's cannot add to anything before
+    model.embed.register_forward_hook(
+        place_activations
+    )  # which torch's cannot add to anything before
     return model
 
 
 def batches() -> Any:
     draw = torch.Generator().manual_seed(1)
     for _ in range(3):
-        yield torch.randint(0, VOCAB, (BATCH, LENGTH), generator=draw), torch.randint(0, VOCAB, (BATCH, LENGTH), generator=draw)
+        yield (
+            torch.randint(0, VOCAB, (BATCH, LENGTH), generator=draw),
+            torch.randint(0, VOCAB, (BATCH, LENGTH), generator=draw),
+        )
 
 
 def train(api: Any) -> Any:
@@ -225,10 +324,21 @@ def train(api: Any) -> Any:
         loss.backward()
         optimizer.step()
         losses.append(loss.full_tensor().item())
-    state = {name: (x.full_tensor(), x.dtype, x.requires_grad) for name, x in model.state_dict(keep_vars=True).items()}
-    moments = {name: optimizer.state[x]["exp_avg"].full_tensor() for name, x in model.named_parameters()}
+    state = {
+        name: (x.full_tensor(), x.dtype, x.requires_grad)
+        for name, x in model.state_dict(keep_vars=True).items()
+    }
+    moments = {
+        name: optimizer.state[x]["exp_avg"].full_tensor() for name, x in model.named_parameters()
+    }
     grads = {name: x.grad.full_tensor() for name, x in model.named_parameters()}
-    return {"losses": losses, "state": state, "moments": moments, "grads": grads, "checkpoint": checkpoint(api, mesh, model)}
+    return {
+        "losses": losses,
+        "state": state,
+        "moments": moments,
+        "grads": grads,
+        "checkpoint": checkpoint(api, mesh, model),
+    }
 
 
 def checkpoint(api: Any, mesh: Any, model: nn.Module) -> Any:
@@ -238,7 +348,10 @@ def checkpoint(api: Any, mesh: Any, model: nn.Module) -> Any:
     file.seek(0)
     other = api.distribute_module(make_model(), mesh)
     saved = torch.load(file)
-    placed = {name: api.distribute_tensor(saved[name], x.device_mesh, x.placements) for name, x in other.state_dict().items()}
+    placed = {
+        name: api.distribute_tensor(saved[name], x.device_mesh, x.placements)
+        for name, x in other.state_dict().items()
+    }
     other.load_state_dict(placed)
     tokens, _ = next(batches())
     inputs = api.distribute_tensor(tokens, mesh, [api.Replicate()] * 2)
@@ -250,7 +363,11 @@ def checkpoint(api: Any, mesh: Any, model: nn.Module) -> Any:
         torch.save(model.state_dict(), parts)
     parts.seek(0)
     read = torch.load(parts)
-    return other(inputs).full_tensor(), again(tokens).full_tensor(), {name: x.full_tensor() for name, x in read.items()}
+    return (
+        other(inputs).full_tensor(),
+        again(tokens).full_tensor(),
+        {name: x.full_tensor() for name, x in read.items()},
+    )
 
 
 # -- extensions --------------------------------------------------------------------------------------------------------
@@ -275,14 +392,24 @@ def local_functions(api: Any) -> Any:
     a = api.distribute_tensor(numbers(4, 6), mesh, [S(0), R()]).requires_grad_()
     b = api.distribute_tensor(numbers(6, 2, seed=1), mesh, [R(), S(0)]).requires_grad_()
     out, shape = mapped(0.5, (a, b))
-    (out.redistribute(placements=[S(0), R()]) * api.distribute_tensor(numbers(4, 2, seed=2), mesh, [S(0), R()])).sum().backward()
+    (
+        out.redistribute(placements=[S(0), R()])
+        * api.distribute_tensor(numbers(4, 2, seed=2), mesh, [S(0), R()])
+    ).sum().backward()
 
     @api.local_map(out_placements=[S(0), R()])
     def twice(x: Any) -> Any:
         return 2 * x
 
     plain = twice(numbers(3))
-    return out.full_tensor(), shape, a.grad.full_tensor(), b.grad.full_tensor(), twice(a).full_tensor(), plain
+    return (
+        out.full_tensor(),
+        shape,
+        a.grad.full_tensor(),
+        b.grad.full_tensor(),
+        twice(a).full_tensor(),
+        plain,
+    )
 
 
 def extension(api: Any) -> Any:
@@ -318,7 +445,9 @@ def counting(api: Any) -> Any:
     for name, run in {
         "gather": lambda: x.redistribute(placements=[api.Replicate()] * 2).to_local() + 0,
         "reduce": lambda: pending.redistribute(placements=[api.Replicate()] * 2).to_local() + 0,
-        "scatter": lambda: pending.redistribute(placements=[api.Replicate(), api.Shard(0)]).to_local() + 0,
+        "scatter": lambda: (
+            pending.redistribute(placements=[api.Replicate(), api.Shard(0)]).to_local() + 0
+        ),
         "nothing": lambda: torch.relu(x),
     }.items():
         with mode:

@@ -38,7 +38,9 @@ def _on_both(part: str) -> tuple[Any, Any]:
 def _check_same(ours: Any, theirs: Any, at: str = "") -> None:
     """Assert equal structures with equal values; tensors and floats up to float64 rounding."""
     if isinstance(theirs, torch.Tensor | float):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=lambda text: f"{at}: {text}")
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-12, atol=1e-12, msg=lambda text: f"{at}: {text}"
+        )
     elif isinstance(theirs, dict):
         assert list(ours) == list(theirs), at
         for key, value in theirs.items():
@@ -63,7 +65,9 @@ def test_the_same_program_gives_the_same_results(world4, part):
 DIFFERENCES: dict[str, Callable[[sm.DeviceMesh], None]] = {}
 
 
-def difference(title: str) -> Callable[[Callable[[sm.DeviceMesh], None]], Callable[[sm.DeviceMesh], None]]:
+def difference(
+    title: str,
+) -> Callable[[Callable[[sm.DeviceMesh], None]], Callable[[sm.DeviceMesh], None]]:
     """Register the test of a row of docs/from_dtensor.md: `test(mesh)` runs on a mesh of four ranks."""
 
     def register(test: Callable[[sm.DeviceMesh], None]) -> Callable[[sm.DeviceMesh], None]:
@@ -74,7 +78,9 @@ def difference(title: str) -> Callable[[Callable[[sm.DeviceMesh], None]], Callab
 
 
 def _same(ours: Any, expected: Any) -> None:
-    torch.testing.assert_close(ours.full_tensor() if isinstance(ours, sm.ShardedTensor) else ours, expected)
+    torch.testing.assert_close(
+        ours.full_tensor() if isinstance(ours, sm.ShardedTensor) else ours, expected
+    )
 
 
 @difference("`item()`, `float()`, f-strings of a pending value")
@@ -85,7 +91,12 @@ def _(mesh):
 
 @difference("means over uneven parts, as in `mse_loss`")
 def _(mesh):
-    _same(F.mse_loss(place(mesh, numbers(5), Shard(0)), place(mesh, torch.zeros(5).double(), Shard(0))), numbers(5).square().mean())
+    _same(
+        F.mse_loss(
+            place(mesh, numbers(5), Shard(0)), place(mesh, torch.zeros(5).double(), Shard(0))
+        ),
+        numbers(5).square().mean(),
+    )
 
 
 @difference("`cross_entropy` where a rank has only ignored targets")
@@ -124,13 +135,17 @@ def _(mesh):
 @difference("`to_local()` of a replicated value that every rank uses differently")
 def _(mesh):
     x, rank = place(mesh, numbers(4), grad=True), mesh.get_rank()
-    with pytest.raises(RuntimeError, match=r"differ between the replicas.*grad_placements=\[Partial\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"differ between the replicas.*grad_placements=\[Partial\(\)"
+    ):
         (x.to_local() * (rank + 1)).sum().backward()
     (x.to_local(grad_placements=[Partial()]) * (rank + 1)).sum().backward()
     _same(x.grad, torch.full((4,), 10.0).double())
 
 
-@difference("`local_map` without `in_grad_placements`, where a replicated argument meets other data on every rank")
+@difference(
+    "`local_map` without `in_grad_placements`, where a replicated argument meets other data on every rank"
+)
 def _(mesh):
     for grads in (None, ([Shard(0)], [Partial()])):
         x, w = place(mesh, numbers(8), Shard(0)), place(mesh, numbers(2), grad=True)
@@ -164,7 +179,10 @@ def _(mesh):
     assert mine.tolist() == [rank, rank]
     (x * x).sum().backward()
     assert mine.grad is not None
-    with pytest.raises(ValueError, match=r"run_check: by rank .*0: \['f32', 1\].*3: \['f32', 4\].* requires .*3: \['f32', \d\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"run_check: by rank .*0: \['f32', 1\].*3: \['f32', 4\].* requires .*3: \['f32', \d\]",
+    ):
         sm.compat.DTensor.from_local(torch.ones(rank + 1), mesh, run_check=True)
 
 
@@ -179,7 +197,10 @@ def _(mesh):
 @difference("`rand`, `randn`, `dropout` on a CPU mesh")
 def _(mesh):
     sm.random.manual_seed(0)
-    split, whole = sm.randn(6, device_mesh=mesh, placements=[Shard(0)]), sm.randn(6, device_mesh=mesh)
+    split, whole = (
+        sm.randn(6, device_mesh=mesh, placements=[Shard(0)]),
+        sm.randn(6, device_mesh=mesh),
+    )
     sm.random.manual_seed(0)
     _same(sm.randn(6, device_mesh=mesh), split.full_tensor())
     assert not torch.equal(split.full_tensor(), whole.full_tensor())
@@ -200,7 +221,10 @@ def _(mesh):
 
 @difference("`redistribute` to `Partial`, to another mesh, without placements")
 def _(mesh):
-    x, other = place(mesh, numbers(4)), sm.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("a", "b"))
+    x, other = (
+        place(mesh, numbers(4)),
+        sm.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("a", "b")),
+    )
     pending = x.redistribute(placements=[Partial()])
     assert pending.placements == (Partial(),)
     _same(pending, numbers(4))
@@ -238,7 +262,9 @@ def _(mesh):
 
 @difference("`distribute_tensor` of a tensor that is sharded")
 def _(mesh):
-    assert sm.distribute_tensor(place(mesh, numbers(4), Shard(0)), mesh, [Replicate()]).placements == (Replicate(),)
+    assert sm.distribute_tensor(
+        place(mesh, numbers(4), Shard(0)), mesh, [Replicate()]
+    ).placements == (Replicate(),)
 
 
 @difference("`distribute_module` twice on one module")
@@ -272,7 +298,9 @@ def _(mesh):
 
 @difference("`repr`")
 def _(mesh):
-    assert repr(place(mesh, numbers(4), Shard(0))).startswith("ShardedTensor(f64[4] @ P('a') on (a=4), local [1],\ntensor(")
+    assert repr(place(mesh, numbers(4), Shard(0))).startswith(
+        "ShardedTensor(f64[4] @ P('a') on (a=4), local [1],\ntensor("
+    )
 
 
 @difference("`torch.func.grad`")
@@ -292,7 +320,9 @@ def _(mesh):
 @difference("`get_local_rank()` where the ranks of a mesh are not ascending")
 def _(mesh):
     turned = sm.DeviceMesh(DEVICE, [3, 1, 2, 0])
-    assert turned.get_local_rank() == turned.get_coordinate()[0] == [3, 1, 2, 0].index(mesh.get_rank())
+    assert (
+        turned.get_local_rank() == turned.get_coordinate()[0] == [3, 1, 2, 0].index(mesh.get_rank())
+    )
 
 
 @difference("`CommDebugMode`")
@@ -346,7 +376,9 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.by = inputs[2]
 
 
-roll_rows.register_autograd(lambda ctx, g: ((g * ctx.saved_tensors[0]).roll(-ctx.by, 0), None, None), setup_context=_save)
+roll_rows.register_autograd(
+    lambda ctx, g: ((g * ctx.saved_tensors[0]).roll(-ctx.by, 0), None, None), setup_context=_save
+)
 
 
 @sm.compat.register_sharding(torch.ops.test_compat.roll_rows)
@@ -365,7 +397,9 @@ def test_difference(title):
 
 
 def test_the_page_has_a_row_for_each_difference_and_no_other():
-    rows = re.findall(r"^\| (.+?) \|", PAGE.split("## What differs")[1].split("\n## ")[0], re.MULTILINE)
+    rows = re.findall(
+        r"^\| (.+?) \|", PAGE.split("## What differs")[1].split("\n## ")[0], re.MULTILINE
+    )
     assert [row for row in rows if row != "what" and set(row) != {"-"}] == list(DIFFERENCES)
 
 
@@ -383,24 +417,40 @@ def _their_surprises() -> dict[str, Any]:
     api.DTensor.from_local(mine, mesh, run_check=True)
     w = torch.nn.Parameter(put(numbers(4), api.Replicate()))
     (put(numbers(8, 4), api.Shard(0)) * w).sum().backward()
-    conv = F.conv1d(put(numbers(2, 4, 8), api.Replicate()), put(numbers(4, 4, 3, seed=1), api.Shard(0)))
+    conv = F.conv1d(
+        put(numbers(2, 4, 8), api.Replicate()), put(numbers(4, 4, 3, seed=1), api.Shard(0))
+    )
     targets = torch.tensor([-100, 1, 2, -100, -100, -100, 3, 1])
     return {
         "item": api.DTensor.from_local(torch.ones(()), mesh, [api.Partial()]).item() == 1,
-        "mse": bool(F.mse_loss(put(numbers(6), api.Shard(0)), put(numbers(6) * 0, api.Shard(0))).full_tensor().isnan()),
-        "ignored": bool(F.cross_entropy(put(numbers(8, 5), api.Shard(0)), put(targets, api.Shard(0))).full_tensor().isnan()),
-        "conv": not torch.allclose(conv.full_tensor(), F.conv1d(numbers(2, 4, 8), numbers(4, 4, 3, seed=1))),
+        "mse": bool(
+            F.mse_loss(put(numbers(6), api.Shard(0)), put(numbers(6) * 0, api.Shard(0)))
+            .full_tensor()
+            .isnan()
+        ),
+        "ignored": bool(
+            F.cross_entropy(put(numbers(8, 5), api.Shard(0)), put(targets, api.Shard(0)))
+            .full_tensor()
+            .isnan()
+        ),
+        "conv": not torch.allclose(
+            conv.full_tensor(), F.conv1d(numbers(2, 4, 8), numbers(4, 4, 3, seed=1))
+        ),
         "to_local": x.grad.to_local()[0].item() == rank + 1,
-        "sizes": api.DTensor.from_local(torch.ones(rank + 1), mesh, [api.Shard(0)]).shape == (4 * (rank + 1),),
+        "sizes": api.DTensor.from_local(torch.ones(rank + 1), mesh, [api.Shard(0)]).shape
+        == (4 * (rank + 1),),
         "run_check": mine.tolist() == [0, 0],
-        "ones": api.ones(2, device_mesh=mesh, placements=[api.Partial()]).full_tensor().tolist() == [4, 4],
+        "ones": api.ones(2, device_mesh=mesh, placements=[api.Partial()]).full_tensor().tolist()
+        == [4, 4],
         "grad": w.grad.placements == (api.Partial(),),
         "data_ptr": x.data_ptr() == 0,
         "get_local_rank": api.DeviceMesh(DEVICE, [3, 1, 2, 0]).get_local_rank() == rank,
     }
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page speaks of torch 2.13")
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="the page speaks of torch 2.13"
+)
 def test_documented_behavior_of_torch(world4):
     for found in world4(_their_surprises):
         assert [name for name, true in found.items() if not true] == []
@@ -412,7 +462,9 @@ def test_documented_behavior_of_torch(world4):
 @every_rank(2, 2)
 def test_local_map_over_uneven_and_empty_parts(mesh):
     x = place(mesh, numbers(3, 5), Shard(0), Shard(0), grad=True)
-    out = sm.compat.local_map(lambda t: (t * t, t.sum(0)), ([Shard(0), Shard(0)], [Partial(), Partial()]))(x)
+    out = sm.compat.local_map(
+        lambda t: (t * t, t.sum(0)), ([Shard(0), Shard(0)], [Partial(), Partial()])
+    )(x)
     _same(out[0], numbers(3, 5) ** 2)
     _same(out[1], numbers(3, 5).sum(0))
     (out[0].sum() + (out[1] * out[1]).sum()).backward()
@@ -437,12 +489,16 @@ def test_invalid_placements_of_local_map_raise(mesh):
     x = place(mesh, numbers(8), Shard(0))
     here = [Shard(0)]
     for words, call in {
-        "2 in_placements for 1 flattened": lambda: sm.compat.local_map(torch.neg, here, (here, here))(x),
+        "2 in_placements for 1 flattened": lambda: sm.compat.local_map(
+            torch.neg, here, (here, here)
+        )(x),
         "argument 0 is laid out as .* require .*redistribute_inputs=True": (
             lambda: sm.compat.local_map(torch.neg, here, ([Replicate()],))(x)
         ),
         "argument 0 is sharded": lambda: sm.compat.local_map(torch.neg, here, (None,))(x),
-        "argument 1 is 3, not a tensor": lambda: sm.compat.local_map(torch.mul, here, (here, here))(x, 3),
+        "argument 1 is 3, not a tensor": lambda: sm.compat.local_map(torch.mul, here, (here, here))(
+            x, 3
+        ),
         "1 out_placements for 2 flattened": lambda: sm.compat.local_map(lambda t: (t, t), here)(x),
         "result 1 is 5, and": lambda: sm.compat.local_map(lambda t: (t, 5), (here, here))(x),
     }.items():
@@ -478,7 +534,13 @@ def tables():
 
 def _placed() -> list[list[sm.Placement]]:
     """Return layouts of a matrix on two axes."""
-    return [[Shard(0), Shard(1)], [Shard(1), Shard(1)], [Replicate(), Partial()], [Replicate(), Replicate()], [Shard(1), Partial("max")]]
+    return [
+        [Shard(0), Shard(1)],
+        [Shard(1), Shard(1)],
+        [Replicate(), Partial()],
+        [Replicate(), Replicate()],
+        [Shard(1), Partial("max")],
+    ]
 
 
 def test_an_overload_of_aten_stands_for_the_public_functions(tables):
@@ -492,7 +554,13 @@ def test_an_overload_of_aten_stands_for_the_public_functions(tables):
         for where in _placed():
             x = place(mesh, numbers(5, 6), *where, grad=True)
             whole = x.full_tensor().detach()
-            calls = [x.softmax(-1), torch.softmax(x, dim=1), F.softmax(x, 1), F.softmax(input=x, dim=1), torch.nn.Softmax(-1)(x)]
+            calls = [
+                x.softmax(-1),
+                torch.softmax(x, dim=1),
+                F.softmax(x, 1),
+                F.softmax(input=x, dim=1),
+                torch.nn.Softmax(-1)(x),
+            ]
             for out in calls:
                 assert Shard(1) not in out.placements
                 _same(out, whole.softmax(1))
@@ -505,10 +573,17 @@ def test_the_cheapest_accepted_sharding(tables):
     @sm.compat.register_sharding([torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor])
     def add(a, b, alpha):
         split = [([Shard(d)], [Shard(d), Shard(d)]) for d in range(a.ndim)]
-        return [([Replicate()], [Replicate(), Replicate()]), *split, ([Partial()], [Partial(), Partial()])]
+        return [
+            ([Replicate()], [Replicate(), Replicate()]),
+            *split,
+            ([Partial()], [Partial(), Partial()]),
+        ]
 
     def rank(mesh):
-        x, y = place(mesh, numbers(4, 6), Shard(0), Partial()), place(mesh, numbers(4, 6), Shard(0), Partial())
+        x, y = (
+            place(mesh, numbers(4, 6), Shard(0), Partial()),
+            place(mesh, numbers(4, 6), Shard(0), Partial()),
+        )
         with sm.debug.comm_budget(bytes=0):
             assert (x + y).placements == torch.add(x, other=y).placements == (Shard(0), Partial())
             x += y
@@ -528,7 +603,9 @@ def test_registered_operators_outside_the_mesh(mesh):
     """A rank outside has no part, and walks the same graph."""
     pair = sm.DeviceMesh(DEVICE, [0, 1])
     x = place(pair, numbers(5, 4), Shard(0), grad=True)
-    out = torch.ops.test_compat.roll_rows.default(x, place(pair, numbers(4, seed=1)), 2).redistribute(mesh, [Shard(0)])
+    out = torch.ops.test_compat.roll_rows.default(
+        x, place(pair, numbers(4, seed=1)), 2
+    ).redistribute(mesh, [Shard(0)])
     (out * out).sum().backward()
     _same(out, roll_rows(numbers(5, 4), numbers(4, seed=1), 2))
     if pair.coordinate is not None:
@@ -539,10 +616,22 @@ def test_registered_operators_outside_the_mesh(mesh):
 def test_invalid_pairs_raise(tables):
     @sm.compat.register_sharding(torch.erf)
     def erf(x):
-        return {1: [([Replicate()], [])], 2: [([Shard(5)], [Shard(0)])], 3: [([Partial()], [Partial()])]}[x.ndim]
+        return {
+            1: [([Replicate()], [])],
+            2: [([Shard(5)], [Shard(0)])],
+            3: [([Partial()], [Partial()])],
+        }[x.ndim]
 
-    for ndim, words in {1: "1 results and 1 tensors", 2: "expected Shard of one of 2 dims", 3: "no accepted sharding of erf"}.items():
-        text = same_error((2,), lambda mesh, n=ndim: torch.erf(place(mesh, torch.ones([2] * n), Partial("max"))), ValueError)
+    for ndim, words in {
+        1: "1 results and 1 tensors",
+        2: "expected Shard of one of 2 dims",
+        3: "no accepted sharding of erf",
+    }.items():
+        text = same_error(
+            (2,),
+            lambda mesh, n=ndim: torch.erf(place(mesh, torch.ones([2] * n), Partial("max"))),
+            ValueError,
+        )
         assert words in text
     with pytest.raises(ValueError, match="no public function of torch has this name"):
         sm.compat.register_sharding(torch.ops.aten.gelu_backward.default)(erf)
@@ -557,7 +646,13 @@ def test_the_mesh_of_a_with_block(mesh):
         assert current is mesh
         with mesh["a"]:
             assert sm.ones(4).mesh is mesh["a"]
-        for x in (sm.zeros(4), sm.arange(4), sm.full((4,), 1), sm.device_put(numbers(4)), sm.from_local(numbers(4))):
+        for x in (
+            sm.zeros(4),
+            sm.arange(4),
+            sm.full((4,), 1),
+            sm.device_put(numbers(4)),
+            sm.from_local(numbers(4)),
+        ):
             assert x.mesh is mesh
         assert distribute_module(torch.nn.Linear(2, 2)).weight.mesh is mesh
     with pytest.raises(TypeError, match="give the mesh"):
@@ -584,7 +679,13 @@ def test_a_gradient_history_is_not_lost(mesh):
 @every_rank(2)
 def test_tensors_are_moved_to_the_device_type_of_the_mesh(mesh):
     elsewhere = sm.init_device_mesh("meta", (2,))
-    assert sm.distribute_tensor(torch.ones(4, requires_grad=True), elsewhere, [Shard(0)], src_data_rank=None).to_local().is_meta
+    assert (
+        sm.distribute_tensor(
+            torch.ones(4, requires_grad=True), elsewhere, [Shard(0)], src_data_rank=None
+        )
+        .to_local()
+        .is_meta
+    )
     local = torch.ones(4, requires_grad=True)
     assert sm.from_local(local, elsewhere, shape=(4,)).requires_grad
 
@@ -621,4 +722,6 @@ def test_missing_names_are_missing():
     rows = PAGE.split("## What is missing")[1].split("## ")[0]
     names = re.findall(r"^\| `(\w+)`", rows, re.MULTILINE)
     assert len(names) >= 2
-    assert [name for name in names if hasattr(sm.compat, name) or hasattr(sm.compat.DTensor, name)] == []
+    assert [
+        name for name in names if hasattr(sm.compat, name) or hasattr(sm.compat.DTensor, name)
+    ] == []

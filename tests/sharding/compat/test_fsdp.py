@@ -431,7 +431,9 @@ def test_explicit_prefetch(mesh):
         order = []
         for i, unit in enumerate(units):
             unit[1].register_forward_pre_hook(
-                lambda *_, i=i, order=order: order.append((i, launched(records).count("all_gather")))
+                lambda *_, i=i, order=order: order.append(
+                    (i, launched(records).count("all_gather"))
+                )
             )
         with collectives() as records:
             loss = loss_of(made, part(mesh, rows()))

@@ -29,7 +29,9 @@ def test_torchs_own_layout_attribute(mesh):
 def test_a_local_leaf_is_written_in_place(mesh):
     for placements in ([Shard(0)], [Replicate()]):
         leaf = torch.ones(2, 3, requires_grad=True)
-        x = sm.from_local(leaf, mesh, placements, shape=(8, 3) if placements == [Shard(0)] else (2, 3))
+        x = sm.from_local(
+            leaf, mesh, placements, shape=(8, 3) if placements == [Shard(0)] else (2, 3)
+        )
         assert x.add_(1) is x
         assert leaf.tolist() == [[2.0] * 3] * 2
         (x * 3).sum().backward()
@@ -41,7 +43,11 @@ def test_a_local_leaf_is_written_in_place(mesh):
 def test_a_plain_tensor_of_one_element_counts_as_a_number(mesh):
     x = place(mesh, X, Shard(0))
     for one in (torch.full((1,), 2.0), torch.full((1, 1), 2.0)):
-        for y, expected in ((one + x, one + X), (x * one, X * one), (torch.where(x > 3, x, one), torch.where(X > 3, X, one))):
+        for y, expected in (
+            (one + x, one + X),
+            (x * one, X * one),
+            (torch.where(x > 3, x, one), torch.where(X > 3, X, one)),
+        ):
             assert y.placements == (Shard(0),)
             torch.testing.assert_close(y.full_tensor(), expected)
     assert (place(mesh, X.sum(), Replicate()) + torch.ones(1, 1)).shape == (1, 1)
@@ -74,7 +80,13 @@ def test_new_tensors_of_the_same_shape_have_the_same_layout(mesh):
 
 @pytest.mark.parametrize(
     ("shape", "dim", "to"),
-    [((1, 2, 4), 0, (1, 8)), ((2, 1, 4), 1, (2, 1, 2, 2)), ((8, 1), 1, (2, 4, 1)), ((1, 8), 0, (1, 1, 8)), ((1, 1), 1, (1, 1, 1))],
+    [
+        ((1, 2, 4), 0, (1, 8)),
+        ((2, 1, 4), 1, (2, 1, 2, 2)),
+        ((8, 1), 1, (2, 4, 1)),
+        ((1, 8), 0, (1, 1, 8)),
+        ((1, 1), 1, (1, 1, 1)),
+    ],
 )
 def test_a_view_keeps_the_split_of_a_dim_of_length_one(shape, dim, to):
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
@@ -106,6 +118,8 @@ def test_shapes_and_equality_on_ranks_outside_a_mesh():
 
 
 def test_filling_a_pending_tensor_raises():
-    text = same_error((4,), lambda mesh: sm.from_local(torch.ones(3), mesh, [Partial()]).fill_(8.0), Exception)
+    text = same_error(
+        (4,), lambda mesh: sm.from_local(torch.ones(3), mesh, [Partial()]).fill_(8.0), Exception
+    )
     assert "fill_ writes into f32[3] @ P(None, unreduced={'a'})" in text
     assert "redistribute it first, or use the out-of-place form" in text

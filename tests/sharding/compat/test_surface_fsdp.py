@@ -106,11 +106,8 @@ def test_the_table_is_true(key):
 def test_signatures_are_torchs(key):
     """The order and the kinds of parameters, and their defaults where they are plain values."""
     value = surface()[key]
-    if (
-        key == "replicate"
-        or (isinstance(value, type)
-        and "." not in key
-        and not hasattr(value, "__dataclass_fields__"))
+    if key == "replicate" or (
+        isinstance(value, type) and "." not in key and not hasattr(value, "__dataclass_fields__")
     ):
         return
     theirs, mine = (

@@ -53,9 +53,15 @@ def test_any_tree_of_arguments_and_results():
 
 @pytest.mark.parametrize(("rank", "rows"), [(0, 2), (1, 2), (2, 1), (3, 0)])
 def test_rank_argument_with_uneven_parts(rank, rows):
-    found = eval_shape(lambda x: (x.softmax(0), x[4:], x.sum()), layout(SMALL, P("dp"), 5, 8), rank=rank)
+    found = eval_shape(
+        lambda x: (x.softmax(0), x[4:], x.sum()), layout(SMALL, P("dp"), 5, 8), rank=rank
+    )
     assert found.argument_bytes == rows * 8 * F32
-    assert found.result == (layout(SMALL, P("dp"), 5, 8), layout(SMALL, P(), 1, 8), layout(SMALL, P(unreduced={"dp"})))
+    assert found.result == (
+        layout(SMALL, P("dp"), 5, 8),
+        layout(SMALL, P(), 1, 8),
+        layout(SMALL, P(unreduced={"dp"})),
+    )
     assert found.rank == rank
 
 
@@ -106,14 +112,21 @@ def test_random_numbers_and_factories_on_the_current_mesh():
         return sm.randn(8, 4, placements=P("dp")), F.dropout(sm.ones(8, placements=[Shard(0)]), 0.5)
 
     before = sm.random.get_rng_state()
-    assert eval_shape(f, mesh=SMALL).result == (layout(SMALL, P("dp"), 8, 4), layout(SMALL, P("dp"), 8))
+    assert eval_shape(f, mesh=SMALL).result == (
+        layout(SMALL, P("dp"), 8, 4),
+        layout(SMALL, P("dp"), 8),
+    )
     assert torch.equal(sm.random.get_rng_state(), before)
 
 
 def test_mesh_argument_and_its_slices():
     def f(mesh, part, x):
         assert mesh["tp"] is part
-        return x.redistribute([Replicate(), Replicate()]), sm.ones(16, device_mesh=mesh["tp"], placements=P("tp")), part
+        return (
+            x.redistribute([Replicate(), Replicate()]),
+            sm.ones(16, device_mesh=mesh["tp"], placements=P("tp")),
+            part,
+        )
 
     x = layout(BIG, P("fsdp"), 256)
     whole, piece, part = eval_shape(f, BIG, BIG["tp"], x).result
@@ -157,7 +170,9 @@ def test_gradients_of_gradients():
 
 def test_an_evaluation_inside_another():
     x = layout(SMALL, P("dp"), 8)
-    found = eval_shape(lambda x: (eval_shape(lambda y: y.redistribute(P()), x).result.spec, x + 1), x)
+    found = eval_shape(
+        lambda x: (eval_shape(lambda y: y.redistribute(P()), x).result.spec, x + 1), x
+    )
     assert found.result == (P(None), x)
 
 
@@ -175,7 +190,10 @@ def test_mapped_functions():
     x, w = layout(BIG, P("fsdp", "tp"), 4096, 64), layout(BIG, P("tp"), 64, 64)
     found = eval_shape(f, x, w)
     assert found.result == (layout(BIG, P("fsdp"), 4096, 64), w)
-    assert found.report.by_axis["tp"] == (2, 2 * 14 * (32 * 64 * F32) // 8)  # forward, and its dual: an all_reduce each
+    assert found.report.by_axis["tp"] == (
+        2,
+        2 * 14 * (32 * 64 * F32) // 8,
+    )  # forward, and its dual: an all_reduce each
 
 
 # -- modules and optimizers --------------------------------------------------------------------------------------------
@@ -204,7 +222,9 @@ def test_a_module_is_copied_without_its_values():
 
         def f(model, x):
             model(x).sum().backward()
-            tied = model.first.weight is model.second.weight and isinstance(model.first.weight, nn.Parameter)
+            tied = model.first.weight is model.second.weight and isinstance(
+                model.first.weight, nn.Parameter
+            )
             assert model.mesh is model.first.weight.mesh
             return model.first.weight.grad, tied, model.tensor.is_meta, model.first.weight.is_meta
 
@@ -245,8 +265,12 @@ def test_modules_and_optimizers_pass_between_evaluations():
     x = layout(SMALL, P("dp"), 4, 8)
     first = eval_shape(train, model, optimizer, x)
     assert first.argument_bytes == parameters + 8 * F32
-    assert first.result_bytes == 3 * parameters  # the optimizer holds the parameters and two moments of each
-    second = eval_shape(train, *eval_shape(lambda m, o: (train(m, o, x_of(m)), m), model, optimizer).result[::-1], x)
+    assert (
+        first.result_bytes == 3 * parameters
+    )  # the optimizer holds the parameters and two moments of each
+    second = eval_shape(
+        train, *eval_shape(lambda m, o: (train(m, o, x_of(m)), m), model, optimizer).result[::-1], x
+    )
     assert second.argument_bytes == 3 * parameters + 8 * F32
     assert second.report.by_op == first.report.by_op
     assert not optimizer.state  # what went in is as it was
@@ -315,7 +339,9 @@ def test_current_mesh_is_the_default():
 
 def test_plans_use_the_topology_of_the_given_mesh():
     def moved(mesh):
-        whole = eval_shape(lambda x: x.redistribute(P(("node", "gpu"))), layout(mesh, P(("gpu", "node")), 1 << 16))
+        whole = eval_shape(
+            lambda x: x.redistribute(P(("node", "gpu"))), layout(mesh, P(("gpu", "node")), 1 << 16)
+        )
         return whole.report.launches
 
     flat, nodes = sm.AbstractMesh((4, 8), ("node", "gpu")), sm.AbstractMesh((4, 8), ("node", "gpu"))
@@ -334,7 +360,9 @@ def test_surrounding_budgets_and_policies_apply_inside():
 
 
 def test_printed():
-    found = eval_shape(lambda x: x.redistribute(P()).exp(), layout(BIG, P("fsdp"), 4096, 64), rank=9)
+    found = eval_shape(
+        lambda x: x.redistribute(P()).exp(), layout(BIG, P("fsdp"), 4096, 64), rank=9
+    )
     assert str(found).splitlines() == [
         "rank 9 of (fsdp=128, tp=8)",
         "arguments               8,192 bytes",
@@ -357,7 +385,10 @@ def test_a_sharded_model_on_its_rank():
         with sm.debug.comm_report() as report:
             y = model(x)
         assert found.result.shape == y.shape
-        assert (found.report.launches, found.report.bytes_received) == (report.launches, report.bytes_received)
+        assert (found.report.launches, found.report.bytes_received) == (
+            report.launches,
+            report.bytes_received,
+        )
         assert report.launches == 2
         assert not any(p.is_meta or p._local.is_meta for p in model.parameters())  # type: ignore[union-attr]
 

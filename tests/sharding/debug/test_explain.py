@@ -51,7 +51,10 @@ def test_uneven_gather_is_an_exchange_of_exactly_the_missing_rows():
 
 
 def test_small_tensors_minimize_launches_and_large_ones_bytes():
-    small, large = (sm.debug.explain(_layout(sm.P(unreduced={"dp", "tp"}), (n, n)), sm.P("dp")) for n in (8, 4096))
+    small, large = (
+        sm.debug.explain(_layout(sm.P(unreduced={"dp", "tp"}), (n, n)), sm.P("dp"))
+        for n in (8, 4096)
+    )
     assert small.launches == 1
     assert [step.op for step in large.steps] == ["reduce_scatter", "all_reduce"]
 
@@ -82,7 +85,10 @@ def test_the_dict_is_plain_data(move):
     mesh = (mesh_shape, AXES[: len(mesh_shape)])
     explained = sm.debug.explain(_layout(before, shape, mesh), _layout(after, shape, mesh))
     data = explained.as_dict()
-    assert json.loads(json.dumps(data)) == {**data, "steps": [{**step, "axes": list(step["axes"])} for step in data["steps"]]}
+    assert json.loads(json.dumps(data)) == {
+        **data,
+        "steps": [{**step, "axes": list(step["axes"])} for step in data["steps"]],
+    }
     assert data["launches"] == sum(step["launches"] for step in data["steps"])
     assert data["seconds"] == pytest.approx(sum(step["seconds"] for step in data["steps"]))
     assert [step["op"] for step in data["steps"]] == [step.op for step in explained.steps]
@@ -115,7 +121,9 @@ def test_a_limit_shows_as_rounds():
     assert rounds > 1
     assert explained.peak_bytes <= 20_000
     assert f"all_to_all_v x{rounds}" in str(explained)
-    with pytest.raises(ValueError, match=r"max_bytes=16,384: a rank holds at least .* pass max_bytes="):
+    with pytest.raises(
+        ValueError, match=r"max_bytes=16,384: a rank holds at least .* pass max_bytes="
+    ):
         sm.debug.explain(layout, sm.P(None, "dp"), max_bytes=16_384)
 
 

@@ -23,9 +23,13 @@ from tests.sharding.strategies import AXES, ragged_moves
 @given(ragged_moves(("sum", "max")))
 def test_output_agrees_with_the_boxes(move):
     mesh_shape, shape, spec, _ = move
-    layout = Layout.of(sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)]), spec, shape, torch.bfloat16)
+    layout = Layout.of(
+        sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)]), spec, shape, torch.bfloat16
+    )
     boxes = {int(layout.mesh.ranks[c]): (c, box) for c, box in layout.boxes()}
-    nbytes = {rank: 2 * math.prod(stop - start for start, stop in box) for rank, (_, box) in boxes.items()}
+    nbytes = {
+        rank: 2 * math.prod(stop - start for start, stop in box) for rank, (_, box) in boxes.items()
+    }
     found = inspect(layout)
     assert {part.rank: (part.coordinate, part.box) for part in found.parts} == boxes
     assert {part.rank: part.nbytes for part in found.parts} == nbytes
@@ -43,7 +47,11 @@ def same_values(layout, boxes, nbytes):
     groups = {}
     for rank, (coordinate, box) in boxes.items():
         if nbytes[rank]:
-            pending = tuple(k for k, axis in zip(coordinate, layout.mesh.axis_names, strict=True) if axis in layout.pending)
+            pending = tuple(
+                k
+                for k, axis in zip(coordinate, layout.mesh.axis_names, strict=True)
+                if axis in layout.pending
+            )
             groups.setdefault((box, pending), []).append(rank)
     return [tuple(group) for group in groups.values()]
 
@@ -51,7 +59,9 @@ def same_values(layout, boxes, nbytes):
 def test_output_for_a_tensor():
     def program():
         mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("dp", "tp"))
-        x = sm.zeros(3, 4, device_mesh=mesh, placements=P(None, ("tp", "dp"), sizes={"tp": (4, 0)})).requires_grad_()
+        x = sm.zeros(
+            3, 4, device_mesh=mesh, placements=P(None, ("tp", "dp"), sizes={"tp": (4, 0)})
+        ).requires_grad_()
         with collectives() as records:
             shown = str(inspect(x))
         assert records == []
@@ -79,7 +89,9 @@ def test_output_for_a_tensor():
 
 @every_rank(2, 2)
 def test_pending_axes_and_their_kinds(mesh):
-    x = sm.ShardedTensor.from_local(torch.ones(()), mesh, [sm.Partial("max"), sm.Replicate()], shape=())
+    x = sm.ShardedTensor.from_local(
+        torch.ones(()), mesh, [sm.Partial("max"), sm.Replicate()], shape=()
+    )
     found = inspect(x)
     assert found.pending == {"a": "max"}
     assert found.same == ((0, 1), (2, 3))
@@ -98,7 +110,11 @@ def test_the_state_of_a_gradient(mesh):
         after, plain = inspect(x), inspect(x.detach())
     assert records == []
     assert (before.here.is_leaf, before.here.grad, before.here.grad_fn) == (True, None, None)
-    assert (between.here.is_leaf, between.here.requires_grad, between.here.grad) == (False, True, None)
+    assert (between.here.is_leaf, between.here.requires_grad, between.here.grad) == (
+        False,
+        True,
+        None,
+    )
     assert "gradient: grad_fn MulBackward0, flows as P(None, 'a')" in str(between)
     assert after.here.grad is sm.typeof(x.grad) is after.grad_layout
     assert str(after).endswith("gradient: leaf, .grad is P('a', None)")
@@ -159,8 +175,14 @@ def test_large_meshes_fit_the_screen():
 @pytest.mark.parametrize(
     ("x", "text"),
     [
-        (torch.ones(2), r"inspect\(Tensor\): a plain tensor is on this rank only; shard it with distribute_tensor"),
-        (nn.Linear(2, 2), r"inspect\(Linear\): give one of its tensors, such as inspect\(module.weight\), or print visualize\(module\)"),
+        (
+            torch.ones(2),
+            r"inspect\(Tensor\): a plain tensor is on this rank only; shard it with distribute_tensor",
+        ),
+        (
+            nn.Linear(2, 2),
+            r"inspect\(Linear\): give one of its tensors, such as inspect\(module.weight\), or print visualize\(module\)",
+        ),
         (3, r"inspect\(int\): give a ShardedTensor or a Layout"),
     ],
 )

@@ -42,7 +42,10 @@ Sequential(
     running_var: f32[5] @ P(None) on (a=2)
     num_batches_tracked: i64[] @ P() on (a=2)
   )
-)""".strip().replace("affine=False, bias=True", repr(nn.BatchNorm1d(5, affine=False)).partition("0.1, ")[2].partition(", track")[0])
+)""".strip().replace(
+    "affine=False, bias=True",
+    repr(nn.BatchNorm1d(5, affine=False)).partition("0.1, ")[2].partition(", track")[0],
+)
 
 
 def test_repr_of_a_distributed_module_is_the_same_on_every_rank():
@@ -147,7 +150,10 @@ def test_the_table_with_rich_has_the_same_cells(mesh):
 
 
 def test_modules_without_tensors_and_lazy_ones():
-    assert sm.debug.visualize(nn.ReLU()).splitlines() == ["tensor  global  spec  local  bytes", "0 tensors: 0 bytes on this rank, 0 in all"]
+    assert sm.debug.visualize(nn.ReLU()).splitlines() == [
+        "tensor  global  spec  local  bytes",
+        "0 tensors: 0 bytes on this rank, 0 in all",
+    ]
     assert "weight  f32[?]  plain  not known yet      0" in sm.debug.visualize(nn.LazyLinear(3))
     assert "weight: f32[?], plain" in sm.debug.visualize(nn.LazyLinear(3), style="tree")
 
@@ -158,4 +164,8 @@ def test_module_outside_the_mesh_is_empty():
         module = distributed(mesh, nn.Linear(2, 4, bias=False))
         return sm.debug.visualize(module).splitlines()[-1]
 
-    assert [line.split(":")[1].split()[0] for line in sm.simulate(3)(program)()] == ["16", "0", "16"]
+    assert [line.split(":")[1].split()[0] for line in sm.simulate(3)(program)()] == [
+        "16",
+        "0",
+        "16",
+    ]

@@ -70,7 +70,14 @@ def test_planted_value_is_found_at_any_position(seed):
     shape = [rng.randrange(1, 6) for _ in range(rng.randrange(1, 4))]
     index = tuple(rng.randrange(n) for n in shape)
     where = [rng.choice([Replicate(), *map(Shard, range(len(shape)))]) for _ in mesh_shape]
-    good = (torch.tanh, torch.exp, lambda x: x * 0.5, lambda x: x.clone(), torch.relu, lambda x: x + x)
+    good = (
+        torch.tanh,
+        torch.exp,
+        lambda x: x * 0.5,
+        lambda x: x.clone(),
+        torch.relu,
+        lambda x: x + x,
+    )
     before, after = ([rng.choice(good) for _ in range(rng.randrange(4))] for _ in range(2))
 
     def program(mesh):
@@ -118,20 +125,38 @@ def test_inside_a_mapped_function(mesh):
     """Also under the type checker's own dispatch mode."""
     x = place(mesh, torch.arange(4.0), Shard(0))
     for check in (True, False):
-        mapped = sm.shard_map(lambda x: sm.psum((x - 1).log().sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P(), check=check)  # bad
+        mapped = sm.shard_map(
+            lambda x: sm.psum((x - 1).log().sum(), "a"),
+            mesh=mesh,
+            in_specs=P("a"),
+            out_specs=P(),
+            check=check,
+        )  # bad
         found = caught(mapped, x) if mesh.world.rank == 0 else None
         assert found is None or found.operator == "log"
 
 
 PLAIN = {
     "in place": (lambda: torch.ones(3).log_().log_(), "log_", (0,)),
-    "of a list": (lambda: torch._foreach_log([torch.ones(2), torch.tensor([1.0, 0.0])]), "_foreach_log", (1,)),
-    "a list in place": (lambda: torch._foreach_log_([torch.tensor([1.0, 0.0])]), "_foreach_log_", (1,)),
+    "of a list": (
+        lambda: torch._foreach_log([torch.ones(2), torch.tensor([1.0, 0.0])]),
+        "_foreach_log",
+        (1,),
+    ),
+    "a list in place": (
+        lambda: torch._foreach_log_([torch.tensor([1.0, 0.0])]),
+        "_foreach_log_",
+        (1,),
+    ),
     "half precision": (lambda: torch.full((2, 2), 6e4, dtype=torch.float16) * 2, "mul", (0, 0)),
     "8 bits": (lambda: torch.tensor([1.0, 1e9]).to(torch.float8_e5m2), "to", (1,)),
     "complex": (lambda: torch.zeros(2, dtype=torch.complex64).reciprocal(), "reciprocal", (0,)),
     "one number": (lambda: torch.tensor(0.0).log(), "log", ()),
-    "of a transform": (lambda: torch.func.vmap(lambda x: 1 / x)(torch.tensor([1.0, 0.0])), "rdiv", (1,)),
+    "of a transform": (
+        lambda: torch.func.vmap(lambda x: 1 / x)(torch.tensor([1.0, 0.0])),
+        "rdiv",
+        (1,),
+    ),
     "a module": (lambda: nn.Linear(2, 2)(torch.full((1, 2), 1e30).square()), "square", (0, 0)),
     "a number that is given": (lambda: torch.tensor([1.0, NAN]), "tensor", (1,)),
 }
@@ -210,7 +235,9 @@ def test_an_operator_of_several_nodes():
 def test_training_raises_nothing_and_communicates_the_same(mesh):
     def train() -> list[str]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.5), nn.Linear(6, 8))
+        model = nn.Sequential(
+            nn.Embedding(8, 6), nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.5), nn.Linear(6, 8)
+        )
         sm.parallel.distribute_module(model, mesh, src_data_rank=None)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         with collectives() as records:
@@ -228,7 +255,10 @@ def test_training_raises_nothing_and_communicates_the_same(mesh):
 
 
 def test_attention_masks_are_no_false_alarm():
-    layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 5, 8, requires_grad=True)
+    layer, x = (
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        torch.randn(2, 5, 8, requires_grad=True),
+    )
     with debug_nans():
         mask = torch.full((5, 5), -INF).triu(1)
         layer(x, src_mask=mask).sum().backward()
@@ -257,7 +287,12 @@ def test_views_of_uninitialized_memory_are_not_checked():
 
 def test_values_that_only_overflow_when_summed_are_no_false_alarm():
     with debug_nans():
-        for dtype, value in ((torch.float32, 3e38), (torch.float16, 6e4), (torch.bfloat16, 3e38), (torch.float8_e4m3fn, 400.0)):
+        for dtype, value in (
+            (torch.float32, 3e38),
+            (torch.float16, 6e4),
+            (torch.bfloat16, 3e38),
+            (torch.float8_e4m3fn, 400.0),
+        ):
             assert torch.full((1000,), value).to(dtype).shape == (1000,)
 
 
@@ -283,7 +318,9 @@ def test_nans_may_be_allowed():
 def test_infinities_may_be_allowed():
     with debug_nans(infs=False):
         y = torch.tensor([0.0, 1.0]).log()
-        with pytest.raises(BadValueError, match=r"mul gave nan.*index \[0\].*1 of 2.*Argument \[0\] is not finite"):
+        with pytest.raises(
+            BadValueError, match=r"mul gave nan.*index \[0\].*1 of 2.*Argument \[0\] is not finite"
+        ):
             y * 0
 
 

@@ -60,7 +60,11 @@ def test_checkpointing_lowers_the_peak(segments):
         h = x.requires_grad_()
         for i in range(segments):
             h = checkpoint(
-                part, h, *weights[i * each : (i + 1) * each], use_reentrant=False, context_fn=sm.random.replay_random
+                part,
+                h,
+                *weights[i * each : (i + 1) * each],
+                use_reentrant=False,
+                context_fn=sm.random.replay_random,
             )
         loss = h.sum()
         del h
@@ -71,7 +75,10 @@ def test_checkpointing_lowers_the_peak(segments):
     assert less.peak_bytes < whole.peak_bytes or segments == n
     kept = segments - 1  # the inputs of the later segments
     # While the last segment is recomputed and then gone through backward, as a chain of its own would be.
-    assert abs(less.peak_bytes - less.argument_bytes - (kept + each + 2) * activation) <= activation + 2 * F32
+    assert (
+        abs(less.peak_bytes - less.argument_bytes - (kept + each + 2) * activation)
+        <= activation + 2 * F32
+    )
 
 
 def test_views_in_place_operators_and_shared_memory_count_once():
@@ -133,7 +140,8 @@ def really(mesh, rows, specs):
     shapes = (rows, 8), (24, 8), (8, 24)
     with PeakMemory("cpu") as memory, sm.debug.comm_report() as report:
         arguments = [
-            sm.ones(*shape, device_mesh=mesh, placements=spec) for shape, spec in zip(shapes, specs, strict=True)
+            sm.ones(*shape, device_mesh=mesh, placements=spec)
+            for shape, spec in zip(shapes, specs, strict=True)
         ]
         before = memory.live
         result = mlp_step(*arguments)
@@ -154,7 +162,9 @@ def without_values(layouts, rank):
 @pytest.mark.parametrize("rank", [0, 3])
 def test_memory_equals_real_tensors(specs, rows, rank):
     with sm.debug.null_world(4, rank):
-        layouts, found = really(sm.init_device_mesh(DEVICE, (2, 2), axis_names=("fsdp", "tp")), rows, specs)
+        layouts, found = really(
+            sm.init_device_mesh(DEVICE, (2, 2), axis_names=("fsdp", "tp")), rows, specs
+        )
     assert without_values(layouts, rank) == found
 
 
@@ -193,7 +203,12 @@ def gpt_step(model, ids_bs, targets_t):
     loss.backward()
     optimizer.step()
     moments = {name: optimizer.state[p]["exp_avg_sq"] for name, p in model.named_parameters()}
-    return loss.detach(), dict(model.named_parameters()), {n: p.grad for n, p in model.named_parameters()}, moments
+    return (
+        loss.detach(),
+        dict(model.named_parameters()),
+        {n: p.grad for n, p in model.named_parameters()},
+        moments,
+    )
 
 
 def batch(mesh, size):
@@ -209,16 +224,22 @@ def test_a_training_step_for_1024_ranks():
     assert loss.shape == ()
     assert parameters == gradients == moments  # layouts are one object where they are equal
     assert parameters["blocks.0.mlp.w_down"] is layout(BIG, P("fsdp", "tp"), size.d, size.f)
-    assert parameters["blocks.1.attention.w_qkv"] is layout(BIG, P(("tp", "fsdp")), 3 * size.d, size.d)
+    assert parameters["blocks.1.attention.w_qkv"] is layout(
+        BIG, P(("tp", "fsdp")), 3 * size.d, size.d
+    )
     assert parameters["norm.weight"] is layout(BIG, P(), size.d)
     held = sum(at.largest_local_numel for at in parameters.values()) * F32
-    inputs = 2 * 64 * 8 + 2 * 64 // 8 * 8  # int64 ids of two sequences; targets of an eighth of their tokens
+    inputs = (
+        2 * 64 * 8 + 2 * 64 // 8 * 8
+    )  # int64 ids of two sequences; targets of an eighth of their tokens
     buffers = 2 * size.s * size.d // size.heads // 2 * F32
     assert found.argument_bytes == held + inputs + buffers
     assert found.result_bytes == 3 * held + F32
     assert found.peak_bytes > 3 * held
     # Every gathered weight comes in once: an all_gather over fsdp brings all but the own part of tp's share.
-    gathered = sum(parameters[n].nbytes // 8 for n in parameters if "w_qkv" in n or "w_gate_up" in n)
+    gathered = sum(
+        parameters[n].nbytes // 8 for n in parameters if "w_qkv" in n or "w_gate_up" in n
+    )
     assert found.report._by("op")["all_gather"][0] == 2 * 3 + 1
     assert found.report.by_axis["fsdp"][1] >= 2 * gathered * 127 // 128
     assert set(found.report.by_axis) == {"fsdp", "tp", "fsdp,tp"}
@@ -226,10 +247,15 @@ def test_a_training_step_for_1024_ranks():
 
 def really_and_evaluated(mesh):
     size = train_lm.SIZES["tiny"]
-    model = sm.parallel.distribute_module(train_lm.GPT(size, train_lm.reshard), mesh, train_lm.place_weights, src_data_rank=None)
+    model = sm.parallel.distribute_module(
+        train_lm.GPT(size, train_lm.reshard), mesh, train_lm.place_weights, src_data_rank=None
+    )
     found = eval_shape(gpt_step, model, *batch(mesh, size), rank=mesh.get_rank())
     with PeakMemory("cpu") as memory, sm.debug.comm_report() as report:
-        inputs = [sm.zeros(at.shape, device_mesh=mesh, placements=at.spec, dtype=at.dtype) for at in batch(mesh, size)]
+        inputs = [
+            sm.zeros(at.shape, device_mesh=mesh, placements=at.spec, dtype=at.dtype)
+            for at in batch(mesh, size)
+        ]
         result = gpt_step(model, *inputs)
     really = [str(sm.typeof(x)) for x in result[1].values()], report.by_op, report.by_axis
     said = [str(at) for at in found.result[1].values()], found.report.by_op, found.report.by_axis
@@ -243,7 +269,9 @@ def test_memory_of_a_training_step_equals_real_tensors(rank):
             sm.init_device_mesh(DEVICE, (2, 2), axis_names=("fsdp", "tp"))
         )
     assert said == really
-    assert said_peak == pytest.approx(peak, rel=0.03)  # on "meta", attention is another kernel than on a CPU
+    assert said_peak == pytest.approx(
+        peak, rel=0.03
+    )  # on "meta", attention is another kernel than on a CPU
 
 
 def test_bytes_of_a_training_step_equal_real_ranks():

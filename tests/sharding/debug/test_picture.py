@@ -56,7 +56,10 @@ def test_patches_are_where_the_boxes_are():
         labels = [text.get_text() for text in axes.texts]
         for patch, label in zip(axes.patches, labels, strict=True):
             (x, y), width, height = patch.get_xy(), patch.get_width(), patch.get_height()
-            assert layout.box_at(tuple(map(int, label.split(",")))) == ((y, y + height), (x, x + width))
+            assert layout.box_at(tuple(map(int, label.split(",")))) == (
+                (y, y + height),
+                (x, x + width),
+            )
         assert len(set(labels)) == len(labels)
 
 
@@ -64,8 +67,16 @@ def test_patches_are_where_the_boxes_are():
 def test_every_holder_is_named_once(move):
     """For tensors with at most two dims, the labels of a state name each rank with data exactly once."""
     mesh_shape, shape, src, dst = move
-    for panel in plan_panels(explained(shape[:2], *[_first_dims(spec) for spec in (src, dst)], (mesh_shape, AXES[: len(mesh_shape)]))):
-        holders = {c: box for c, box in panel.layout.boxes() if all(start < stop for start, stop in box)}
+    for panel in plan_panels(
+        explained(
+            shape[:2],
+            *[_first_dims(spec) for spec in (src, dst)],
+            (mesh_shape, AXES[: len(mesh_shape)]),
+        )
+    ):
+        holders = {
+            c: box for c, box in panel.layout.boxes() if all(start < stop for start, stop in box)
+        }
         named = [(c, part.box) for part in panel.parts for c in _meant(part.label, mesh_shape)]
         assert sorted(named) == sorted(holders.items())
         assert panel.empty == len(list(panel.layout.boxes())) - len(holders)
@@ -75,13 +86,20 @@ def test_every_holder_is_named_once(move):
 
 
 def _first_dims(spec):
-    sized = {axes: sizes for axes, sizes in spec.sizes if any(axes[0] in dim for dim in spec.dims[:2])}
+    sized = {
+        axes: sizes for axes, sizes in spec.sizes if any(axes[0] in dim for dim in spec.dims[:2])
+    }
     return P(*spec.dims[:2], unreduced=dict(spec.unreduced), sizes=sized)
 
 
 def _meant(label, mesh_shape):
     entries = label.split(",")
-    return product(*[range(n) if e in ("*", "+") else (int(e),) for e, n in zip(entries, mesh_shape, strict=True)])
+    return product(
+        *[
+            range(n) if e in ("*", "+") else (int(e),)
+            for e, n in zip(entries, mesh_shape, strict=True)
+        ]
+    )
 
 
 def test_steps_are_named_with_collective_axes_and_bytes():
@@ -118,7 +136,9 @@ def test_files_do_not_depend_on_the_users_settings(tmp_path):
 
     plan = explained((8, 8), P("dp", "tp"), P("tp", "dp"))
     plan.picture(tmp_path / "one.svg")
-    with matplotlib.rc_context({"font.size": 20, "axes.facecolor": "black", "svg.fonttype": "path"}):
+    with matplotlib.rc_context(
+        {"font.size": 20, "axes.facecolor": "black", "svg.fonttype": "path"}
+    ):
         plan.picture(tmp_path / "two.svg")
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
@@ -147,7 +167,10 @@ def test_without_a_display_and_without_pyplot(tmp_path):
     )
     path = tmp_path / "plan.png"
     done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, env={"MPLBACKEND": "Agg", "HOME": str(tmp_path)}
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        env={"MPLBACKEND": "Agg", "HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -174,20 +197,29 @@ def test_the_pages_of_a_layout_show_every_box_once(move):
     assert sorted(shown) == sorted(boxes)
 
 
-@pytest.mark.parametrize(("shape", "spec"), [((5, 4, 3), P("a", "b", "c")), ((6,), P("a")), ((), P()), ((0, 3), P("a"))])
+@pytest.mark.parametrize(
+    ("shape", "spec"), [((5, 4, 3), P("a", "b", "c")), ((6,), P("a")), ((), P()), ((0, 3), P("a"))]
+)
 def test_a_panel_for_each_page_of_a_layout(shape, spec, tmp_path):
     layout = sm.Layout.of(sm.AbstractMesh((2, 2, 2), ("a", "b", "c")), spec, shape)
     figure = sm.debug.visualize(layout, style="picture", path=tmp_path / "one.svg")
     sm.debug.visualize(layout, style="picture", path=tmp_path / "two.svg")
-    assert [axes.get_title() for axes in figure.axes if len(shape) == 3] == ["[0:3, :, :]", "[3:5, :, :]"][: len(shape) // 3 * 2]
-    assert sum(len(axes.patches) for axes in figure.axes) == len({box for _, box in layout.boxes()} if 0 not in shape else ())
+    assert [axes.get_title() for axes in figure.axes if len(shape) == 3] == [
+        "[0:3, :, :]",
+        "[3:5, :, :]",
+    ][: len(shape) // 3 * 2]
+    assert sum(len(axes.patches) for axes in figure.axes) == len(
+        {box for _, box in layout.boxes()} if 0 not in shape else ()
+    )
     assert str(layout) in texts(figure)[0].replace("\n", " ")
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
 def test_many_pages_are_arranged_in_rows():
     layout = sm.Layout.of(sm.AbstractMesh((8, 2, 2), ("a", "b", "c")), P("a", "b", "c"), (8, 2, 2))
-    places = [axes.get_position().bounds for axes in sm.debug.visualize(layout, style="picture").axes]
+    places = [
+        axes.get_position().bounds for axes in sm.debug.visualize(layout, style="picture").axes
+    ]
     assert len(set(places)) == 8
     assert len({round(place[1], 6) for place in places}) == 2
     assert all(x >= 0 and y >= 0 and x + w <= 1 and y + h <= 1 for x, y, w, h in places)

@@ -47,13 +47,19 @@ def test_durations_in_closed_form() -> None:
     product, received = 2 * 32 * 64 * 64 / 1e6, 3 * 16 * 64 * 4
     outside = received * 2 / 3 / 2  # two of four ranks are on each node, and so many rails
     gather = 2e-3 + max(received / 1e6, outside / 1e5)
-    assert [event.duration for event in lane(found, "tp", "collective")] == pytest.approx([gather] * 2)
-    assert [event.duration for event in lane(found, "compute", "operator")] == pytest.approx([product] * 2)
+    assert [event.duration for event in lane(found, "tp", "collective")] == pytest.approx(
+        [gather] * 2
+    )
+    assert [event.duration for event in lane(found, "compute", "operator")] == pytest.approx(
+        [product] * 2
+    )
     assert found.seconds == pytest.approx(2 * gather + 2 * product)
     assert found.exposed_seconds == pytest.approx(2 * gather)
     assert found.seconds_of("operator") + found.seconds_of("wait") == pytest.approx(found.seconds)
     assert found.lanes == ("compute", "tp")
-    within = sm.debug.timeline(lowered(1), flops={torch.float32: 1e6}, topology=Topology(EXACT.local, EXACT.network, 1e9))
+    within = sm.debug.timeline(
+        lowered(1), flops={torch.float32: 1e6}, topology=Topology(EXACT.local, EXACT.network, 1e9)
+    )
     assert within.seconds_of("collective", "tp") == pytest.approx(1e-3 + 3 * 16 * 64 * 4 / 1e6)
 
 
@@ -74,7 +80,9 @@ def test_operators_that_are_bound_by_memory_and_views() -> None:
 
 def test_starting_early_makes_the_critical_path_shorter() -> None:
     plain = sm.debug.timeline(lowered(4), flops=1e7, topology=EXACT)
-    early = sm.debug.timeline(lowered(4, compiler_options=FREE).compile(), flops=1e7, topology=EXACT)
+    early = sm.debug.timeline(
+        lowered(4, compiler_options=FREE).compile(), flops=1e7, topology=EXACT
+    )
     for kind in ("operator", "collective"):
         assert early.seconds_of(kind) == pytest.approx(plain.seconds_of(kind))
     assert early.seconds < plain.seconds - 1e-3
@@ -106,7 +114,9 @@ def check_lanes(found: Timeline) -> None:
 def check_trace(path: Path, found: Timeline) -> None:
     """A file is in Chrome's trace format: complete events on named threads, which do not overlap, and arrows with two ends."""
     events = json.loads(path.read_text())["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    names = {
+        e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"
+    }
     assert tuple(names.values()) == found.lanes
     complete = [e for e in events if e["ph"] == "X"]
     assert len(complete) == len(found.events)
@@ -147,12 +157,19 @@ def test_a_step_as_predicted_and_as_measured(tmp_path: Path) -> None:
         model = mlp(mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
-        step = sm.jit(training_step(model, optimizer), backend="eager", compiler_options={"overlap": True})
+        step = sm.jit(
+            training_step(model, optimizer), backend="eager", compiler_options={"overlap": True}
+        )
         losses = [step(*pair(mesh, i)).item() for i in range(3)]
-        predicted = [sm.debug.timeline(x) for x in (step, step.recorded[0], step.lower(*pair(mesh, 0)))]
+        predicted = [
+            sm.debug.timeline(x) for x in (step, step.recorded[0], step.lower(*pair(mesh, 0)))
+        ]
         check_lanes(predicted[0])
         assert predicted[0].events == predicted[1].events
-        assert len(lane(predicted[0], "tp", "collective")) == step.recorded[0].cost_analysis().launches["tp"]
+        assert (
+            len(lane(predicted[0], "tp", "collective"))
+            == step.recorded[0].cost_analysis().launches["tp"]
+        )
         found: Any = None
         if measured:
             call = lambda: losses.append(step(*pair(mesh, 3)).item())  # noqa: E731
@@ -192,11 +209,16 @@ def test_what_has_no_timeline() -> None:
         sm.debug.timeline(f, measure=lambda: 1 / 0)
     assert torch.equal(f(x), x * 2)
     empty = sm.jit(lambda x: x).lower(sm.Layout.of(MESH, P(), (3,)))
-    assert str(sm.debug.timeline(empty)) == "rank 0, predicted: 0 us, of which 0 us (0%) without operators\ncompute: 0 us in 0 operators"
+    assert (
+        str(sm.debug.timeline(empty))
+        == "rank 0, predicted: 0 us, of which 0 us (0%) without operators\ncompute: 0 us in 0 operators"
+    )
 
 
 def test_loading_other_functions_of_debug_loads_no_graphs() -> None:
     program = "import sys, shardmesh as sm; sm.debug.comm_report; print(any('.jit' in m for m in sys.modules if 'shardmesh' in m))"
     program += "; print(sm.debug.timeline.__name__, 'timeline' in dir(sm.debug))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["False", "timeline", "True"]

@@ -121,7 +121,9 @@ def test_further_split_dims_are_pages():
 @given(layouts(("sum", "max")))
 def test_every_rank_with_elements_is_shown_once_at_its_box(layout):
     """For any number of dims and axes, the labels around a rank are the intervals of its box."""
-    boxes = {int(layout.mesh.ranks[c]): box for c, box in layout.boxes() if all(b > a for a, b in box)}
+    boxes = {
+        int(layout.mesh.ranks[c]): box for c, box in layout.boxes() if all(b > a for a, b in box)
+    }
     found = []
     for (corner, *cols), *rows in RankTable.of(layout).pages:
         for label, *cells in rows:
@@ -143,7 +145,9 @@ def check_place(box, shape, page, row, col):
         assert entry in (":", "{}:{}".format(*box[dim]))
         assert entry != ":" or box[dim] == (0, shape[dim]) or "{}:{}".format(*box[dim]) in named
     if not page:
-        hidden = [i for i, (interval, n) in enumerate(zip(box, shape, strict=True)) if interval != (0, n)]
+        hidden = [
+            i for i, (interval, n) in enumerate(zip(box, shape, strict=True)) if interval != (0, n)
+        ]
         assert len(hidden) <= 2
 
 
@@ -213,19 +217,28 @@ def test_large_tables_show_both_ends_and_count_the_rest(spec, left_out):
 
 
 def test_many_nonconsecutive_ranks_are_counted():
-    assert visualize(Layout.of(LARGE, P("c"), (8,))).splitlines()[2].startswith("all  0,8,16,...,1016 (128 ranks)  1,9")
+    assert (
+        visualize(Layout.of(LARGE, P("c"), (8,)))
+        .splitlines()[2]
+        .startswith("all  0,8,16,...,1016 (128 ranks)  1,9")
+    )
 
 
 def test_many_sizes_are_shortened():
     mesh = sm.AbstractMesh((512,), ("a",))
     layout = Layout.of(mesh, P("a", sizes={"a": [3] + [1] * 511}), (514,))
-    assert visualize(layout).splitlines()[0] == "f32[514] @ P('a', sizes={'a': (3, ..., 1)}) on (a=512)"
+    assert (
+        visualize(layout).splitlines()[0]
+        == "f32[514] @ P('a', sizes={'a': (3, ..., 1)}) on (a=512)"
+    )
 
 
 # -- other styles -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [P("dp", "tp"), P(unreduced={"dp"}), P("dp", sizes={"dp": (0, 5)})])
+@pytest.mark.parametrize(
+    "spec", [P("dp", "tp"), P(unreduced={"dp"}), P("dp", sizes={"dp": (0, 5)})]
+)
 def test_rich_shows_the_same_cells_in_the_color_of_their_ranks(spec):
     layout = Layout.of(MESH, spec, (5, 4))
     table = visualize(layout, style="rich")
@@ -258,13 +271,38 @@ def test_without_rich_the_error_names_the_extra(monkeypatch):
 @pytest.mark.parametrize(
     ("x", "options", "error", "text"),
     [
-        (torch.ones(3), {}, TypeError, r"visualize\(Tensor\): a plain tensor is on this rank only; shard it"),
+        (
+            torch.ones(3),
+            {},
+            TypeError,
+            r"visualize\(Tensor\): a plain tensor is on this rank only; shard it",
+        ),
         ("dp", {}, TypeError, r"visualize\(str\): give a ShardedTensor or a Layout"),
-        (nn.Linear(2, 2), {"style": "picture"}, ValueError, "the styles for a module are 'text', 'tree', 'rich'; draw"),
-        (Layout.of(MESH, P(), ()), {"style": "tree"}, ValueError, "the styles for a tensor or a layout are 'text', 'rich', 'pic"),
+        (
+            nn.Linear(2, 2),
+            {"style": "picture"},
+            ValueError,
+            "the styles for a module are 'text', 'tree', 'rich'; draw",
+        ),
+        (
+            Layout.of(MESH, P(), ()),
+            {"style": "tree"},
+            ValueError,
+            "the styles for a tensor or a layout are 'text', 'rich', 'pic",
+        ),
         (Layout.of(MESH, P(), ()), {"style": ["text"]}, ValueError, r"style=\['text'\]\)"),
-        (Layout.of(MESH, P(), ()), {"path": "x.svg"}, ValueError, "only pictures are written to files; add style='picture'"),
-        (Layout.of(LARGE, P(), ()), {"style": "picture"}, ValueError, r"up to 64 ranks and \(a=16, b=8, c=8\) has 1024; draw"),
+        (
+            Layout.of(MESH, P(), ()),
+            {"path": "x.svg"},
+            ValueError,
+            "only pictures are written to files; add style='picture'",
+        ),
+        (
+            Layout.of(LARGE, P(), ()),
+            {"style": "picture"},
+            ValueError,
+            r"up to 64 ranks and \(a=16, b=8, c=8\) has 1024; draw",
+        ),
     ],
 )
 def test_errors(x, options, error, text):
@@ -274,8 +312,12 @@ def test_errors(x, options, error, text):
 
 def test_outside_the_mesh():
     def program():
-        x = sm.zeros(5, 2, device_mesh=sm.DeviceMesh(DEVICE, [2, 1], axis_names=("a",)), placements=P("a"))
+        x = sm.zeros(
+            5, 2, device_mesh=sm.DeviceMesh(DEVICE, [2, 1], axis_names=("a",)), placements=P("a")
+        )
         return visualize(x)
 
     table = ["          cols 0:2", "rows 0:3         2", "rows 3:5         1"]
-    assert set(sm.simulate(3)(program)()) == {"\n".join(["f32[5, 2] @ P('a', None) on (a=2)", *table])}
+    assert set(sm.simulate(3)(program)()) == {
+        "\n".join(["f32[5, 2] @ P('a', None) on (a=2)", *table])
+    }

@@ -100,7 +100,10 @@ def ours(case: FlatCase, results: list[Everyone], check: Any) -> Found:
     by = [x.requires_grad_() for x in xs if x.is_floating_point()]
 
     def run(*pieces: torch.Tensor) -> list[torch.Tensor]:
-        local = [x.reshape(parts[mesh.world.rank].shape) for x, parts in zip(pieces, case.inputs, strict=True)]
+        local = [
+            x.reshape(parts[mesh.world.rank].shape)
+            for x, parts in zip(pieces, case.inputs, strict=True)
+        ]
         leaves = tree_leaves(case.program(sm, *local))
         return leaves if case.replicated else [leaf.reshape(-1) for leaf in leaves]
 
@@ -114,7 +117,10 @@ def derivatives(mesh: sm.DeviceMesh, out: Any, by: Any) -> Found:
     total: Any = sum(loss(y.double(), weighing(mesh, y, k, y.spec)) for k, y in enumerate(out))
     grads: Any = torch.autograd.grad(total, by, create_graph=True)
     again: Any = sum((x * 0).sum() for x in by)
-    again += sum((g * weighing(mesh, g, k, x.spec)).sum() for k, (g, x) in enumerate(zip(grads, by, strict=True)))
+    again += sum(
+        (g * weighing(mesh, g, k, x.spec)).sum()
+        for k, (g, x) in enumerate(zip(grads, by, strict=True))
+    )
     second: Any = torch.autograd.grad(again, by, retain_graph=True)
     total.backward()
     for x, g in zip(by, grads, strict=True):
@@ -130,7 +136,11 @@ def check_case(case: FlatCase, check: Any = True) -> None:
             for one, other in zip(getattr(found, what), getattr(by_definition, what), strict=True):
                 assert one.dtype == other.dtype, what
                 torch.testing.assert_close(
-                    one, other, rtol=1e-12, atol=1e-12, msg=lambda text, what=what: f"{what}: {text}"
+                    one,
+                    other,
+                    rtol=1e-12,
+                    atol=1e-12,
+                    msg=lambda text, what=what: f"{what}: {text}",
                 )
 
 
@@ -138,6 +148,8 @@ def all_ranks(mesh: Shape, shape: Shape, seed: int = 0) -> list[torch.Tensor]:
     return numbers([shape] * math.prod(mesh), seed)
 
 
-def by_place(mesh: Shape, axis: AxisName, shape: Callable[[int], Shape], seed: int = 0) -> list[torch.Tensor]:
+def by_place(
+    mesh: Shape, axis: AxisName, shape: Callable[[int], Shape], seed: int = 0
+) -> list[torch.Tensor]:
     """Return parts whose shape depends on the index along the axis."""
     return numbers([shape(int(place)) for place in Oracle(mesh).axis_index(axis).values], seed)

@@ -12,10 +12,14 @@ import shardmesh as sm
 
 def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return random numbers that are the same on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
-def put(mesh: sm.DeviceMesh, tensor: Tensor, spec: sm.P | None = None, *, grad: bool = False) -> sm.ShardedTensor:
+def put(
+    mesh: sm.DeviceMesh, tensor: Tensor, spec: sm.P | None = None, *, grad: bool = False
+) -> sm.ShardedTensor:
     """Distribute `tensor`, which is the same on every rank, without communication; replicated without a spec."""
     x = sm.distribute_tensor(tensor, mesh, sm.P() if spec is None else spec, src_data_rank=None)
     return x.requires_grad_() if grad else x
@@ -26,7 +30,9 @@ def same(sharded: Any, whole: Tensor) -> None:
     torch.testing.assert_close(sharded.full_tensor(), whole)
 
 
-def same_gradients(sharded: list[Any], plain: list[Tensor], loss: Tensor, plain_loss: Tensor) -> None:
+def same_gradients(
+    sharded: list[Any], plain: list[Tensor], loss: Tensor, plain_loss: Tensor
+) -> None:
     """Assert equal losses, and after backward equal gradients with the layouts of their leaves."""
     same(loss, plain_loss)
     loss.backward()

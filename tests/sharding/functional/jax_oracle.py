@@ -58,7 +58,9 @@ class Jax:
 
     def __init__(self, names: Sequence[str]) -> None:
         command = [sys.executable, "-m", "tests.sharding.functional.jax_oracle"]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         assert self._process.stdin
         pickle.dump(set(names), self._process.stdin)
         self._process.stdin.flush()
@@ -68,7 +70,10 @@ class Jax:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._process.kill()
         self._process.communicate()
@@ -98,7 +103,9 @@ def _lax() -> SimpleNamespace:
 
     types = {"replicated": "invarying", "sharded": "varying"}
 
-    def all_gather(x: Any, axis_name: Any, *, to: str = "varying", sizes: Any = None, **more: Any) -> Any:
+    def all_gather(
+        x: Any, axis_name: Any, *, to: str = "varying", sizes: Any = None, **more: Any
+    ) -> Any:
         return lax.all_gather(x, axis_name, to=types.get(to, to), **more)
 
     def all_to_all(x: Any, axis_name: Any, *dims: int, sizes: Any = None, **more: Any) -> Any:
@@ -113,7 +120,10 @@ def _mapped(case: MappedCase) -> Callable[..., list[Any]]:
 
     devices = jax.devices()[: int(np.prod(case.mesh))]
     mesh = jax.make_mesh(
-        case.mesh, case.axes, axis_types=(jax.sharding.AxisType.Auto,) * len(case.axes), devices=devices
+        case.mesh,
+        case.axes,
+        axis_types=(jax.sharding.AxisType.Auto,) * len(case.axes),
+        devices=devices,
     )
 
     def run(*local: Any) -> list[Any]:
@@ -140,7 +150,9 @@ def _derivatives(case: MappedCase) -> Callable[..., tuple[list[Any], Any, Any]]:
 
     def gradients(*xs: Any) -> tuple[Any, tuple[list[Any], Any]]:
         grads, out = jax.grad(summed, by, has_aux=True)(*xs)
-        return sum((g.astype("float64") * weights(g.shape, k)).sum() for k, g in enumerate(grads)), (out, grads)
+        return sum(
+            (g.astype("float64") * weights(g.shape, k)).sum() for k, g in enumerate(grads)
+        ), (out, grads)
 
     def run(*xs: Any) -> tuple[list[Any], Any, Any]:
         if not by:
@@ -154,7 +166,9 @@ def _derivatives(case: MappedCase) -> Callable[..., tuple[list[Any], Any, Any]]:
 
 
 def _answer(out: Sequence[Any], grads: Sequence[Any], second: Sequence[Any]) -> Answer:
-    values, first, again = ([np.asarray(x).astype("float64") for x in xs] for xs in (out, grads, second))
+    values, first, again = (
+        [np.asarray(x).astype("float64") for x in xs] for xs in (out, grads, second)
+    )
     return Answer(values, [str(x.dtype) for x in out], first, again)
 
 

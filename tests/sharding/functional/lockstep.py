@@ -29,7 +29,15 @@ from tests.sharding.functional.lines import Halved, Same, Square
 from tests.sharding.functional.steps import Env, ProgramStep, own
 
 CONSTANTS = torch.linspace(-1, 1, 12, dtype=torch.float64)
-NAMES = {"torch": torch, "F": F, "K": CONSTANTS, "checkpoint": checkpoint, "Square": Square, "Same": Same, "Halved": Halved}
+NAMES = {
+    "torch": torch,
+    "F": F,
+    "K": CONSTANTS,
+    "checkpoint": checkpoint,
+    "Square": Square,
+    "Same": Same,
+    "Halved": Halved,
+}
 SHARES = {1: (1.0,), 2: (0.3, 0.7), 3: (0.2, 0.5, 0.3)}
 
 
@@ -44,7 +52,9 @@ class Lockstep:
     def __init__(self, mesh: Sequence[int]) -> None:
         self.mesh, self.size, self.unequal = tuple(mesh), math.prod(mesh), False
         self.oracle, self._groups = oracle.Oracle(mesh), {}
-        self.coordinates = [dict(zip("ab", c, strict=True)) for c in itertools.product(*map(range, mesh))]
+        self.coordinates = [
+            dict(zip("ab", c, strict=True)) for c in itertools.product(*map(range, mesh))
+        ]
         self.names = [{**NAMES, "sm": _Rank(self.oracle, rank)} for rank in range(self.size)]
 
     def run(self, steps: Sequence[ProgramStep], envs: list[Env]) -> None:
@@ -54,11 +64,16 @@ class Lockstep:
     def groups(self, axis: str | Sequence[str]) -> list[list[int]]:
         key = tuple(axis)
         if key not in self._groups:
-            self._groups[key] = self.oracle.groups(axis) if axis else [[rank] for rank in range(self.size)]
+            self._groups[key] = (
+                self.oracle.groups(axis) if axis else [[rank] for rank in range(self.size)]
+            )
         return self._groups[key]
 
     def along(
-        self, axis: str | Sequence[str], definition: Callable[[list[Tensor]], list[Tensor]], xs: list[Tensor]
+        self,
+        axis: str | Sequence[str],
+        definition: Callable[[list[Tensor]], list[Tensor]],
+        xs: list[Tensor],
     ) -> list[Tensor]:
         """Apply the definition of a collective to every group of ranks along the axis.
 
@@ -68,15 +83,24 @@ class Lockstep:
             raise ValueError("parts differ in shape")
         return self.each(axis, definition, xs)
 
-    def each(self, axis: str | Sequence[str], definition: Callable[[list[Tensor]], list[Tensor]], xs: list[Tensor]) -> list[Tensor]:
+    def each(
+        self,
+        axis: str | Sequence[str],
+        definition: Callable[[list[Tensor]], list[Tensor]],
+        xs: list[Tensor],
+    ) -> list[Tensor]:
         """Apply the definition to parts of any shapes."""
         found: dict[int, Tensor] = {}
         for group in self.groups(axis):
-            found |= zip(group, (own(part) for part in definition([xs[rank] for rank in group])), strict=True)
+            found |= zip(
+                group, (own(part) for part in definition([xs[rank] for rank in group])), strict=True
+            )
         return [found[rank] for rank in range(self.size)]
 
     def same(self, xs: list[Tensor]) -> bool:
-        return all(x.shape == xs[0].shape and torch.allclose(x, xs[0], rtol=1e-9, atol=1e-11) for x in xs)
+        return all(
+            x.shape == xs[0].shape and torch.allclose(x, xs[0], rtol=1e-9, atol=1e-11) for x in xs
+        )
 
     def enter(self, whole: Tensor, spec: P) -> list[Tensor]:
         """Return every rank's part of a global tensor."""
@@ -113,7 +137,9 @@ class Lockstep:
     def _together(self, xs: list[Tensor], dims: list[tuple[int, tuple[str, ...]]]) -> Tensor:
         for dim, axes in dims:
             for axis in reversed(axes):
-                xs = self.each(axis, lambda parts, dim=dim: [torch.cat(parts, dim)] * len(parts), xs)
+                xs = self.each(
+                    axis, lambda parts, dim=dim: [torch.cat(parts, dim)] * len(parts), xs
+                )
         return xs[0]
 
 
@@ -169,7 +195,11 @@ class LockstepProgram:
     def source(self) -> str:
         body = [f"    {line}" for step in self.steps for line in step.lines()]
         return "\n".join(
-            [f"def program({', '.join(self.arguments)}):", *body, f"    return {', '.join(self.results)},\n"]
+            [
+                f"def program({', '.join(self.arguments)}):",
+                *body,
+                f"    return {', '.join(self.results)},\n",
+            ]
         )
 
     def __str__(self) -> str:
@@ -185,7 +215,9 @@ class LockstepProgram:
     def inputs(self, call: int) -> list[Tensor]:
         """Return the global arguments of one call."""
         generator = torch.Generator().manual_seed(1000 * self.seed + call)
-        drawn = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in self.shapes]
+        drawn = [
+            torch.randn(shape, dtype=torch.float64, generator=generator) for shape in self.shapes
+        ]
         return [x.requires_grad_(not frozen) for x, frozen in zip(drawn, self.frozen, strict=True)]
 
     def begin(self, world: Lockstep, leaves: Sequence[Tensor]) -> list[Env]:
@@ -208,7 +240,9 @@ class Meaning:
     unequal: bool
 
 
-def finish(program: LockstepProgram, world: Lockstep, leaves: Sequence[Tensor], envs: list[Env]) -> Meaning:
+def finish(
+    program: LockstepProgram, world: Lockstep, leaves: Sequence[Tensor], envs: list[Env]
+) -> Meaning:
     """Return results and gradients, given the variables after the last step."""
     results = [
         world.leave([env[name] for env in envs], spec)
@@ -218,7 +252,13 @@ def finish(program: LockstepProgram, world: Lockstep, leaves: Sequence[Tensor], 
     grads = [torch.zeros_like(x) for x in leaves]
     by = [i for i, x in enumerate(leaves) if x.requires_grad]
     if by and isinstance(loss, Tensor) and loss.requires_grad:
-        for i, g in zip(by, torch.autograd.grad(loss, [leaves[i] for i in by], allow_unused=True, materialize_grads=True), strict=True):
+        for i, g in zip(
+            by,
+            torch.autograd.grad(
+                loss, [leaves[i] for i in by], allow_unused=True, materialize_grads=True
+            ),
+            strict=True,
+        ):
             grads[i] = g
     return Meaning([y.detach() for y in results], grads, world.unequal)
 

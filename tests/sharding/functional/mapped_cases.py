@@ -35,7 +35,9 @@ def mapped(case: MappedCase, mesh: sm.DeviceMesh) -> Callable[..., Any]:
         return out if case.out is not None else tree_map(lambda leaf: leaf[None], out)
 
     out_specs = P(case.axes) if case.out is None else P(*case.out)
-    return sm.shard_map(run, mesh=mesh, in_specs=tuple(P(*x.spec) for x in case.inputs), out_specs=out_specs)
+    return sm.shard_map(
+        run, mesh=mesh, in_specs=tuple(P(*x.spec) for x in case.inputs), out_specs=out_specs
+    )
 
 
 def ours(case: MappedCase) -> Answer:
@@ -53,7 +55,9 @@ def ours(case: MappedCase) -> Answer:
     return Answer(numpy_of(values), dtypes_of(values), grads, second)
 
 
-def derivatives(case: MappedCase, mesh: sm.DeviceMesh, out: list[Any], by: list[Any]) -> tuple[list[Any], list[Any]]:
+def derivatives(
+    case: MappedCase, mesh: sm.DeviceMesh, out: list[Any], by: list[Any]
+) -> tuple[list[Any], list[Any]]:
     """Return derivatives of the same losses as in JAX."""
     total: Any = sum(loss(y.double(), weighing(mesh, y, k, y.spec)) for k, y in enumerate(out))
     grads: Any = torch.autograd.grad(total, by, create_graph=case.second)
@@ -61,7 +65,8 @@ def derivatives(case: MappedCase, mesh: sm.DeviceMesh, out: list[Any], by: list[
     if not case.second:
         return found, []
     again: Any = sum(
-        (g.double() * weighing(mesh, g, k, x.spec)).sum() for k, (g, x) in enumerate(zip(grads, by, strict=True))
+        (g.double() * weighing(mesh, g, k, x.spec)).sum()
+        for k, (g, x) in enumerate(zip(grads, by, strict=True))
     )
     second: Any = torch.autograd.grad(again, by)
     return found, numpy_of([g.full_tensor() for g in second])
@@ -92,7 +97,11 @@ def close(case: MappedCase, ours: list[np.ndarray], theirs: list[np.ndarray], wh
     """Assert equality, up to a few roundings where gradients are communicated in half precision."""
     assert len(ours) == len(theirs), what
     half = max(
-        (torch.finfo(getattr(torch, x.dtype)).eps for x in case.inputs if "16" in x.dtype and "float" in x.dtype),
+        (
+            torch.finfo(getattr(torch, x.dtype)).eps
+            for x in case.inputs
+            if "16" in x.dtype and "float" in x.dtype
+        ),
         default=0,
     )
     for one, other in zip(ours, theirs, strict=True):

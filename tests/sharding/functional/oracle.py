@@ -29,7 +29,9 @@ Parts = list[Tensor]
 
 def psum(parts: Parts) -> Parts:
     """Return the sum on each rank. Booleans are counted."""
-    return [reduce(torch.add, [p.long() if p.dtype == torch.bool else p for p in parts])] * len(parts)
+    return [reduce(torch.add, [p.long() if p.dtype == torch.bool else p for p in parts])] * len(
+        parts
+    )
 
 
 def pmean(parts: Parts) -> Parts:
@@ -58,7 +60,10 @@ def all_gather(parts: Parts, axis: int = 0, tiled: bool = False) -> Parts:
 def all_to_all(parts: Parts, split_axis: int, concat_axis: int, tiled: bool = False) -> Parts:
     """Split each part; send piece j to index j, which concatenates the received pieces."""
     pieces = [cut(part, split_axis, len(parts), tiled) for part in parts]
-    return [(torch.cat if tiled else torch.stack)(list(column), concat_axis) for column in zip(*pieces, strict=True)]
+    return [
+        (torch.cat if tiled else torch.stack)(list(column), concat_axis)
+        for column in zip(*pieces, strict=True)
+    ]
 
 
 def pswapaxes(parts: Parts, axis: int) -> Parts:
@@ -68,7 +73,10 @@ def pswapaxes(parts: Parts, axis: int) -> Parts:
 def ppermute(parts: Parts, perm: Sequence[tuple[int, int]]) -> Parts:
     """Send each source's part to its destination; zeros where nothing is received."""
     source = {destination: source for source, destination in perm}
-    return [parts[source[i]] if i in source else part * torch.zeros_like(part) for i, part in enumerate(parts)]
+    return [
+        parts[source[i]] if i in source else part * torch.zeros_like(part)
+        for i, part in enumerate(parts)
+    ]
 
 
 def pshuffle(parts: Parts, perm: Sequence[int]) -> Parts:
@@ -80,7 +88,12 @@ def pbroadcast(parts: Parts, source: int) -> Parts:
 
 
 def ragged_all_to_all(
-    operand: Parts, output: Parts, input_offsets: Parts, send_sizes: Parts, output_offsets: Parts, recv_sizes: Parts
+    operand: Parts,
+    output: Parts,
+    input_offsets: Parts,
+    send_sizes: Parts,
+    output_offsets: Parts,
+    recv_sizes: Parts,
 ) -> Parts:
     """Send the j-th group of row slices to index j; the sender gives their offsets in the receiver's output."""
     results, places = [x.clone() for x in output], range(len(operand))
@@ -98,7 +111,11 @@ def cut(whole: Tensor, dim: int, n: int, tiled: bool) -> Parts:
     """Return n parts: slices of a dim of size n, which is removed, or chunks as in `torch.chunk`, with empty ones at the end."""
     if not tiled:
         return list(whole.unbind(dim))
-    lengths = [len(chunk) for chunk in torch.arange(whole.shape[dim]).chunk(n)] if whole.shape[dim] else []
+    lengths = (
+        [len(chunk) for chunk in torch.arange(whole.shape[dim]).chunk(n)]
+        if whole.shape[dim]
+        else []
+    )
     return list(whole.split([*lengths, *[0] * (n - len(lengths))], dim))
 
 
@@ -135,7 +152,9 @@ class Everyone:
 
 def _each(function: Callable[..., Tensor], *args: Any) -> Everyone:
     n = next(len(a.values) for a in args if isinstance(a, Everyone))
-    return Everyone([function(*(a.values[i] if isinstance(a, Everyone) else a for a in args)) for i in range(n)])
+    return Everyone(
+        [function(*(a.values[i] if isinstance(a, Everyone) else a for a in args)) for i in range(n)]
+    )
 
 
 class Oracle:
@@ -152,7 +171,11 @@ class Oracle:
         """Return ranks that differ only along these axes, in the order of the names, major to minor."""
         ranks = torch.arange(math.prod(self.mesh)).reshape(self.mesh)
         axes = ["abcd".index(name) for name in axis_name]
-        return ranks.movedim(axes, list(range(len(axes)))).reshape(self.axis_size(axis_name), -1).T.tolist()
+        return (
+            ranks.movedim(axes, list(range(len(axes))))
+            .reshape(self.axis_size(axis_name), -1)
+            .T.tolist()
+        )
 
     def axis_size(self, axis_name: str | Sequence[str]) -> int:
         return math.prod(self.mesh["abcd".index(name)] for name in axis_name)
@@ -165,13 +188,20 @@ class Oracle:
         """Cast to another type; a pending sum has the values at the first index."""
         return self.along(axis_name, _keep_first, x) if to == "pending" else x
 
-    def along(self, axis_name: str | Sequence[str], definition: Callable[..., Parts], *xs: Any) -> Any:
+    def along(
+        self, axis_name: str | Sequence[str], definition: Callable[..., Parts], *xs: Any
+    ) -> Any:
         """Apply the definition to every group of ranks, and to every leaf of a pytree."""
         return tree_map(lambda *leaves: self._along(axis_name, definition, *leaves), *xs)
 
-    def _along(self, axis_name: str | Sequence[str], definition: Callable[..., Parts], *xs: Any) -> Everyone:
+    def _along(
+        self, axis_name: str | Sequence[str], definition: Callable[..., Parts], *xs: Any
+    ) -> Everyone:
         results: dict[int, Tensor] = {}
-        xs = tuple(x if isinstance(x, Everyone) else Everyone([torch.tensor(x)] * math.prod(self.mesh)) for x in xs)
+        xs = tuple(
+            x if isinstance(x, Everyone) else Everyone([torch.tensor(x)] * math.prod(self.mesh))
+            for x in xs
+        )
         for group in self.groups(axis_name):
             parts = definition(*([x.values[rank] for rank in group] for x in xs))
             results |= dict(zip(group, parts, strict=True))
@@ -181,12 +211,24 @@ class Oracle:
         definition = globals()[name]
 
         def collective(
-            x: Any, axis_name: Any, *args: Any, to: str = "", sizes: Any = None, axis_index_groups: Any = None, **options: Any
+            x: Any,
+            axis_name: Any,
+            *args: Any,
+            to: str = "",
+            sizes: Any = None,
+            axis_index_groups: Any = None,
+            **options: Any,
         ) -> Any:
             def inside(parts: Parts) -> Parts:
                 found: dict[int, Tensor] = {}
                 for group in axis_index_groups or [range(len(parts))]:
-                    found |= dict(zip(group, definition([parts[i] for i in group], *args, **options), strict=True))
+                    found |= dict(
+                        zip(
+                            group,
+                            definition([parts[i] for i in group], *args, **options),
+                            strict=True,
+                        )
+                    )
                 return [found[i] for i in range(len(parts))]
 
             return self.along(axis_name, inside, x)
@@ -210,7 +252,9 @@ def spread(whole: Tensor, spec: Sequence[Any], oracle: Oracle) -> Everyone:
     for dim, axes in enumerate(spec):
         if axes:
             places, n = oracle.axis_index(axes).values, oracle.axis_size(axes)
-            parts = [part.chunk(n, dim)[int(place)] for part, place in zip(parts, places, strict=True)]
+            parts = [
+                part.chunk(n, dim)[int(place)] for part, place in zip(parts, places, strict=True)
+            ]
     return Everyone(parts)
 
 
@@ -232,16 +276,26 @@ def evaluate(
 ) -> list[Tensor]:
     """Return the program's results by definition, leaf by leaf."""
     oracle = Oracle(mesh)
-    result = program(oracle, *(spread(x, spec, oracle) for x, spec in zip(inputs, specs, strict=True)))
+    result = program(
+        oracle, *(spread(x, spec, oracle) for x, spec in zip(inputs, specs, strict=True))
+    )
     return [put_together(leaf, out, oracle) for leaf in tree_leaves(result)]
 
 
-def derivatives(results: Sequence[Tensor], by: Sequence[Tensor], second: bool) -> tuple[list[Tensor], list[Tensor]]:
+def derivatives(
+    results: Sequence[Tensor], by: Sequence[Tensor], second: bool
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return the gradients of the common losses, and those of the gradients' weighted sum."""
-    total: Any = sum(loss(y.double(), torch.from_numpy(weights(y.shape, k)).to(y.device)) for k, y in enumerate(results))
+    total: Any = sum(
+        loss(y.double(), torch.from_numpy(weights(y.shape, k)).to(y.device))
+        for k, y in enumerate(results)
+    )
     grads = list(torch.autograd.grad(total, by, create_graph=second))
     if not second:
         return grads, []
-    again: Any = sum((g.double() * torch.from_numpy(weights(g.shape, k)).to(g.device)).sum() for k, g in enumerate(grads))
+    again: Any = sum(
+        (g.double() * torch.from_numpy(weights(g.shape, k)).to(g.device)).sum()
+        for k, g in enumerate(grads)
+    )
     again += sum((x * 0).sum() for x in by)  # a gradient that nothing has gone into is a constant
     return grads, list(torch.autograd.grad(again, by))

@@ -30,7 +30,16 @@ ROUGH = [  # how often which
     (4, "sm_gradient"), (3, "remat"), (3, "vmap"), (2, "func_gradient"), (1, "jvp"),
 ]  # fmt: skip
 REDUCE = ["psum", "psum", "pmean", "pmax", "pmin"]
-MOVE = ["psum_scatter", "all_gather", "all_gather", "all_to_all", "ppermute", "pshuffle", "pbroadcast", "pcast"]
+MOVE = [
+    "psum_scatter",
+    "all_gather",
+    "all_gather",
+    "all_to_all",
+    "ppermute",
+    "pshuffle",
+    "pbroadcast",
+    "pcast",
+]
 NOT_IN_VMAP = (".apply", ".data", ".flip(", "_foreach")  # what torch itself does not do there
 REFUSALS = (RuntimeError, ValueError, IndexError, TypeError)  # of a step that torch cannot do
 
@@ -142,17 +151,29 @@ class ProgramGenerator:
         step, kind, names = getattr(self, f"_{self.rng.choices(kinds, weights)[0]}")(self.kinds)
         return self.attempt(step, kind, names)
 
-    def _operator(self, kinds: dict[str, Kind], name: str, wanted: Any = None, other: Any = None) -> tuple[LocalStep, Kind, list[str]]:
+    def _operator(
+        self, kinds: dict[str, Kind], name: str, wanted: Any = None, other: Any = None
+    ) -> tuple[LocalStep, Kind, list[str]]:
         x, z = self.pick(kinds, wanted), self.new()
         y = self.pick(kinds, other) if other is not None else x
-        usable = [text for text in TEXTS[name] if not self.in_vmap or not any(word in text for word in NOT_IN_VMAP)]
-        return self._filled(f"{{z}} = {self.rng.choice(usable)}", x, y, z), kinds[x].join(kinds[y]), [z]
+        usable = [
+            text
+            for text in TEXTS[name]
+            if not self.in_vmap or not any(word in text for word in NOT_IN_VMAP)
+        ]
+        return (
+            self._filled(f"{{z}} = {self.rng.choice(usable)}", x, y, z),
+            kinds[x].join(kinds[y]),
+            [z],
+        )
 
     def _filled(self, text: str, x: str, y: str, z: str, w: str = "") -> LocalStep:
         shape = self.envs[0][x].shape if x in self.envs[0] else (2,)
         a, b = self.rng.sample("ab", 2)
         dim = self.rng.randrange(-1, max(len(shape), 1))
-        return LocalStep(text.format(x=x, y=y, z=z, w=w, a=a, b=b, d=dim, n=shape[-1] if shape else 1))
+        return LocalStep(
+            text.format(x=x, y=y, z=z, w=w, a=a, b=b, d=dim, n=shape[-1] if shape else 1)
+        )
 
     def _linear(self, kinds: dict[str, Kind]) -> Any:
         return self._operator(kinds, "linear")
@@ -163,8 +184,15 @@ class ProgramGenerator:
     def _binary(self, kinds: dict[str, Kind]) -> Any:
         return self._operator(kinds, "binary", not_pending, not_pending)
 
-    def _with_two(self, kinds: dict[str, Kind], texts: list[str]) -> tuple[LocalStep, Kind, list[str]]:
-        x, y, z, w = self.pick(kinds, not_pending), self.pick(kinds, not_pending), self.new(), self.new()
+    def _with_two(
+        self, kinds: dict[str, Kind], texts: list[str]
+    ) -> tuple[LocalStep, Kind, list[str]]:
+        x, y, z, w = (
+            self.pick(kinds, not_pending),
+            self.pick(kinds, not_pending),
+            self.new(),
+            self.new(),
+        )
         step = self._filled(self.rng.choice(texts), x, y, z, w)
         return step, kinds[x].join(kinds[y]), [z, w] if f"{w} =" in step.text else [z]
 
@@ -173,7 +201,11 @@ class ProgramGenerator:
 
     def _look(self, kinds: dict[str, Kind]) -> Any:
         step, kind, names = self._with_two(kinds, LOOKS)
-        kind = kind if "axis_index" not in step.text else kind.join(Kind(frozenset(a for a in "ab" if f"'{a}'" in step.text)))
+        kind = (
+            kind
+            if "axis_index" not in step.text
+            else kind.join(Kind(frozenset(a for a in "ab" if f"'{a}'" in step.text)))
+        )
         self.read_kinds = self.read_kinds.join(Kind(kind.varying))
         return step, kind, names
 
@@ -189,12 +221,16 @@ class ProgramGenerator:
         x = self.pick(kinds, lambda kind: sensible(name, kind, frozenset(axis)))
         return self.call(kinds, name, axis, x)
 
-    def call(self, kinds: dict[str, Kind], name: str, axis: Any, x: str) -> tuple[Collective, Kind, list[str]]:
+    def call(
+        self, kinds: dict[str, Kind], name: str, axis: Any, x: str
+    ) -> tuple[Collective, Kind, list[str]]:
         """Return a collective on a variable, sometimes on two."""
         shape = tuple(self.envs[0][x].shape) if x in self.envs[0] else (2,)
         options = self._options(name, axis, shape, x)
         args = (x, self.pick(kinds, lambda kind: kind == kinds[x])) if self.chance(0.1) else (x,)
-        step = Collective(name, tuple(self.new() for _ in args), args, axis, options, self.chance(0.1))
+        step = Collective(
+            name, tuple(self.new() for _ in args), args, axis, options, self.chance(0.1)
+        )
         given = REPLICATED
         for arg in args:
             given = given.join(kinds[arg])
@@ -203,7 +239,11 @@ class ProgramGenerator:
 
     def _options(self, name: str, axis: Any, shape: tuple[int, ...], x: str) -> dict[str, Any]:
         """Return random arguments of a collective."""
-        rng, n, dim = self.rng, self.world.oracle.axis_size(axis), self.rng.randrange(max(len(shape), 1))
+        rng, n, dim = (
+            self.rng,
+            self.world.oracle.axis_size(axis),
+            self.rng.randrange(max(len(shape), 1)),
+        )
         tiled = {} if self.chance(0.3) else {"tiled": True}
         if name == "psum_scatter":
             return {"scatter_dimension": dim, **tiled}
@@ -224,7 +264,11 @@ class ProgramGenerator:
     def _sizes(self, x: str, axis: Any, dim: int) -> dict[str, Any]:
         """Return the sizes of a gathered variable with parts of different lengths."""
         xs = [env[x] for env in self.envs] if x in self.envs[0] else []
-        lengths = [xs[rank].shape[dim] for rank in self.world.groups(axis)[0]] if xs and all(dim < x.ndim for x in xs) else []
+        lengths = (
+            [xs[rank].shape[dim] for rank in self.world.groups(axis)[0]]
+            if xs and all(dim < x.ndim for x in xs)
+            else []
+        )
         return {"tiled": True, "sizes": tuple(lengths)} if len(set(lengths)) > 1 else {}
 
     # -- functions within ----------------------------------------------------------------------------------------------
@@ -248,7 +292,11 @@ class ProgramGenerator:
         if name == "vmap":  # torch puts a result that has no batch dim wherever it likes
             body.append(LocalStep(f"{tied} = {result} * p.sum()"))
             result = tied
-        return NestedFunction(name, (target,), arg, body, result, out_dim=self.rng.choice([0, 0, 1])), kind, [target]
+        return (
+            NestedFunction(name, (target,), arg, body, result, out_dim=self.rng.choice([0, 0, 1])),
+            kind,
+            [target],
+        )
 
     def _remat(self, _: Any) -> Any:
         name = "remat" if self.chance(0.7) else "torch_checkpoint"
@@ -265,18 +313,26 @@ class ProgramGenerator:
         """Return a gradient by torch.func of what each rank computes locally."""
         self.in_vmap = True
         arg = self.pick(kinds, not_pending)
-        body, result, kind = self._body(kinds[arg], [self._linear, self._unary, self._binary], self.rng.choice([1, 2, 3]))
+        body, result, kind = self._body(
+            kinds[arg], [self._linear, self._unary, self._binary], self.rng.choice([1, 2, 3])
+        )
         self.in_vmap = False
         total, target = self.new(), self.new()
         body.append(LocalStep(f"{total} = {result}.square().sum()"))
-        return NestedFunction("func_grad", (target,), arg, body, total), kind.join(kinds[arg]), [target]
+        return (
+            NestedFunction("func_grad", (target,), arg, body, total),
+            kind.join(kinds[arg]),
+            [target],
+        )
 
     def _gradient(self, kinds: dict[str, Kind]) -> Any:
         """Return a gradient of a loss that differs between ranks."""
         fitting = {name: kind for name, kind in kinds.items() if kind.varying == {"a", "b"}}
         loss = self.pick(fitting if fitting else kinds)
         by, total, target = self.pick(kinds), self.new(), self.new()
-        if (not fitting and self.chance(SENSE)) or not self.attempt(LocalStep(f"{total} = ({loss} * {loss}).sum()"), kinds[loss], [total]):
+        if (not fitting and self.chance(SENSE)) or not self.attempt(
+            LocalStep(f"{total} = ({loss} * {loss}).sum()"), kinds[loss], [total]
+        ):
             return LocalStep("pass"), REPLICATED, []
         kind = Kind(kinds[by].varying, frozenset("ab") - kinds[by].varying - kinds[by].pending)
         return Gradient(target, total, by), kind, [target]
@@ -286,7 +342,10 @@ class ProgramGenerator:
         arg = self.rng.choice(self.program.arguments)
         makers = [self._linear, self._unary, self._binary, self._collective]
         body, result, kind = self._body(kinds[arg], makers, self.rng.choice([1, 2, 3]))
-        total, over = self.new(), "".join(sorted(kind.varying | kind.pending | self.read_kinds.varying))
+        total, over = (
+            self.new(),
+            "".join(sorted(kind.varying | kind.pending | self.read_kinds.varying)),
+        )
         body.append(LocalStep(f"{total} = {result}.sum()"))
         if over or self.chance(0.1):
             how = "psum" if kind.pending or self.chance(0.5) else "pmean"
@@ -294,14 +353,22 @@ class ProgramGenerator:
         own, name = kinds[arg], self.rng.choice(["grad", "grad", "value_and_grad", "vjp"])
         targets = (self.new(), self.new()) if name == "value_and_grad" else (self.new(),)
         summed = tuple(a for a in "ab" if a not in own.varying | own.pending)
-        return NestedFunction(name, targets, arg, body, total, summed), Kind(own.varying), list(targets)
+        return (
+            NestedFunction(name, targets, arg, body, total, summed),
+            Kind(own.varying),
+            list(targets),
+        )
 
     def _jvp(self, kinds: dict[str, Kind]) -> Any:
         arg = self.pick(kinds, not_pending)
         makers = [self._linear, self._unary, self._binary, self._collective]
         body, result, kind = self._body(kinds[arg], makers, self.rng.choice([1, 2, 3]))
         targets = (self.new(), self.new())
-        return NestedFunction("jvp", targets, arg, body, result), kind.join(kinds[arg]), list(targets)
+        return (
+            NestedFunction("jvp", targets, arg, body, result),
+            kind.join(kinds[arg]),
+            list(targets),
+        )
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -325,10 +392,18 @@ class ProgramGenerator:
         kind = self.kinds[name]
         for axis in sorted(kind.varying | kind.pending):
             if self.chance(0.6):
-                how = self.rng.choice(["psum", "psum", "pmean"] if axis in kind.pending else ["psum", "pmean", "pmax", "all_gather"])
+                how = self.rng.choice(
+                    ["psum", "psum", "pmean"]
+                    if axis in kind.pending
+                    else ["psum", "pmean", "pmax", "all_gather"]
+                )
                 step, after, names = self.call({name: self.kinds[name]}, how, axis, name)
                 step.options.pop("to", None)
-                if self.attempt(step, law(how, None, self.kinds[name], frozenset(axis)) if after else after, names):
+                if self.attempt(
+                    step,
+                    law(how, None, self.kinds[name], frozenset(axis)) if after else after,
+                    names,
+                ):
                     name = names[0]
         return name
 
@@ -337,7 +412,9 @@ class ProgramGenerator:
         xs, kind = [env[name] for env in self.envs], self.kinds[name]
         tries = [self._spec(-1) for _ in range(12)]
         tries = [P(*spec.dims[: xs[0].ndim], unreduced=dict(spec.unreduced)) for spec in tries]
-        fitting = [spec for spec in tries if fits_kind(spec, kind)] if self.chance(SENSE) else tries[:2]
+        fitting = (
+            [spec for spec in tries if fits_kind(spec, kind)] if self.chance(SENSE) else tries[:2]
+        )
         for spec in [*fitting, P(unreduced=kind.varying | kind.pending)]:
             try:
                 Lockstep(self.program.mesh).leave([x.detach() for x in xs], spec)
@@ -359,14 +436,23 @@ def not_pending(kind: Kind) -> bool:
 
 def fits_kind(spec: P, kind: Kind) -> bool:
     """Return whether a result of this kind can be returned with this spec."""
-    split, pending = {axis for axes in spec.dims for axis in axes}, {axis for axis, _ in spec.unreduced}
-    return kind.pending <= pending and kind.varying <= split | pending and pending <= kind.varying | kind.pending
+    split, pending = (
+        {axis for axes in spec.dims for axis in axes},
+        {axis for axis, _ in spec.unreduced},
+    )
+    return (
+        kind.pending <= pending
+        and kind.varying <= split | pending
+        and pending <= kind.varying | kind.pending
+    )
 
 
 def sensible(name: str, kind: Kind, axes: frozenset[str]) -> bool:
     """Return whether this collective makes sense on such a value."""
     if kind.pending:
-        return (name in ("psum", "pmean", "psum_scatter") and kind.pending <= axes) or (name not in REDUCE and not kind.pending & axes)
+        return (name in ("psum", "pmean", "psum_scatter") and kind.pending <= axes) or (
+            name not in REDUCE and not kind.pending & axes
+        )
     return not (name == "pcast" and kind.varying & axes)
 
 

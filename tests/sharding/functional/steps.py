@@ -73,15 +73,24 @@ class Collective:
 
     def lines(self) -> list[str]:
         given = self.args[0] if len(self.args) == 1 else f"({', '.join(self.args)})"
-        inside = ", ".join([given, repr(self.axis), *(f"{k}={v!r}" for k, v in self.options.items())])
-        call = f"sm.async_start(sm.{self.name}, {inside}).wait()" if self.started else f"sm.{self.name}({inside})"
+        inside = ", ".join(
+            [given, repr(self.axis), *(f"{k}={v!r}" for k, v in self.options.items())]
+        )
+        call = (
+            f"sm.async_start(sm.{self.name}, {inside}).wait()"
+            if self.started
+            else f"sm.{self.name}({inside})"
+        )
         return [f"{', '.join(self.targets)} = {call}"]
 
     def run(self, world: Lockstep, envs: list[Env]) -> None:
         for target, arg in zip(self.targets, self.args, strict=True):
             xs, sizes = [env[arg] for env in envs], self.options.get("sizes")
             run = world.along if sizes is None else world.each
-            if sizes and any(tuple(xs[r].shape[self.options["axis"]] for r in group) != sizes for group in world.groups(self.axis)):
+            if sizes and any(
+                tuple(xs[r].shape[self.options["axis"]] for r in group) != sizes
+                for group in world.groups(self.axis)
+            ):
                 raise ValueError("parts are of other sizes")
             for env, x in zip(envs, run(self.axis, self.meaning, xs), strict=True):
                 env[target] = x
@@ -89,7 +98,12 @@ class Collective:
     def meaning(self, parts: list[Tensor]) -> list[Tensor]:
         options = {k: v for k, v in self.options.items() if k not in ("to", "sizes")}
         dim = options.get("split_axis")
-        if dim is not None and dim == options["concat_axis"] and options.get("tiled") and parts[0].shape[dim] % len(parts):
+        if (
+            dim is not None
+            and dim == options["concat_axis"]
+            and options.get("tiled")
+            and parts[0].shape[dim] % len(parts)
+        ):
             raise ValueError("the library, too, refuses to put together what is cut unevenly")
         if self.name != "pcast":
             return getattr(oracle, self.name)(parts, **options)
@@ -134,11 +148,21 @@ class NestedFunction:
             "vjp": f"sm.vjp({self.function}, {self.arg})[1](torch.tensor(0.7, dtype=torch.float64))[0]",
             "jvp": f"sm.jvp({self.function}, ({self.arg},), ({self.arg}.sin(),))",
         }.get(self.kind, f"sm.{self.kind}({self.function})({self.arg})")
-        return [f"def {self.function}(p):", *body, f"    return {self.result}", f"{', '.join(self.targets)} = {call}"]
+        return [
+            f"def {self.function}(p):",
+            *body,
+            f"    return {self.result}",
+            f"{', '.join(self.targets)} = {call}",
+        ]
 
     def run(self, world: Lockstep, envs: list[Env]) -> None:
         xs = [env[self.arg] for env in envs]
-        how = {"vmap": self._vmap, "func_grad": self._func_grad, "grad": self._gradient, "value_and_grad": self._gradient}
+        how = {
+            "vmap": self._vmap,
+            "func_grad": self._func_grad,
+            "grad": self._gradient,
+            "value_and_grad": self._gradient,
+        }
         how |= {"vjp": self._gradient, "jvp": self._jvp}
         found = how.get(self.kind, self._remat)(world, envs, xs)
         for env, values in zip(envs, found, strict=True):
@@ -153,40 +177,64 @@ class NestedFunction:
         return [(y,) for y in self._call(world, envs, xs)]
 
     def _vmap(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor]]:
-        rows = [self._call(world, envs, each) for each in zip(*(x.unbind(0) for x in xs), strict=True)]
+        rows = [
+            self._call(world, envs, each) for each in zip(*(x.unbind(0) for x in xs), strict=True)
+        ]
         return [(torch.stack(column, self.out_dim),) for column in zip(*rows, strict=True)]
 
     def _func_grad(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor]]:
         """Return the gradient of each rank's function."""
         mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
         losses = self._call(world, envs, mine)
-        return [torch.autograd.grad(y, x, create_graph=True, materialize_grads=True) for y, x in zip(losses, mine, strict=True)]  # type: ignore[misc]
+        return [
+            torch.autograd.grad(y, x, create_graph=True, materialize_grads=True)
+            for y, x in zip(losses, mine, strict=True)
+        ]  # type: ignore[misc]
 
-    def _gradient(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    def _gradient(
+        self, world: Lockstep, envs: list[Env], xs: list[Tensor]
+    ) -> list[tuple[Tensor, ...]]:
         """Return the gradient of a loss that is the same on all ranks, with respect to a replicated argument."""
         mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
         losses = self._call(world, envs, mine)
         if not world.same(losses):
             world.unequal = True
-        grads = torch.autograd.grad(losses[0], mine, create_graph=True, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(
+            losses[0], mine, create_graph=True, allow_unused=True, materialize_grads=True
+        )
         summed = world.along(self.summed, oracle.psum, list(grads))
         values = [own(0.7 * g if self.kind == "vjp" else g) for g in summed]
-        return list(zip(losses, values, strict=True)) if self.kind == "value_and_grad" else [(g,) for g in values]
+        return (
+            list(zip(losses, values, strict=True))
+            if self.kind == "value_and_grad"
+            else [(g,) for g in values]
+        )
 
     def _jvp(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor, ...]]:
         """Return the derivative in the direction x.sin(), as the gradient of the gradient with respect to the cotangent."""
         mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
         results = self._call(world, envs, mine)
         cotangents = [torch.zeros_like(y).requires_grad_() for y in results]
-        back = torch.autograd.grad(results, mine, cotangents, create_graph=True, allow_unused=True, materialize_grads=True)
+        back = torch.autograd.grad(
+            results, mine, cotangents, create_graph=True, allow_unused=True, materialize_grads=True
+        )
         pairs = [(g, x.sin()) for g, x in zip(back, xs, strict=True) if g.requires_grad]
         return list(zip(results, self._forward(pairs, cotangents), strict=True))
 
-    def _forward(self, pairs: list[tuple[Tensor, Tensor]], cotangents: list[Tensor]) -> Sequence[Tensor]:
+    def _forward(
+        self, pairs: list[tuple[Tensor, Tensor]], cotangents: list[Tensor]
+    ) -> Sequence[Tensor]:
         if not pairs:
             raise ValueError("not connected")
         back, directions = zip(*pairs, strict=True)
-        return torch.autograd.grad(back, cotangents, directions, create_graph=True, allow_unused=True, materialize_grads=True)
+        return torch.autograd.grad(
+            back,
+            cotangents,
+            directions,
+            create_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
 
 
 @dataclass
@@ -198,11 +246,15 @@ class Gradient:
     by: str
 
     def lines(self) -> list[str]:
-        return [f"{self.target} = torch.autograd.grad({self.loss}, {self.by}, create_graph=True)[0]"]
+        return [
+            f"{self.target} = torch.autograd.grad({self.loss}, {self.by}, create_graph=True)[0]"
+        ]
 
     def run(self, world: Lockstep, envs: list[Env]) -> None:
         total = sum(env[self.loss] for env in envs)
-        found = torch.autograd.grad(total, [env[self.by] for env in envs], create_graph=True, allow_unused=True)  # type: ignore[arg-type]
+        found = torch.autograd.grad(
+            total, [env[self.by] for env in envs], create_graph=True, allow_unused=True
+        )  # type: ignore[arg-type]
         if all(g is None for g in found):
             raise ValueError("not connected")
         for env, g in zip(envs, found, strict=True):

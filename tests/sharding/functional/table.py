@@ -22,7 +22,11 @@ AXES: tuple[str, ...] = ("a", "b")
 AxisName = str | tuple[str, ...]
 
 # Every family of cases runs on the first, a few cases on the others too.
-WHOLE: tuple[tuple[tuple[int, ...], AxisName], ...] = (((8,), "a"), ((2, 4), "b"), ((2, 4), ("b", "a")))
+WHOLE: tuple[tuple[tuple[int, ...], AxisName], ...] = (
+    ((8,), "a"),
+    ((2, 4), "b"),
+    ((2, 4), ("b", "a")),
+)
 BRIEF: tuple[tuple[tuple[int, ...], AxisName], ...] = (
     ((8,), ("a",)),
     ((2, 4), "a"),
@@ -128,7 +132,12 @@ def _name(what: str, mesh: Sequence[int], axis: AxisName) -> str:
 
 
 def case_of(
-    what: str, mesh: tuple[int, ...], axis: AxisName, program: Callable[..., Any], *inputs: Input, **more: Any
+    what: str,
+    mesh: tuple[int, ...],
+    axis: AxisName,
+    program: Callable[..., Any],
+    *inputs: Input,
+    **more: Any,
 ) -> MappedCase:
     """Return a case whose name has the mesh and the axes."""
     return MappedCase(_name(what, mesh, axis), mesh, program, inputs, **more)
@@ -143,7 +152,14 @@ def reductions(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
     yield case_of("pmean", mesh, axis, lambda c, x: c.pmean(x, axis), x, second=True)
     yield case_of("pmax", mesh, axis, lambda c, x: c.pmax(x, axis), x, grad=False)
     yield case_of("pmin", mesh, axis, lambda c, x: c.pmin(x, axis), x, grad=False)
-    yield case_of("psum of a replicated value", mesh, axis, lambda c, x: c.psum(x, axis), same(3, 2), second=True)
+    yield case_of(
+        "psum of a replicated value",
+        mesh,
+        axis,
+        lambda c, x: c.psum(x, axis),
+        same(3, 2),
+        second=True,
+    )
     yield case_of("pmean of a replicated value", mesh, axis, lambda c, x: c.pmean(x, axis), same(2))
     yield case_of("psum of scalars", mesh, axis, lambda c, x: c.psum(x[0], axis), each(mesh, 1))
 
@@ -153,8 +169,12 @@ def replicated_results(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Mapped
     rest = tuple(name for name in AXES[: len(mesh)] if name not in axis)
     x, out = each(mesh, 2, 3), (rest or None,)
     gathered = lambda c, x: c.all_gather(x, axis, tiled=True, to="replicated")  # noqa: E731
-    yield case_of("psum, replicated", mesh, axis, lambda c, x: c.psum(x, axis), x, out=out, second=True)
-    yield case_of("pmax, replicated", mesh, axis, lambda c, x: c.pmax(x, axis), x, out=out, grad=False)
+    yield case_of(
+        "psum, replicated", mesh, axis, lambda c, x: c.psum(x, axis), x, out=out, second=True
+    )
+    yield case_of(
+        "pmax, replicated", mesh, axis, lambda c, x: c.pmax(x, axis), x, out=out, grad=False
+    )
     yield case_of("all_gather, replicated", mesh, axis, gathered, x, out=out, second=True)
 
 
@@ -162,13 +182,19 @@ def moves(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
     n, x = size(mesh, axis), each(mesh, 2, 3)
     over = lambda what, program, *inputs: case_of(what, mesh, axis, program, *inputs, second=True)  # noqa: E731
     yield over("psum_scatter", lambda c, x: c.psum_scatter(x, axis), each(mesh, n, 2))
-    yield over("psum_scatter tiled", lambda c, x: c.psum_scatter(x, axis, tiled=True), each(mesh, 2 * n, 2))
+    yield over(
+        "psum_scatter tiled", lambda c, x: c.psum_scatter(x, axis, tiled=True), each(mesh, 2 * n, 2)
+    )
     yield over("all_gather", lambda c, x: c.all_gather(x, axis), x)
     yield over("all_gather tiled", lambda c, x: c.all_gather(x, axis, tiled=True), x)
     yield over("all_gather of scalars", lambda c, x: c.all_gather(x[0], axis), each(mesh, 1))
     yield over("all_gather to sharded", lambda c, x: c.all_gather(x, axis, to="sharded"), x)
     yield over("all_to_all", lambda c, x: c.all_to_all(x, axis, 0, 0), each(mesh, n, 3))
-    yield over("all_to_all tiled", lambda c, x: c.all_to_all(x, axis, 1, 0, tiled=True), each(mesh, 3, 2 * n))
+    yield over(
+        "all_to_all tiled",
+        lambda c, x: c.all_to_all(x, axis, 1, 0, tiled=True),
+        each(mesh, 3, 2 * n),
+    )
 
 
 def dims(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
@@ -192,7 +218,14 @@ def exchanged_dims(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase
         program = lambda c, x, s=split, t=concat: c.all_to_all(x, axis, s, t)  # noqa: E731
         local = [2, 3, 1]
         local[split] = n
-        yield case_of(f"all_to_all {split} {concat}", mesh, axis, program, each(mesh, *local), grad=split == concat)
+        yield case_of(
+            f"all_to_all {split} {concat}",
+            mesh,
+            axis,
+            program,
+            each(mesh, *local),
+            grad=split == concat,
+        )
     for split, concat in itertools.product(range(2), repeat=2):
         program = lambda c, x, s=split, t=concat: c.all_to_all(x, axis, s, t, tiled=True)  # noqa: E731
         local = [3, 2]
@@ -210,7 +243,9 @@ def permutations(n: int) -> dict[str, list[tuple[int, int]]]:
         "no wrap": [(i, i + 1) for i in range(n - 1)],
         "nobody": [],
         "to itself": [(i, i) for i in range(n)],
-        "first to itself, last two swap": [(0, 0), (n - 1, n - 2), (n - 2, n - 1)] if n > 2 else [(0, 0)],
+        "first to itself, last two swap": [(0, 0), (n - 1, n - 2), (n - 2, n - 1)]
+        if n > 2
+        else [(0, 0)],
     }
 
 
@@ -224,20 +259,41 @@ def permutes(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
         return
     x = each(mesh, 2, 3)
     for what, perm in permutations(size(mesh, axis)).items():
-        yield case_of(f"ppermute {what}", mesh, axis, lambda c, x, perm=perm: c.ppermute(x, axis, perm), x)
+        yield case_of(
+            f"ppermute {what}", mesh, axis, lambda c, x, perm=perm: c.ppermute(x, axis, perm), x
+        )
     for what in ("round", "mirrored"):
-        sources = [source for source, _ in sorted(permutations(size(mesh, axis))[what], key=lambda pair: pair[1])]
-        yield case_of(f"pshuffle {what}", mesh, axis, lambda c, x, p=sources: c.pshuffle(x, axis, p), x)
+        sources = [
+            source
+            for source, _ in sorted(permutations(size(mesh, axis))[what], key=lambda pair: pair[1])
+        ]
+        yield case_of(
+            f"pshuffle {what}", mesh, axis, lambda c, x, p=sources: c.pshuffle(x, axis, p), x
+        )
 
 
 def places(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
     why = "JAX's indices are int32, torch's int64"
     yield case_of("axis_index", mesh, axis, lambda c: c.axis_index(axis), dtypes=why)
-    yield case_of("axis_index in arithmetic", mesh, axis, lambda c, x: x * c.axis_index(axis), each(mesh, 2))
-    yield case_of("axis_index times a replicated value", mesh, axis, lambda c, x: x * c.axis_index(axis), same(2))
+    yield case_of(
+        "axis_index in arithmetic", mesh, axis, lambda c, x: x * c.axis_index(axis), each(mesh, 2)
+    )
+    yield case_of(
+        "axis_index times a replicated value",
+        mesh,
+        axis,
+        lambda c, x: x * c.axis_index(axis),
+        same(2),
+    )
     yield case_of("axis_size", mesh, axis, lambda c, x: x * c.axis_size(axis), each(mesh, 2))
     yield case_of("psum of a number", mesh, axis, lambda c, x: x * c.psum(2, axis), each(mesh, 2))
-    yield case_of("pcast", mesh, axis, lambda c, x: c.pcast(x, axis, to="varying") * c.axis_index(axis), same(2, 3))
+    yield case_of(
+        "pcast",
+        mesh,
+        axis,
+        lambda c, x: c.pcast(x, axis, to="varying") * c.axis_index(axis),
+        same(2, 3),
+    )
 
 
 # -- several of them ---------------------------------------------------------------------------------------------------
@@ -250,12 +306,19 @@ def nested(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
     yield over("psum of psum", lambda c, x: c.psum(c.psum(x, axis), axis), x)
     yield over("psum of psum times x", lambda c, x: c.psum(c.psum(x, axis) * x, axis), x)
     yield over("mean taken off", lambda c, x: x - c.pmean(x, axis), x)
-    yield over("product with a replicated value", lambda c, x, w: c.psum(x @ w, axis), x, same(3, 2))
     yield over(
-        "product, scattered", lambda c, x, w: c.psum_scatter(x @ w, axis, tiled=True), each(mesh, n, 3), same(3, 2)
+        "product with a replicated value", lambda c, x, w: c.psum(x @ w, axis), x, same(3, 2)
+    )
+    yield over(
+        "product, scattered",
+        lambda c, x, w: c.psum_scatter(x @ w, axis, tiled=True),
+        each(mesh, n, 3),
+        same(3, 2),
     )
     yield over("there and back", _there_and_back(axis), each(mesh, n, 2))
-    yield over("gathered and scattered", lambda c, x: c.psum_scatter(c.all_gather(x, axis) * x, axis), x)
+    yield over(
+        "gathered and scattered", lambda c, x: c.psum_scatter(c.all_gather(x, axis) * x, axis), x
+    )
     yield over("used twice", lambda c, x: c.psum(x * x, axis) * x + c.psum(x, axis), x)
     if in_mesh_order(axis):
         shift = permutations(n)["round"]
@@ -274,7 +337,9 @@ def trees(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
     n = size(mesh, axis)
     for what in ("psum", "pmean", "all_gather", "psum_scatter"):
         inputs = (
-            (each(mesh, n, 3), each(mesh, n), each(mesh, n, 2, dtype="float32")) if "scatter" in what else (x, y, z)
+            (each(mesh, n, 3), each(mesh, n), each(mesh, n, 2, dtype="float32"))
+            if "scatter" in what
+            else (x, y, z)
         )
         program = lambda c, x, y, z, what=what: getattr(c, what)({"x": x, "yz": (y, [z])}, axis)  # noqa: E731
         yield case_of(f"{what} of a pytree", mesh, axis, program, *inputs)
@@ -287,14 +352,24 @@ def two_axes() -> Iterator[MappedCase]:
     programs: dict[str, Callable[..., Any]] = {
         "psum over b, then a": lambda c, x: c.psum(c.psum(x, "b"), "a"),
         "psum over b, all_gather over a": lambda c, x: c.all_gather(c.psum(x, "b"), "a"),
-        "all_gather over b, psum over a": lambda c, x: c.psum(c.all_gather(x, "b", tiled=True), "a"),
-        "all_gather over b, then a": lambda c, x: c.all_gather(c.all_gather(x, "b", tiled=True), "a", tiled=True),
-        "psum_scatter over a, all_gather over b": lambda c, x: c.all_gather(c.psum_scatter(x, "a", tiled=True), "b"),
+        "all_gather over b, psum over a": lambda c, x: c.psum(
+            c.all_gather(x, "b", tiled=True), "a"
+        ),
+        "all_gather over b, then a": lambda c, x: c.all_gather(
+            c.all_gather(x, "b", tiled=True), "a", tiled=True
+        ),
+        "psum_scatter over a, all_gather over b": lambda c, x: c.all_gather(
+            c.psum_scatter(x, "a", tiled=True), "b"
+        ),
         "psum_scatter over b, then a": lambda c, x: c.psum_scatter(
             c.psum_scatter(x, "b", tiled=True), "a", scatter_dimension=1
         ),
-        "all_to_all over a, psum over b": lambda c, x: c.psum(c.all_to_all(x, "a", 1, 0, tiled=True), "b"),
-        "ppermute over a, then b": lambda c, x: c.ppermute(c.ppermute(x, "a", [(0, 1)]), "b", [(0, 3), (3, 1)]),
+        "all_to_all over a, psum over b": lambda c, x: c.psum(
+            c.all_to_all(x, "a", 1, 0, tiled=True), "b"
+        ),
+        "ppermute over a, then b": lambda c, x: c.ppermute(
+            c.ppermute(x, "a", [(0, 1)]), "b", [(0, 3), (3, 1)]
+        ),
         "psum over both of a product": lambda c, x: c.psum(c.psum(x, "a") * c.psum(x, "b"), both),
     }
     for what, program in programs.items():
@@ -304,7 +379,9 @@ def two_axes() -> Iterator[MappedCase]:
 def matmuls() -> Iterator[MappedCase]:
     mesh = (2, 4)
     w = Input((4, 8), (None, "b"))
-    yield MappedCase("matmul, x over a, w over b", mesh, lambda c, x, w: x @ w, (Input((6, 4), ("a",)), w))
+    yield MappedCase(
+        "matmul, x over a, w over b", mesh, lambda c, x, w: x @ w, (Input((6, 4), ("a",)), w)
+    )
     yield MappedCase(
         "matmul, inner dim over b",
         mesh,
@@ -329,7 +406,9 @@ def dtypes() -> Iterator[MappedCase]:
 def _of_dtype(mesh: tuple[int, ...], axis: str, dtype: str) -> Iterator[MappedCase]:
     x, whole = each(mesh, 4, 2, dtype=dtype), "float" not in dtype
     why = {
-        "pmean": "JAX divides int64 in float64, torch in its default dtype" if dtype == "int64" else "",
+        "pmean": "JAX divides int64 in float64, torch in its default dtype"
+        if dtype == "int64"
+        else "",
         "psum": "JAX counts truth values in int32, torch in int64" if dtype == "bool" else "",
     }
     programs: dict[str, Callable[..., Any]] = {
@@ -346,7 +425,15 @@ def _of_dtype(mesh: tuple[int, ...], axis: str, dtype: str) -> Iterator[MappedCa
         if (what, dtype) == ("psum_scatter", "bool"):
             continue
         differentiable = not whole and what not in ("pmax", "pmin")
-        yield case_of(f"{what} of {dtype}", mesh, axis, program, x, grad=differentiable, dtypes=why.get(what, ""))
+        yield case_of(
+            f"{what} of {dtype}",
+            mesh,
+            axis,
+            program,
+            x,
+            grad=differentiable,
+            dtypes=why.get(what, ""),
+        )
 
 
 # -- the whole ---------------------------------------------------------------------------------------------------------
@@ -357,20 +444,30 @@ def brief(mesh: tuple[int, ...], axis: AxisName) -> Iterator[MappedCase]:
     over = lambda what, program, *inputs: case_of(what, mesh, axis, program, *inputs)  # noqa: E731
     yield from replicated_results(mesh, axis)
     yield over("psum", lambda c, x: c.psum(x, axis), x)
-    yield over("psum_scatter tiled", lambda c, x: c.psum_scatter(x, axis, tiled=True), each(mesh, 2 * n, 2))
+    yield over(
+        "psum_scatter tiled", lambda c, x: c.psum_scatter(x, axis, tiled=True), each(mesh, 2 * n, 2)
+    )
     yield over("all_gather", lambda c, x: c.all_gather(x, axis), x)
     yield over("all_to_all", lambda c, x: c.all_to_all(x, axis, 0, 0), each(mesh, n, 3))
-    yield over("all_to_all tiled", lambda c, x: c.all_to_all(x, axis, 1, 0, tiled=True), each(mesh, 3, 2 * n))
+    yield over(
+        "all_to_all tiled",
+        lambda c, x: c.all_to_all(x, axis, 1, 0, tiled=True),
+        each(mesh, 3, 2 * n),
+    )
     yield over("axis_index in arithmetic", lambda c, x: x * c.axis_index(axis), each(mesh, 2))
     if in_mesh_order(axis):
         yield over("ppermute", lambda c, x: c.ppermute(x, axis, permutations(n)["round"]), x)
 
 
 FAMILIES = (
-    *((family, WHOLE) for family in (reductions, replicated_results, moves, permutes, places, nested, trees)),
+    *(
+        (family, WHOLE)
+        for family in (reductions, replicated_results, moves, permutes, places, nested, trees)
+    ),
     *((family, EVERY_DIM) for family in (dims, exchanged_dims)),
     (brief, BRIEF),
 )
+
 
 def in_groups() -> Iterator[MappedCase]:
     """Yield cases of collectives inside index groups, and `pswapaxes`; `differences.py` has JAX's sums in groups."""
@@ -381,18 +478,51 @@ def in_groups() -> Iterator[MappedCase]:
     ):
         n = len(groups[0])
         programs: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
-            "all_gather": (lambda c, x, g, axis=axis: c.all_gather(x, axis, axis_index_groups=g), (3,)),
-            "all_gather tiled": (lambda c, x, g, axis=axis: c.all_gather(x, axis, axis_index_groups=g, axis=1, tiled=True), (2, 3)),
-            "all_to_all": (lambda c, x, g, axis=axis: c.all_to_all(x, axis, 0, 1, axis_index_groups=g), (n, 3)),
-            "all_to_all tiled": (lambda c, x, g, axis=axis: c.all_to_all(x, axis, 1, 0, axis_index_groups=g, tiled=True), (2, 2 * n)),
-            "psum_scatter": (lambda c, x, g, axis=axis: c.psum_scatter(x, axis, axis_index_groups=g), (n, 3)),
-            "psum_scatter tiled": (lambda c, x, g, axis=axis: c.psum_scatter(x, axis, axis_index_groups=g, tiled=True), (2 * n, 3)),
-            "pswapaxes": (lambda c, x, g, axis=axis: c.pswapaxes(x, axis, 1, axis_index_groups=g), (3, n)),
+            "all_gather": (
+                lambda c, x, g, axis=axis: c.all_gather(x, axis, axis_index_groups=g),
+                (3,),
+            ),
+            "all_gather tiled": (
+                lambda c, x, g, axis=axis: c.all_gather(
+                    x, axis, axis_index_groups=g, axis=1, tiled=True
+                ),
+                (2, 3),
+            ),
+            "all_to_all": (
+                lambda c, x, g, axis=axis: c.all_to_all(x, axis, 0, 1, axis_index_groups=g),
+                (n, 3),
+            ),
+            "all_to_all tiled": (
+                lambda c, x, g, axis=axis: c.all_to_all(
+                    x, axis, 1, 0, axis_index_groups=g, tiled=True
+                ),
+                (2, 2 * n),
+            ),
+            "psum_scatter": (
+                lambda c, x, g, axis=axis: c.psum_scatter(x, axis, axis_index_groups=g),
+                (n, 3),
+            ),
+            "psum_scatter tiled": (
+                lambda c, x, g, axis=axis: c.psum_scatter(x, axis, axis_index_groups=g, tiled=True),
+                (2 * n, 3),
+            ),
+            "pswapaxes": (
+                lambda c, x, g, axis=axis: c.pswapaxes(x, axis, 1, axis_index_groups=g),
+                (3, n),
+            ),
         }
         for what, (program, local) in programs.items():
-            grad = what != "all_to_all"  # whose gradient in groups has another shape than its operand in JAX, which is an error there
+            grad = (
+                what != "all_to_all"
+            )  # whose gradient in groups has another shape than its operand in JAX, which is an error there
             yield case_of(
-                f"{what} in groups", mesh, axis, lambda c, x, p=program, g=groups: p(c, x, g), each(mesh, *local), grad=grad, second=grad
+                f"{what} in groups",
+                mesh,
+                axis,
+                lambda c, x, p=program, g=groups: p(c, x, g),
+                each(mesh, *local),
+                grad=grad,
+                second=grad,
             )
         for what in ("pmax", "pmin"):
             yield case_of(
@@ -400,7 +530,14 @@ def in_groups() -> Iterator[MappedCase]:
                 each(mesh, 2, 3), grad=False,
             )  # fmt: skip
         whole = size(mesh, axis)
-        yield case_of("pswapaxes", mesh, axis, lambda c, x, a=axis: c.pswapaxes(x, a, 0), each(mesh, whole, 3), second=True)
+        yield case_of(
+            "pswapaxes",
+            mesh,
+            axis,
+            lambda c, x, a=axis: c.pswapaxes(x, a, 0),
+            each(mesh, whole, 3),
+            second=True,
+        )
 
 
 CASES: dict[str, MappedCase] = {

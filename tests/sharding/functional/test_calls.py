@@ -33,14 +33,18 @@ def test_a_cached_call_adds_no_communication(mesh):
         counts.append(launched(records))
         with collectives() as records:
             loss.backward()
-        assert launched(records) == ["all_reduce", "all_reduce"], "of the psum; of the gradient of w"
+        assert launched(records) == ["all_reduce", "all_reduce"], (
+            "of the psum; of the gradient of w"
+        )
     assert counts[1:] == [["all_reduce"]] * 2
     assert len(counts[0]) == 2, "the shapes of the results too"
 
 
 @every_rank(2)
 def test_check_false_exchanges_shapes_once(mesh):
-    mapped = sm.shard_map(lambda x: x.exp(), mesh=mesh, in_specs=P("a"), out_specs=P("a"), check=False)
+    mapped = sm.shard_map(
+        lambda x: x.exp(), mesh=mesh, in_specs=P("a"), out_specs=P("a"), check=False
+    )
     for expected in (1, 0, 0):
         with collectives() as records:
             same_later = mapped(put(mesh, X, P("a")))
@@ -52,7 +56,12 @@ def test_check_false_exchanges_shapes_once(mesh):
 def test_arguments_with_other_layouts_are_redistributed(mesh):
     mapped = sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
     for _ in range(2):
-        x, w, px, pw = put(mesh, X, P(None, "a"), grad=True), put(mesh, W, P("a"), grad=True), leaf(X), leaf(W)
+        x, w, px, pw = (
+            put(mesh, X, P(None, "a"), grad=True),
+            put(mesh, W, P("a"), grad=True),
+            leaf(X),
+            leaf(W),
+        )
         same_gradients([x, w], [px, pw], mapped(x, w), (px @ pw).square().sum())
     identity = sm.shard_map(lambda x: x, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
     identity(put(mesh, X))
@@ -64,7 +73,9 @@ def test_arguments_with_other_layouts_are_redistributed(mesh):
 
 @every_rank(2)
 def test_several_arguments_are_redistributed_in_one_bucket(mesh):
-    mapped = sm.shard_map(lambda x, y, w: (x + y) @ w, mesh=mesh, in_specs=(P("a"), P("a"), P()), out_specs=P("a"))
+    mapped = sm.shard_map(
+        lambda x, y, w: (x + y) @ w, mesh=mesh, in_specs=(P("a"), P("a"), P()), out_specs=P("a")
+    )
     given = [put(mesh, X, P(None, "a")), put(mesh, 2 * X, P(None, "a")), put(mesh, W)]
     mapped(*given)
     with collectives() as records:
@@ -79,14 +90,18 @@ def test_redistribution_of_arguments_is_implicit(mesh):
     x, w = put(mesh, X, P(None, "a")), put(mesh, W)
     for _ in range(2):
         with sm.ops.implicit_comm("forbid"), collectives() as records:
-            with pytest.raises(sm.errors.ImplicitCommError, match=r"shard_map\(mean_loss\)") as caught:
+            with pytest.raises(
+                sm.errors.ImplicitCommError, match=r"shard_map\(mean_loss\)"
+            ) as caught:
                 mapped(x, w)
             assert not records
         for words in ("test_calls.py:", "argument 0", "P('a'"):
             assert words in str(caught.value)
         mapped(x, w)
     with sm.ops.implicit_comm("forbid"):
-        same(mapped(put(mesh, X, P("a")), w), (X @ W).square().sum())  # what f itself calls is explicit
+        same(
+            mapped(put(mesh, X, P("a")), w), (X @ W).square().sum()
+        )  # what f itself calls is explicit
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -123,11 +138,27 @@ def test_invalid_calls_raise(name):
 
 
 WRONG_RESULTS = {
-    "specs for fewer results": (lambda m: identity(m, P("a"), (P("a"),))(X, X), ValueError, "out_specs do not match"),
-    "another tree": (lambda m: identity(m, P("a"), {"y": P("a")})(X), ValueError, "out_specs do not match"),
+    "specs for fewer results": (
+        lambda m: identity(m, P("a"), (P("a"),))(X, X),
+        ValueError,
+        "out_specs do not match",
+    ),
+    "another tree": (
+        lambda m: identity(m, P("a"), {"y": P("a")})(X),
+        ValueError,
+        "out_specs do not match",
+    ),
     "an axis that the mesh has not": (lambda m: identity(m, P("a"), P("z"))(X), ValueError, "'z'"),
-    "a tensor without a spec": (lambda m: identity(m, P("a"), None)(X), TypeError, "is a tensor, and its out_specs are None"),
-    "in a tree": (lambda m: identity(m, P("a"), (P("a"), None))(X, X), TypeError, "result [1] is a tensor"),
+    "a tensor without a spec": (
+        lambda m: identity(m, P("a"), None)(X),
+        TypeError,
+        "is a tensor, and its out_specs are None",
+    ),
+    "in a tree": (
+        lambda m: identity(m, P("a"), (P("a"), None))(X, X),
+        TypeError,
+        "result [1] is a tensor",
+    ),
 }
 
 
@@ -162,7 +193,9 @@ def test_unbound_axes():
 def test_ranks_outside_the_mesh():
     def program(mesh):
         half = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("x",))
-        mapped = sm.shard_map(lambda x: sm.psum(x.sum(), "x"), mesh=half, in_specs=P("x"), out_specs=P())
+        mapped = sm.shard_map(
+            lambda x: sm.psum(x.sum(), "x"), mesh=half, in_specs=P("x"), out_specs=P()
+        )
         if half.coordinate is None:
             with pytest.raises(RuntimeError, match=r"rank \d is not in"):
                 mapped(X)
@@ -192,7 +225,7 @@ def test_results_unlike_the_previous_calls_raise(mesh):
     what.append(lambda x: (x, x))
     with pytest.raises(TypeError, match="returned 2 results, and 1 in the previous call"):
         mapped(x)
-    what.append(lambda x: (x > 0))
+    what.append(lambda x: x > 0)
     same(mapped(x), X > 0)  # another dtype needs no one else
 
 
@@ -236,10 +269,25 @@ def test_a_type_error_is_raised_at_every_call(mesh):
 
 @every_rank(2)
 def test_shapes_in_alternation(mesh):
-    mapped = sm.shard_map(lambda x, w: ((x @ w).exp(), mean_loss(x, w)), mesh=mesh, in_specs=(P("a"), P()), out_specs=(P("a"), P()))
-    for rows, dtype in [(6, torch.float64), (5, torch.float64), (6, torch.float32), (1, torch.float64)] * 2:
+    mapped = sm.shard_map(
+        lambda x, w: ((x @ w).exp(), mean_loss(x, w)),
+        mesh=mesh,
+        in_specs=(P("a"), P()),
+        out_specs=(P("a"), P()),
+    )
+    for rows, dtype in [
+        (6, torch.float64),
+        (5, torch.float64),
+        (6, torch.float32),
+        (1, torch.float64),
+    ] * 2:
         whole, weight = values(rows, 4, dtype=dtype), W.to(dtype)
-        x, w, px, pw = put(mesh, whole, P("a"), grad=True), put(mesh, weight, grad=True), leaf(whole), leaf(weight)
+        x, w, px, pw = (
+            put(mesh, whole, P("a"), grad=True),
+            put(mesh, weight, grad=True),
+            leaf(whole),
+            leaf(weight),
+        )
         y, loss = mapped(x, w)
         same(y, (whole @ weight).exp())
         same_gradients([x, w], [px, pw], loss, (px @ pw).square().sum())
@@ -270,7 +318,12 @@ def test_with_and_without_grad(mesh):
         else:
             same(loss, (X @ W).square().sum())
     with torch.inference_mode():
-        same(sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())(x.detach(), w), (X @ W).square().sum())
+        same(
+            sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())(
+                x.detach(), w
+            ),
+            (X @ W).square().sum(),
+        )
 
 
 def test_evaluation_first():
@@ -302,7 +355,12 @@ def test_an_exception_in_backward(mesh):
         def backward(ctx, grad):
             raise KeyError("mine")
 
-    fails = sm.shard_map(lambda x, w: mean_loss(Failing.apply(x), w), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    fails = sm.shard_map(
+        lambda x, w: mean_loss(Failing.apply(x), w),
+        mesh=mesh,
+        in_specs=(P("a"), P()),
+        out_specs=P(),
+    )
     works = sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
     for _ in range(2):
         x, w, px, pw = put(mesh, X, P("a"), grad=True), put(mesh, W, grad=True), leaf(X), leaf(W)
@@ -314,7 +372,9 @@ def test_an_exception_in_backward(mesh):
 
 @every_rank(2)
 def test_double_backward(mesh):
-    mapped = sm.shard_map(lambda x, w: mean_loss(x, w.sin()), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    mapped = sm.shard_map(
+        lambda x, w: mean_loss(x, w.sin()), mesh=mesh, in_specs=(P("a"), P()), out_specs=P()
+    )
     for _ in range(2):
         x, w, px, pw = put(mesh, X, P("a"), grad=True), put(mesh, W, grad=True), leaf(X), leaf(W)
         (g,) = torch.autograd.grad(mapped(x, w), [w], create_graph=True)
@@ -333,7 +393,12 @@ def test_in_place_writes_reach_the_argument(mesh):
 
 @every_rank(2)
 def test_the_gradient_of_an_unused_result(mesh):
-    mapped = sm.shard_map(lambda x, w: (x * w, sm.psum(x.sum(), "a")), mesh=mesh, in_specs=(P("a"), P()), out_specs=(P("a"), P()))
+    mapped = sm.shard_map(
+        lambda x, w: (x * w, sm.psum(x.sum(), "a")),
+        mesh=mesh,
+        in_specs=(P("a"), P()),
+        out_specs=(P("a"), P()),
+    )
     for _ in range(2):
         x, w = put(mesh, X, P("a"), grad=True), put(mesh, X[:1], grad=True)
         mapped(x, w)[1].backward()

@@ -18,7 +18,15 @@ from tests.sharding.functional.helpers import leaf, put, same, values
 from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, same_error
 
 X, W = values(6, 5), values(5, 4, seed=1)
-SPECS = [P(), P(None, "b"), P("b"), P("a"), P(unreduced="b"), P(None, ("a", "b")), P("b", sizes={"b": (4, 1)})]
+SPECS = [
+    P(),
+    P(None, "b"),
+    P("b"),
+    P("a"),
+    P(unreduced="b"),
+    P(None, ("a", "b")),
+    P("b", sizes={"b": (4, 1)}),
+]
 
 
 def score(x, w):
@@ -97,7 +105,12 @@ def test_a_plain_tensor_counts_as_replicated(mesh):
         double = 2 * mine
         for w in (mine, double / 2):
             mine.grad = None
-            f = closing_over(mesh, w, lambda x, w: sm.psum((x @ w).square().sum() + (x @ w).sum(), "a"), check=check)
+            f = closing_over(
+                mesh,
+                w,
+                lambda x, w: sm.psum((x @ w).square().sum() + (x @ w).sum(), "a"),
+                check=check,
+            )
             for _ in range(2):
                 mine.grad = None
                 f(x).backward(retain_graph=True)
@@ -108,11 +121,18 @@ def test_a_plain_tensor_counts_as_replicated(mesh):
 def test_a_capture_is_prepared_once(mesh):
     """One reduction of its gradient, however often it is used."""
     w, x = leaf(W), put(mesh, X, P("a"))
-    f = sm.shard_map(lambda x: sm.psum((x @ w + x @ w.sin() + x @ (w * w)).sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P())
+    f = sm.shard_map(
+        lambda x: sm.psum((x @ w + x @ w.sin() + x @ (w * w)).sum(), "a"),
+        mesh=mesh,
+        in_specs=P("a"),
+        out_specs=P(),
+    )
     f(x).backward()
     with collectives() as records:
         f(x).backward()
-    assert launched(records) == ["all_reduce"] * 3, "the psum of the loss, its backward, and the gradient of w"
+    assert launched(records) == ["all_reduce"] * 3, (
+        "the psum of the loss, its backward, and the gradient of w"
+    )
 
 
 @every_rank(2)
@@ -122,7 +142,12 @@ def test_a_module(mesh):
         for i, p in enumerate(model.parameters()):
             p.copy_(values(*p.shape, seed=i))
     rows = values(4, 6, 5)
-    f = sm.shard_map(lambda x: sm.psum(model(x)[0].square().sum(), "a"), mesh=mesh, in_specs=P(None, "a"), out_specs=P())
+    f = sm.shard_map(
+        lambda x: sm.psum(model(x)[0].square().sum(), "a"),
+        mesh=mesh,
+        in_specs=P(None, "a"),
+        out_specs=P(),
+    )
     f(put(mesh, rows, P(None, "a"))).backward()
     found = [p.grad for p in model.parameters()]
     wanted = torch.autograd.grad(model(rows)[0].square().sum(), list(model.parameters()))
@@ -157,7 +182,11 @@ def test_nested_functions(mesh):
 
     def outer(x):
         y = x.sin()
-        inner = sm.shard_map(lambda z: sm.psum((z * y).sum() * w.square().sum(), ("a", "b")), in_specs=P(None, "b"), out_specs=P())
+        inner = sm.shard_map(
+            lambda z: sm.psum((z * y).sum() * w.square().sum(), ("a", "b")),
+            in_specs=P(None, "b"),
+            out_specs=P(),
+        )
         return inner(x)
 
     f = sm.shard_map(outer, mesh=mesh, in_specs=P("a"), out_specs=P(), axis_names={"a"})
@@ -193,7 +222,9 @@ def test_recomputed_pieces(mesh):
 
     sm.shard_map(lambda x: f(x, w, plain), mesh=mesh, in_specs=P("a"), out_specs=P())(x).backward()
     other, other_plain = put(mesh, W, P(None, "a"), grad=True), leaf(values(5))
-    sm.shard_map(f, mesh=mesh, in_specs=(P("a"), P(None, "a"), P()), out_specs=P())(x, other, other_plain).backward()
+    sm.shard_map(f, mesh=mesh, in_specs=(P("a"), P(None, "a"), P()), out_specs=P())(
+        x, other, other_plain
+    ).backward()
     same(w.grad, other.grad.full_tensor())
     torch.testing.assert_close(plain.grad, other_plain.grad)
 
@@ -204,7 +235,12 @@ def test_gradients_inside(mesh):
     w, x = put(mesh, W, P()), put(mesh, X, P("a"))
     wanted = leaf(W)
     (X @ wanted).square().sum().backward()
-    f = sm.shard_map(lambda x: sm.grad(lambda w: sm.psum((x @ w).square().sum(), "a"))(w), mesh=mesh, in_specs=P("a"), out_specs=P())
+    f = sm.shard_map(
+        lambda x: sm.grad(lambda w: sm.psum((x @ w).square().sum(), "a"))(w),
+        mesh=mesh,
+        in_specs=P("a"),
+        out_specs=P(),
+    )
     for _ in range(2):
         same(f(x), wanted.grad)
 
@@ -214,7 +250,11 @@ def test_collectives_of_captures(mesh):
     w, plain = put(mesh, W, P(None, "a"), grad=True), leaf(W)
 
     def several():
-        return sm.all_gather(w, "a", axis=1, tiled=True), *sm.psum([plain, plain.square()], "a"), sm.pmax(w, "a")
+        return (
+            sm.all_gather(w, "a", axis=1, tiled=True),
+            *sm.psum([plain, plain.square()], "a"),
+            sm.pmax(w, "a"),
+        )
 
     f = sm.shard_map(several, mesh=mesh, in_specs=(), out_specs=P())
     for _ in range(2):
@@ -234,8 +274,13 @@ def test_the_part_itself(mesh):
     f = sm.shard_map(lambda x: x @ w.to_local(), mesh=mesh, in_specs=P(), out_specs=P(None, "a"))
     f(x).sum().backward()
     same(w.grad, X.sum(0)[:, None].expand(5, 4))
-    with pytest.raises(sm.errors.ShardingTypeError, match="redistribute it before the call, or pass it as an argument"):
-        sm.shard_map(lambda x: x @ w.redistribute(P()).to_local(), mesh=mesh, in_specs=P(), out_specs=P())(x)
+    with pytest.raises(
+        sm.errors.ShardingTypeError,
+        match="redistribute it before the call, or pass it as an argument",
+    ):
+        sm.shard_map(
+            lambda x: x @ w.redistribute(P()).to_local(), mesh=mesh, in_specs=P(), out_specs=P()
+        )(x)
 
 
 @every_rank(2)
@@ -255,7 +300,9 @@ def test_a_constant_that_later_requires_grad(mesh):
 def refused(capture, f, kind=sm.errors.ShardingTypeError, out_specs=P("a"), **more):
     def program(mesh):
         w = capture(mesh)
-        sm.shard_map(lambda x: f(x, w), mesh=mesh, in_specs=P("a"), out_specs=out_specs, **more)(put(mesh, X, P("a")))
+        sm.shard_map(lambda x: f(x, w), mesh=mesh, in_specs=P("a"), out_specs=out_specs, **more)(
+            put(mesh, X, P("a"))
+        )
 
     return same_error((2, 2), program, kind, silent=False)
 
@@ -278,7 +325,9 @@ def test_plain_captures_that_differ():
 def test_plain_captures_that_later_differ():
     def program(mesh):
         w = leaf(values(5))
-        f = sm.shard_map(lambda x: x * w, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check="values")
+        f = sm.shard_map(
+            lambda x: x * w, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check="values"
+        )
         f(put(mesh, X, P("a")))
         with torch.no_grad():
             w[0] = mesh.get_rank()
@@ -290,7 +339,9 @@ def test_plain_captures_that_later_differ():
 def test_ranks_with_different_captures_raise():
     def program(mesh):
         w, here = leaf(values(5)), mesh.get_rank()
-        sm.shard_map(lambda x: x * w if here else x, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(put(mesh, X, P("a")))
+        sm.shard_map(lambda x: x * w if here else x, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(
+            put(mesh, X, P("a"))
+        )
 
     with pytest.raises((sm.errors.ShardingTypeError, sm.errors.PeerError)):
         on_mesh((2,), program)
@@ -301,7 +352,10 @@ def test_a_capture_on_another_mesh():
     assert "redistribute it there first, or pass it as an argument" in text
 
 
-@pytest.mark.parametrize("write", [lambda w: w.add_(1), lambda w: torch.add(w, 1, out=w), lambda w: w.__setitem__(0, 1.0)])
+@pytest.mark.parametrize(
+    "write",
+    [lambda w: w.add_(1), lambda w: torch.add(w, 1, out=w), lambda w: w.__setitem__(0, 1.0)],
+)
 def test_writing_to_a_capture_raises(write):
     text = refused(lambda mesh: put(mesh, W, P("b")), lambda x, w: (write(w), x)[1])
     assert "writes to a tensor that the mapped function closes over; write to a clone of it" in text
@@ -310,12 +364,16 @@ def test_writing_to_a_capture_raises(write):
 def test_a_new_capture_in_a_cached_call():
     def program(mesh):
         w, here = put(mesh, X, P("a")), {"it": False}
-        f = sm.shard_map(lambda x: x * w if here["it"] else x, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+        f = sm.shard_map(
+            lambda x: x * w if here["it"] else x, mesh=mesh, in_specs=P("a"), out_specs=P("a")
+        )
         f(put(mesh, X, P("a")))
         here["it"] = True
         f(put(mesh, X, P("a")))
 
-    assert "pass the ShardedTensor as an argument" in same_error((2,), program, RuntimeError, silent=False)
+    assert "pass the ShardedTensor as an argument" in same_error(
+        (2,), program, RuntimeError, silent=False
+    )
 
 
 # -- against JAX -------------------------------------------------------------------------------------------------------
@@ -337,15 +395,30 @@ np.savez(sys.argv[2], loss=loss(W, X), first=first, second=second)
 def test_against_jax(tmp_path):
     """Closing over a differentiated value: loss, gradient, second derivative."""
     np.savez(tmp_path / "in.npz", X=X.numpy(), W=W.numpy())
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    subprocess.run([sys.executable, "-c", JAX, str(tmp_path / "in.npz"), str(tmp_path / "out.npz")], env=env, check=True)
-    wanted = {name: torch.from_numpy(found) for name, found in np.load(tmp_path / "out.npz").items()}
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_X64": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    subprocess.run(
+        [sys.executable, "-c", JAX, str(tmp_path / "in.npz"), str(tmp_path / "out.npz")],
+        env=env,
+        check=True,
+    )
+    wanted = {
+        name: torch.from_numpy(found) for name, found in np.load(tmp_path / "out.npz").items()
+    }
 
     def program(mesh):
         x, w = put(mesh, X, P("a")), put(mesh, W, P())
 
         def loss(w):
-            return sm.shard_map(lambda x: sm.psum((x @ w).sin().sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P())(x)
+            return sm.shard_map(
+                lambda x: sm.psum((x @ w).sin().sum(), "a"),
+                mesh=mesh,
+                in_specs=P("a"),
+                out_specs=P(),
+            )(x)
 
         same(loss(w), wanted["loss"])
         same(sm.grad(loss)(w), wanted["first"])

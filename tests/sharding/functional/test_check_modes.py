@@ -53,7 +53,10 @@ def test_check_always_checks_the_second_call(mesh):
     x = put(mesh, X, P("a"))
     same(mapped(x, W), W * 2)
     for _ in range(2):
-        with pytest.raises(sm.errors.ShardingTypeError, match=r"varies over 'a'.*sum at \S+test_check_modes.py:\d+, of argument 0"):
+        with pytest.raises(
+            sm.errors.ShardingTypeError,
+            match=r"varies over 'a'.*sum at \S+test_check_modes.py:\d+, of argument 0",
+        ):
             mapped(x, W)
 
 
@@ -85,7 +88,13 @@ def test_values_compares_arguments(mesh):
         same(mapped(x, put(mesh, W)), W)
         with pytest.raises(sm.errors.ReplicaError) as caught:
             mapped(x, unlike(mesh))
-        for words in ("argument 1", "ranks 0 and 2", "[2, 1]", repr(W[2, 1].item()), repr(W[2, 1].item() + 1)):
+        for words in (
+            "argument 1",
+            "ranks 0 and 2",
+            "[2, 1]",
+            repr(W[2, 1].item()),
+            repr(W[2, 1].item() + 1),
+        ):
             assert words in str(caught.value)
 
 
@@ -101,7 +110,9 @@ def test_values_compares_results(mesh):
     scale[0] += mesh.coordinate[0] == 1
     trusting(x, W)
     for _ in range(2):
-        with pytest.raises(sm.errors.ReplicaError, match=r"result \[1\]\[0\].*ranks 0 and 1.*index \[0, 0\]"):
+        with pytest.raises(
+            sm.errors.ReplicaError, match=r"result \[1\]\[0\].*ranks 0 and 1.*index \[0, 0\]"
+        ):
             mapped(x, W)
 
 
@@ -109,7 +120,11 @@ def test_values_compares_results(mesh):
 def test_values_compares_the_replicas_of_each_part(mesh):
     wrong = [False]
     mapped = sm.shard_map(
-        lambda x: torch.where(torch.arange(3)[:, None] == 1, x + wrong[0], x), mesh=mesh, in_specs=P("a"), out_specs=P("a"), check="values"
+        lambda x: torch.where(torch.arange(3)[:, None] == 1, x + wrong[0], x),
+        mesh=mesh,
+        in_specs=P("a"),
+        out_specs=P("a"),
+        check="values",
     )
     x = put(mesh, X, P("a"))
     same(mapped(x), X)
@@ -122,15 +137,30 @@ def test_values_compares_the_replicas_of_each_part(mesh):
 def test_results_that_differ_are_found_at_the_first_call(mesh):
     scale = 1.0 + (mesh.coordinate[0] == 1)
     for check in (True, "always"):
-        with pytest.raises(sm.errors.ShardingTypeError, match="result: by its type it is the same on every rank"):
+        with pytest.raises(
+            sm.errors.ShardingTypeError, match="result: by its type it is the same on every rank"
+        ):
             over(mesh, lambda x, w: w * scale, check=check)(put(mesh, X, P("a")), W)
 
 
 @every_rank(2)
 def test_values_of_every_kind(mesh):
     """NaNs of the same bits are the same; empty, 0-d, bool and bf16 tensors are compared too."""
-    mapped = sm.shard_map(lambda tree: [t.clone() for t in tree], mesh=mesh, in_specs=P(), out_specs=P(), check="values")
-    given = [torch.tensor([float("nan"), 1.0]), torch.empty(0, 3), torch.tensor(2.0), torch.tensor([True]), W.bfloat16(), W.cfloat().conj()]
+    mapped = sm.shard_map(
+        lambda tree: [t.clone() for t in tree],
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
+        check="values",
+    )
+    given = [
+        torch.tensor([float("nan"), 1.0]),
+        torch.empty(0, 3),
+        torch.tensor(2.0),
+        torch.tensor([True]),
+        W.bfloat16(),
+        W.cfloat().conj(),
+    ]
     for _ in range(2):
         for x, y in zip(given, mapped(given), strict=True):
             torch.testing.assert_close(y.to_local(), x, equal_nan=True)
@@ -185,7 +215,11 @@ def _rank():
     ],
 )
 def test_one_rank_alone_returns_something_else(name, other):
-    texts = errors(3, lambda x, w: other(w) if _rank() == 2 else w, kind=(sm.errors.ShardingTypeError, ValueError))
+    texts = errors(
+        3,
+        lambda x, w: other(w) if _rank() == 2 else w,
+        kind=(sm.errors.ShardingTypeError, ValueError),
+    )
     assert len(set(texts)) == 1
     assert name in texts[0]
 
@@ -193,7 +227,12 @@ def test_one_rank_alone_returns_something_else(name, other):
 def test_one_rank_alone_returns_no_tensor():
     texts = errors(3, lambda x, w: 1.5 if _rank() == 2 else w, kind=sm.errors.ShardingTypeError)
     assert "numbers or kinds" in texts[0]
-    texts = errors(3, lambda x, w: w if _rank() == 2 else 1.5, None, kind=(sm.errors.ShardingTypeError, TypeError))
+    texts = errors(
+        3,
+        lambda x, w: w if _rank() == 2 else 1.5,
+        None,
+        kind=(sm.errors.ShardingTypeError, TypeError),
+    )
     assert texts[0] == "on rank 2: " + "TypeError: " + texts[2]
 
 
@@ -201,7 +240,9 @@ def test_one_rank_alone_returns_no_tensor():
 def test_an_error_of_uneven_parts_is_raised_on_every_rank(mesh):
     """5 rows over a: the ranks with 3 cannot scatter one to each of 2, those with 2 could."""
     x = put(mesh, torch.randn(5, 4), P("a"))
-    mapped = sm.shard_map(lambda x: sm.psum_scatter(x, "b"), mesh=mesh, in_specs=P("a"), out_specs=P(("a", "b")))
+    mapped = sm.shard_map(
+        lambda x: sm.psum_scatter(x, "b"), mesh=mesh, in_specs=P("a"), out_specs=P(("a", "b"))
+    )
     for _ in range(2):
         with pytest.raises(
             (ValueError, sm.errors.ShardingTypeError),

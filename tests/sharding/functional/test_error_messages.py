@@ -25,7 +25,9 @@ def refused(
     """Return the text of the error of f(x), the same on every rank."""
 
     def program(mesh: sm.DeviceMesh) -> None:
-        sm.shard_map(lambda x, **more: f(mesh, x, **more), mesh=mesh, in_specs=in_specs, out_specs=out_specs)(X, **kwargs)
+        sm.shard_map(
+            lambda x, **more: f(mesh, x, **more), mesh=mesh, in_specs=in_specs, out_specs=out_specs
+        )(X, **kwargs)
 
     return same_error((2,), program, kind)
 
@@ -33,16 +35,26 @@ def refused(
 @pytest.mark.parametrize("name", [0, None, (0,), 1.5])
 def test_invalid_axis_names(name: Any) -> None:
     text = refused(lambda mesh, x: sm.psum(x, name), TypeError)
-    assert text.startswith(f"axis_name={name!r}: a collective takes the name of a mesh axis, or a tuple of names")
+    assert text.startswith(
+        f"axis_name={name!r}: a collective takes the name of a mesh axis, or a tuple of names"
+    )
     assert "['a']" in text
     with pytest.raises(sm.errors.UnboundAxisError):
         sm.psum(X, name)
 
 
 def test_specs_that_are_too_long_or_name_no_axis() -> None:
-    for more, where in [({"in_specs": P(None, None, "a")}, "argument 0"), ({"out_specs": P(None, None, "a")}, "result")]:
-        text = same_error((2,), lambda mesh, more=more: _identity(mesh, **more)(X), ValueError, silent=False)
-        assert text == f"shard_map(identity): {where}: P(None, None, 'a') has 3 entries but the tensor has 2 dims; drop the extra entries"
+    for more, where in [
+        ({"in_specs": P(None, None, "a")}, "argument 0"),
+        ({"out_specs": P(None, None, "a")}, "result"),
+    ]:
+        text = same_error(
+            (2,), lambda mesh, more=more: _identity(mesh, **more)(X), ValueError, silent=False
+        )
+        assert (
+            text
+            == f"shard_map(identity): {where}: P(None, None, 'a') has 3 entries but the tensor has 2 dims; drop the extra entries"
+        )
     text = same_error((2,), lambda mesh: _identity(mesh, in_specs=P("q"))(X), ValueError)
     assert text.startswith("shard_map(identity): argument 0: P('q') names axis 'q'")
 
@@ -60,7 +72,10 @@ def test_error_for_a_loss_of_varying_weights() -> None:
         return sm.grad(lambda w: (x * w).sum())(w)
 
     text = refused(own)
-    assert "psum(loss, 'a') for their sum; then the gradient of a varying value, as the arguments are, is that of each rank's own" in text
+    assert (
+        "psum(loss, 'a') for their sum; then the gradient of a varying value, as the arguments are, is that of each rank's own"
+        in text
+    )
 
 
 @every_rank(2)
@@ -70,7 +85,9 @@ def test_each_ranks_own_gradient_is_that_of_the_sum(mesh: sm.DeviceMesh) -> None
         return sm.grad(lambda w: sm.psum((x * w).sum(), "a"))(w)[None]
 
     found = sm.shard_map(own, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(X)
-    torch.testing.assert_close(found.full_tensor(), torch.stack([part.sum(0) for part in X.chunk(2)]))
+    torch.testing.assert_close(
+        found.full_tensor(), torch.stack([part.sum(0) for part in X.chunk(2)])
+    )
 
 
 @every_rank(2)
@@ -96,7 +113,9 @@ def test_a_plain_number_that_requires_grad() -> None:
     def program(mesh: sm.DeviceMesh) -> None:
         put(mesh, X) * torch.ones((), requires_grad=True)
 
-    assert "make it a ShardedTensor with device_put(t, mesh, P())" in same_error((2,), program, RuntimeError)
+    assert "make it a ShardedTensor with device_put(t, mesh, P())" in same_error(
+        (2,), program, RuntimeError
+    )
 
     def right(mesh: sm.DeviceMesh) -> float:
         factor = torch.ones((), requires_grad=True)

@@ -27,12 +27,18 @@ def over(mesh: sm.DeviceMesh, spec: P, out: P, **more: Any) -> Any:
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", ["plain", "replicated", "in the other dim"])
 @pytest.mark.parametrize("check", [True, "always", "values"])
-def test_a_write_to_a_part_of_a_replicated_argument_raises(kind: str, mode: Any, check: bool | str) -> None:
+def test_a_write_to_a_part_of_a_replicated_argument_raises(
+    kind: str, mode: Any, check: bool | str
+) -> None:
     """The function would write to another part of the copy on every rank."""
 
     def program(mesh: sm.DeviceMesh) -> None:
         with mode():
-            x = {"plain": X.clone, "replicated": lambda: put(mesh, X), "in the other dim": lambda: put(mesh, X, P(None, "b"))}[kind]()
+            x = {
+                "plain": X.clone,
+                "replicated": lambda: put(mesh, X),
+                "in the other dim": lambda: put(mesh, X, P(None, "b")),
+            }[kind]()
             spec = P("a", "b") if kind == "in the other dim" else P("a")
             over(mesh, spec, spec, check=check)(x)
 
@@ -52,7 +58,9 @@ def test_equal_writes_and_writes_to_split_arguments_are_allowed() -> None:
         torch.testing.assert_close(plain, 2 * X)
         over(mesh, P("b"), P("b"))(plain)  # an axis of one rank cuts nothing
         torch.testing.assert_close(plain, 4 * X)
-        cloned = sm.shard_map(lambda x: doubled(x.clone()), mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+        cloned = sm.shard_map(
+            lambda x: doubled(x.clone()), mesh=mesh, in_specs=P("a"), out_specs=P("a")
+        )
         same(cloned(plain).sum(0), 8 * X.sum(0))
         torch.testing.assert_close(plain, 4 * X)
 

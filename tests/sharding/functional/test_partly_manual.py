@@ -29,7 +29,12 @@ def test_the_function_sees_sharded_tensors_on_the_other_axes(mesh):
         return x @ w
 
     for _ in range(2):
-        x, w, px, pw = put(mesh, X, P("a"), grad=True), put(mesh, W, P(None, "b"), grad=True), leaf(X), leaf(W)
+        x, w, px, pw = (
+            put(mesh, X, P("a"), grad=True),
+            put(mesh, W, P(None, "b"), grad=True),
+            leaf(X),
+            leaf(W),
+        )
         y = matmul(x, w)
         assert y.spec == P("a", "b")
         same_gradients([x, w], [px, pw], y.square().sum(), (px @ pw).square().sum())
@@ -43,7 +48,12 @@ def test_sums_over_the_manual_axis_of_what_is_split_over_the_others(mesh):
         return y.square().sum()
 
     for _ in range(2):
-        x, w, px, pw = put(mesh, X, P("a"), grad=True), put(mesh, W, P(None, "b"), grad=True), leaf(X), leaf(W)
+        x, w, px, pw = (
+            put(mesh, X, P("a"), grad=True),
+            put(mesh, W, P(None, "b"), grad=True),
+            leaf(X),
+            leaf(W),
+        )
         same_gradients([x, w], [px, pw], loss(x, w), (px.t() @ px @ pw).square().sum())
 
 
@@ -76,7 +86,9 @@ def test_a_dim_that_a_global_axis_splits_first(mesh):
 
 @every_rank(2, 2)
 def test_uneven_parts(mesh):
-    f = over_a(mesh, (P("a"), P()), (P("a"), P()))(lambda x, w: (x @ w, sm.psum((x @ w).square().sum(), "a")))
+    f = over_a(mesh, (P("a"), P()), (P("a"), P()))(
+        lambda x, w: (x @ w, sm.psum((x @ w).square().sum(), "a"))
+    )
     rows = values(5, 4)
     for _ in range(2):
         x, w, px, pw = (
@@ -129,7 +141,9 @@ def test_gathers_and_exchanges_over_the_manual_axis(mesh):
 
     for _ in range(2):
         x, px = put(mesh, W, P("a", "b"), grad=True), leaf(W)
-        with pytest.raises(NotImplementedError, match="dim 1 is split over axes that are not manual"):
+        with pytest.raises(
+            NotImplementedError, match="dim 1 is split over axes that are not manual"
+        ):
             f(x)
     g = over_a(mesh, P("a"), (P(), P("a")))(
         lambda x: (sm.all_gather(x, "a", tiled=True), sm.ppermute(x, "a", [(0, 1), (1, 0)]))
@@ -139,13 +153,18 @@ def test_gathers_and_exchanges_over_the_manual_axis(mesh):
         whole, swapped = g(x)
         same(whole, W)
         same(swapped, torch.cat([W[2:], W[:2]]))
-        same_gradients([x], [px], (whole.sin().sum() + swapped.cos().sum()), px.sin().sum() + px.cos().sum())
+        same_gradients(
+            [x], [px], (whole.sin().sum() + swapped.cos().sum()), px.sin().sum() + px.cos().sum()
+        )
 
 
 @every_rank(2, 2)
 def test_types_are_those_of_the_manual_axes(mesh):
     wrong = over_a(mesh, P("a"), P())(lambda x: x.exp().sum())
-    with pytest.raises(sm.errors.ShardingTypeError, match=r"result.* varies over 'a'.*exp at .*test_partly_manual.py:\d+"):
+    with pytest.raises(
+        sm.errors.ShardingTypeError,
+        match=r"result.* varies over 'a'.*exp at .*test_partly_manual.py:\d+",
+    ):
         wrong(put(mesh, X, P("a", "b")))
 
 
@@ -153,7 +172,9 @@ def test_wrong_axes_and_results():
     def unknown(mesh):
         sm.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"a", "z"})(X)
 
-    assert "axis_names=['a', 'z'] must name one or more axes of the mesh, ['a', 'b']" in same_error((2, 2), unknown, ValueError)
+    assert "axis_names=['a', 'z'] must name one or more axes of the mesh, ['a', 'b']" in same_error(
+        (2, 2), unknown, ValueError
+    )
 
     def none(mesh):
         sm.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=())(X)
@@ -185,13 +206,20 @@ def test_a_nested_function_makes_the_other_axes_manual(mesh):
     @over_a(mesh, (P("a"), P()), P())
     def outer(x, w):
         inner = sm.shard_map(
-            lambda y, v: sm.psum((y @ v).square().sum(), ("a", "b")), in_specs=(P("b"), P()), out_specs=P()
+            lambda y, v: sm.psum((y @ v).square().sum(), ("a", "b")),
+            in_specs=(P("b"), P()),
+            out_specs=P(),
         )
         return inner(x, w)
 
     whole = values(8, 4)
     for _ in range(2):
-        x, w, px, pw = put(mesh, whole, P(("a", "b")), grad=True), put(mesh, W, grad=True), leaf(whole), leaf(W)
+        x, w, px, pw = (
+            put(mesh, whole, P(("a", "b")), grad=True),
+            put(mesh, W, grad=True),
+            leaf(whole),
+            leaf(W),
+        )
         same_gradients([x, w], [px, pw], outer(x, w), (px @ pw).square().sum())
 
 

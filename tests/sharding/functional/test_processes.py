@@ -24,7 +24,11 @@ PROGRAMS = {
         "test_pending_in_and_out",
         "test_keys_as_arguments",
     ],
-    "test_nested": ["test_an_argument_as_the_result", "test_a_mapped_function_in_another", "test_recursion_and_methods"],
+    "test_nested": [
+        "test_an_argument_as_the_result",
+        "test_a_mapped_function_in_another",
+        "test_recursion_and_methods",
+    ],
     "test_partly_manual": [
         "test_the_function_sees_sharded_tensors_on_the_other_axes",
         "test_a_dim_that_both_kinds_of_axes_split",
@@ -80,7 +84,11 @@ PROGRAMS = {
         "test_jacobians_of_trees",
         "test_a_function_of_plain_tensors_over_a_mapped_one",
     ],
-    "test_control": ["test_branches_under_vmap", "test_a_branch_inside_a_mapped_function", "test_scan_inside_and_under_transforms"],
+    "test_control": [
+        "test_branches_under_vmap",
+        "test_a_branch_inside_a_mapped_function",
+        "test_scan_inside_and_under_transforms",
+    ],
 }
 X, W = values(6, 4), values(4, 5, seed=1)
 
@@ -116,7 +124,9 @@ def _errors() -> list[str]:
         with pytest.raises((sm.errors.ShardingTypeError, TypeError, ValueError)) as caught:
             mapped(put(mesh, X, P("a")), put(mesh, W))
         texts.append(str(caught.value))
-        ok = sm.shard_map(lambda x, w: sm.psum(x.sum(), "a"), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+        ok = sm.shard_map(
+            lambda x, w: sm.psum(x.sum(), "a"), mesh=mesh, in_specs=(P("a"), P()), out_specs=P()
+        )
         same(ok(put(mesh, X, P("a")), W), X.sum())
     return texts
 
@@ -125,7 +135,9 @@ def test_all_ranks_raise(world4):
     by_rank = world4(_errors)
     for i in (0, 1, 2, 4):
         assert len({texts[i] for texts in by_rank}) == 1
-    for i, words in enumerate(("varies over 'a'", "axis_index at", "is pending over 'a'", "varies over 'a'", "add up to")):
+    for i, words in enumerate(
+        ("varies over 'a'", "axis_index at", "is pending over 'a'", "varies over 'a'", "add up to")
+    ):
         assert all(words in texts[i] for texts in by_rank)
     assert by_rank[0][3] == f"on rank 3: ShardingTypeError: {by_rank[3][3]}"
     assert "on rank 3: TypeError" in by_rank[1][5] or "numbers or kinds" in by_rank[1][5]
@@ -138,7 +150,11 @@ def _ring(x: Any, w: Any) -> Any:
     """Return the sum over all blocks of x, which are sent around the ring while one of them is processed."""
     n, total, block = sm.axis_size("a"), 0, x
     for i in range(n):
-        coming = sm.async_start(sm.ppermute, block, "a", [(j, (j + 1) % n) for j in range(n)]) if i + 1 < n else None
+        coming = (
+            sm.async_start(sm.ppermute, block, "a", [(j, (j + 1) % n) for j in range(n)])
+            if i + 1 < n
+            else None
+        )
         total = total + (block @ w).tanh()
         block = coming.wait() if coming is not None else block
     return total
@@ -149,7 +165,12 @@ def _overlap() -> None:
     whole = values(8, 4, seed=2)
     mapped = sm.shard_map(_ring, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
     for _ in range(2):
-        x, w, px, pw = put(mesh, whole, P("a"), grad=True), put(mesh, W, grad=True), leaf(whole), leaf(W)
+        x, w, px, pw = (
+            put(mesh, whole, P("a"), grad=True),
+            put(mesh, W, grad=True),
+            leaf(whole),
+            leaf(W),
+        )
         y = mapped(x, w)
         plain = (px @ pw).tanh().view(4, 2, 5).sum(0).repeat(4, 1)
         same(y, plain.detach())
@@ -195,7 +216,9 @@ def _forward_mode() -> None:
     mapped = sm.shard_map(f, mesh=mesh, in_specs=(P(), P("a"), P()), out_specs=P())
     wanted = torch.func.jvp(lambda w: (X @ w).sin().sum(0), (W,), (tangent,))
     for _ in range(2):
-        for x, y in zip(mapped(put(mesh, W), put(mesh, X, P("a")), put(mesh, tangent)), wanted, strict=True):
+        for x, y in zip(
+            mapped(put(mesh, W), put(mesh, X, P("a")), put(mesh, tangent)), wanted, strict=True
+        ):
             same(x, y)
 
 
@@ -220,8 +243,15 @@ def _losses(mesh: sm.DeviceMesh) -> list[float]:
         value, grads = sm.value_and_grad(loss)(params)
         return value, {name: p - 0.1 * grads[name] for name, p in params.items()}
 
-    params = {"up": put(mesh, values(4, 8, seed=4), P(None, "b")), "down": put(mesh, values(8, 3, seed=5), P("b"))}
-    x, y, found = put(mesh, values(8, 4, seed=6), P("a")), put(mesh, values(8, 3, seed=7), P("a")), []
+    params = {
+        "up": put(mesh, values(4, 8, seed=4), P(None, "b")),
+        "down": put(mesh, values(8, 3, seed=5), P("b")),
+    }
+    x, y, found = (
+        put(mesh, values(8, 4, seed=6), P("a")),
+        put(mesh, values(8, 3, seed=7), P("a")),
+        [],
+    )
     for _ in range(5):
         value, params = step(params, x, y)
         found.append(value.item())
@@ -237,6 +267,9 @@ def test_training(world4):
     for _ in range(5):
         loss = ((values(8, 4, seed=6) @ up).tanh() @ down - values(8, 3, seed=7)).square().mean()
         wanted.append(loss.item())
-        up, down = (leaf(p - 0.1 * g) for p, g in zip((up, down), torch.autograd.grad(loss, [up, down]), strict=True))
+        up, down = (
+            leaf(p - 0.1 * g)
+            for p, g in zip((up, down), torch.autograd.grad(loss, [up, down]), strict=True)
+        )
     for losses in world4(_train):
         torch.testing.assert_close(losses, wanted)

@@ -44,10 +44,17 @@ class ProgramOutcome(NamedTuple):
 def mapped(program: LockstepProgram, mesh: sm.DeviceMesh) -> Callable[..., Any]:
     names = {**NAMES, "sm": sm}
     exec(compile(program.source(), f"<program {program.seed}>", "exec"), names)
-    return sm.shard_map(names["program"], mesh=mesh, in_specs=tuple(program.in_specs), out_specs=tuple(program.out_specs))
+    return sm.shard_map(
+        names["program"],
+        mesh=mesh,
+        in_specs=tuple(program.in_specs),
+        out_specs=tuple(program.out_specs),
+    )
 
 
-def call(program: LockstepProgram, f: Callable[..., Any], leaves: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
+def call(
+    program: LockstepProgram, f: Callable[..., Any], leaves: Sequence[Any]
+) -> tuple[list[Tensor], list[Any]]:
     """Return full results and gradients of one call."""
     if program.outside == "backward":
         results = [y.full_tensor() for y in f(*leaves)]
@@ -77,27 +84,41 @@ def difference(name: str, got: Sequence[Tensor], expected: Sequence[Tensor]) -> 
     return ""
 
 
-def outcome(program: LockstepProgram, meanings: Sequence[Meaning], mesh: sm.DeviceMesh) -> ProgramOutcome:
+def outcome(
+    program: LockstepProgram, meanings: Sequence[Meaning], mesh: sm.DeviceMesh
+) -> ProgramOutcome:
     """Return the outcome of a program on this rank."""
     found = ""  # a rank that finds a difference goes on, so that the others do not wait for it
     try:
         f = mapped(program, mesh)
         for number, expected in enumerate(meanings):
             inputs = zip(program.inputs(number), program.given, strict=True)
-            leaves = [place(mesh, x.detach(), *spec_placements(spec, mesh, x.ndim), grad=x.requires_grad) for x, spec in inputs]
+            leaves = [
+                place(mesh, x.detach(), *spec_placements(spec, mesh, x.ndim), grad=x.requires_grad)
+                for x, spec in inputs
+            ]
             results, grads = call(program, f, leaves)
             parts = zip(expected.gradients, program.given, strict=True)
             whole = [Lockstep(program.mesh).enter(g, spec)[mesh.world.rank] for g, spec in parts]
-            mine = [torch.zeros_like(g) if x is None else x.to_local() for x, g in zip(grads, whole, strict=True)]
+            mine = [
+                torch.zeros_like(g) if x is None else x.to_local()
+                for x, g in zip(grads, whole, strict=True)
+            ]
             wrong = "ranks hold different values" if expected.unequal else ""
-            wrong = wrong or difference("result", results, expected.results) or difference("gradient", mine, whole)
+            wrong = (
+                wrong
+                or difference("result", results, expected.results)
+                or difference("gradient", mine, whole)
+            )
             found = found or (wrong and f"call {number}: {wrong}")
     except sm.errors.ShardingTypeError as error:
         return ProgramOutcome("refused", str(error))
     return ProgramOutcome("wrong" if found else "equal", found)
 
 
-def outcomes(programs: Sequence[tuple[LockstepProgram, Sequence[Meaning]]]) -> list[list[ProgramOutcome]]:
+def outcomes(
+    programs: Sequence[tuple[LockstepProgram, Sequence[Meaning]]],
+) -> list[list[ProgramOutcome]]:
     """Return the outcomes of programs on each rank; programs on one mesh run together while all ranks continue."""
 
     def together(mesh: sm.DeviceMesh) -> list[ProgramOutcome]:
@@ -120,7 +141,9 @@ def verdict(program: LockstepProgram, ranks: Sequence[ProgramOutcome]) -> Progra
     if len({each.kind for each in ranks}) > 1:
         return ProgramOutcome("wrong", f"refused on some ranks only: {ranks}")
     if len({each.text for each in ranks}) > 1 and not program.uses(r"\bif\b"):
-        return ProgramOutcome("wrong", f"refused in different words: {[each.text for each in ranks]}")
+        return ProgramOutcome(
+            "wrong", f"refused in different words: {[each.text for each in ranks]}"
+        )
     return ranks[0]
 
 
@@ -129,7 +152,10 @@ def judged(seeds: Sequence[int]) -> list[tuple[LockstepProgram, Sequence[Meaning
     found = []
     for mesh in sorted({program.mesh for program, _ in made}):
         group = [each for each in made if each[0].mesh == mesh]
-        found += [(*each, verdict(each[0], ranks)) for each, ranks in zip(group, outcomes(group), strict=True)]
+        found += [
+            (*each, verdict(each[0], ranks))
+            for each, ranks in zip(group, outcomes(group), strict=True)
+        ]
     return found
 
 
@@ -145,10 +171,17 @@ def is_late(program: LockstepProgram, end: ProgramOutcome) -> bool:
 # -- tests -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", [*range(ALWAYS), *(pytest.param(i, marks=pytest.mark.slow) for i in range(ALWAYS, SLICES))])
+@pytest.mark.parametrize(
+    "part",
+    [*range(ALWAYS), *(pytest.param(i, marks=pytest.mark.slow) for i in range(ALWAYS, SLICES))],
+)
 def test_random_programs_match_one_process_or_raise_a_type_error(part: int) -> None:
     found = judged(range(part * LENGTH, (part + 1) * LENGTH))
-    ends = [(program, end) for program, _, end in found if end.kind in ("wrong", "failed") or is_late(program, end)]
+    ends = [
+        (program, end)
+        for program, _, end in found
+        if end.kind in ("wrong", "failed") or is_late(program, end)
+    ]
     bad = [f"{program}# {end.kind}: {end.text}" for program, end in ends]
     assert not bad, f"{len(bad)} programs, among them\n" + "\n\n".join(sorted(bad, key=len)[:3])
     kinds = Counter(end.kind for _, _, end in found)

@@ -53,7 +53,12 @@ def test_columns_and_rows_over_two_axes(mesh):
         assert x.shape[0] == 3
         return x @ w
 
-    x, w, px, pw = put(mesh, X, P("a"), grad=True), put(mesh, W, P(None, "b"), grad=True), leaf(X), leaf(W)
+    x, w, px, pw = (
+        put(mesh, X, P("a"), grad=True),
+        put(mesh, W, P(None, "b"), grad=True),
+        leaf(X),
+        leaf(W),
+    )
     y = matmul(x, w)
     assert y.spec == P("a", "b")
     same_gradients([x, w], [px, pw], (y * y).sum(), plain_loss(px, pw))
@@ -61,7 +66,9 @@ def test_columns_and_rows_over_two_axes(mesh):
 
 @every_rank(2)
 def test_placements_for_specs(mesh):
-    mapped = sm.shard_map(torch.matmul, mesh=mesh, in_specs=([Shard(0)], [Replicate()]), out_specs=[Shard(0)])
+    mapped = sm.shard_map(
+        torch.matmul, mesh=mesh, in_specs=([Shard(0)], [Replicate()]), out_specs=[Shard(0)]
+    )
     same(mapped(put(mesh, X, P("a")), put(mesh, W)), X @ W)
 
 
@@ -122,7 +129,12 @@ def test_trees_and_specs_as_prefixes(mesh):
 
 @every_rank(2)
 def test_one_spec_for_all(mesh):
-    mapped = sm.shard_map(lambda *xs: {"sum": sum(xs), "parts": list(xs)}, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    mapped = sm.shard_map(
+        lambda *xs: {"sum": sum(xs), "parts": list(xs)},
+        mesh=mesh,
+        in_specs=P("a"),
+        out_specs=P("a"),
+    )
     x, y = put(mesh, X, P("a")), put(mesh, 2 * X, P("a"))
     for _ in range(2):
         found = mapped(x, y)
@@ -148,7 +160,9 @@ def test_static_arguments(mesh):
 
 @every_rank(2)
 def test_keyword_arguments(mesh):
-    mapped = sm.shard_map(lambda x, *, scale, shift=0: x * scale + shift, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    mapped = sm.shard_map(
+        lambda x, *, scale, shift=0: x * scale + shift, mesh=mesh, in_specs=P("a"), out_specs=P("a")
+    )
     x = put(mesh, X, P("a"))
     for scale in (2, 3, 2):
         same(mapped(x, scale=scale), X * scale)
@@ -159,7 +173,9 @@ def test_keyword_arguments(mesh):
 
 @every_rank(2)
 def test_no_arguments_no_results(mesh):
-    mapped = sm.shard_map(lambda: sm.psum(torch.ones(3), "a"), mesh=mesh, in_specs=(), out_specs=P())
+    mapped = sm.shard_map(
+        lambda: sm.psum(torch.ones(3), "a"), mesh=mesh, in_specs=(), out_specs=P()
+    )
     nothing = sm.shard_map(lambda x: None, mesh=mesh, in_specs=P(), out_specs=None)
     for _ in range(2):
         same(mapped(), torch.full((3,), 2.0))
@@ -173,8 +189,12 @@ class XY(NamedTuple):
 
 @every_rank(2)
 def test_named_tuples_and_dicts_of_any_order(mesh):
-    swap = sm.shard_map(lambda t: XY(t.y, t.x), mesh=mesh, in_specs=(XY(P("a"), P()),), out_specs=XY(P(), P("a")))
-    of_dicts = sm.shard_map(lambda d: d["x"] @ d["w"], mesh=mesh, in_specs=({"x": P("a"), "w": P()},), out_specs=P("a"))
+    swap = sm.shard_map(
+        lambda t: XY(t.y, t.x), mesh=mesh, in_specs=(XY(P("a"), P()),), out_specs=XY(P(), P("a"))
+    )
+    of_dicts = sm.shard_map(
+        lambda d: d["x"] @ d["w"], mesh=mesh, in_specs=({"x": P("a"), "w": P()},), out_specs=P("a")
+    )
     for _ in range(2):
         found = swap(XY(put(mesh, X, P("a")), W))
         assert type(found) is XY
@@ -186,7 +206,9 @@ def test_named_tuples_and_dicts_of_any_order(mesh):
 
 @every_rank(2)
 def test_arrays_are_static(mesh):
-    mapped = sm.shard_map(lambda x, n: x * n.sum(), mesh=mesh, in_specs=(P("a"), None), out_specs=P("a"))
+    mapped = sm.shard_map(
+        lambda x, n: x * n.sum(), mesh=mesh, in_specs=(P("a"), None), out_specs=P("a")
+    )
     for n in (1, 2, 1):
         same(mapped(put(mesh, X, P("a")), np.ones(n)), X * n)
     with pytest.raises(TypeError, match="argument 1 is a ndarray, neither a tensor"):
@@ -227,7 +249,9 @@ def test_plain_tensors_are_the_same_on_every_rank(mesh):
 @every_rank(2)
 def test_gradients_of_plain_tensors_are_those_of_the_whole_on_every_rank(mesh):
     w = leaf(W)
-    sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())(put(mesh, X, P("a")), w).backward()
+    sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())(
+        put(mesh, X, P("a")), w
+    ).backward()
     grads = mesh.group("a").all_gather_object(w.grad)
     assert torch.equal(grads[0], grads[1])
 
@@ -240,10 +264,18 @@ def test_uneven_and_empty_parts(rows):
     def program(mesh):
         whole = values(rows, 4)
         mapped = sm.shard_map(
-            lambda x, w: ((x @ w).exp(), mean_loss(x, w)), mesh=mesh, in_specs=(P("a"), P()), out_specs=(P("a"), P())
+            lambda x, w: ((x @ w).exp(), mean_loss(x, w)),
+            mesh=mesh,
+            in_specs=(P("a"), P()),
+            out_specs=(P("a"), P()),
         )
         for _ in range(2):
-            x, w, px, pw = put(mesh, whole, P("a"), grad=True), put(mesh, W, grad=True), leaf(whole), leaf(W)
+            x, w, px, pw = (
+                put(mesh, whole, P("a"), grad=True),
+                put(mesh, W, grad=True),
+                leaf(whole),
+                leaf(W),
+            )
             y, loss = mapped(x, w)
             assert y.shape == (rows, 5)
             same(y, (whole @ W).exp())
@@ -269,19 +301,29 @@ def test_results_not_split_like_chunk_need_sizes(mesh):
 
     whole = values(2, 4)  # parts of 1, 1, 0 rows become 2, 2, 0
     x = put(mesh, whole, P("a"))
-    same(sm.shard_map(repeated, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(x), whole.repeat_interleave(2, 0))
-    one = sm.shard_map(lambda x: x[: 1 + sm.axis_index("a").item()], mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    same(
+        sm.shard_map(repeated, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(x),
+        whole.repeat_interleave(2, 0),
+    )
+    one = sm.shard_map(
+        lambda x: x[: 1 + sm.axis_index("a").item()], mesh=mesh, in_specs=P("a"), out_specs=P("a")
+    )
     rows = values(9, 4)
     with pytest.raises(ValueError, match=r"result.*sizes"):
         one(put(mesh, rows, P("a")))
-    sized = sm.shard_map(one.f, mesh=mesh, in_specs=P("a"), out_specs=P("a", sizes={"a": (1, 2, 3)}))
+    sized = sm.shard_map(
+        one.f, mesh=mesh, in_specs=P("a"), out_specs=P("a", sizes={"a": (1, 2, 3)})
+    )
     same(sized(put(mesh, rows, P("a"))), torch.cat([rows[:1], rows[3:5], rows[6:]]))
 
 
 @every_rank(2)
 def test_scalars_in_and_out(mesh):
     mapped = sm.shard_map(
-        lambda x, s: (s * 2, sm.psum(s * x.sum(), "a")), mesh=mesh, in_specs=(P("a"), P()), out_specs=P()
+        lambda x, s: (s * 2, sm.psum(s * x.sum(), "a")),
+        mesh=mesh,
+        in_specs=(P("a"), P()),
+        out_specs=P(),
     )
     scale = values(seed=5)
     for _ in range(2):
@@ -310,7 +352,10 @@ def test_an_axis_of_one_rank(mesh):
 def test_arguments_that_are_not_contiguous(mesh):
     whole = values(8, 6).t()
     f = sm.shard_map(
-        lambda x: (x.square(), x[:, ::2].t()), mesh=mesh, in_specs=P(None, "a"), out_specs=(P(None, "a"), P("a"))
+        lambda x: (x.square(), x[:, ::2].t()),
+        mesh=mesh,
+        in_specs=P(None, "a"),
+        out_specs=(P(None, "a"), P("a")),
     )
     for _ in range(2):
         x, px = put(mesh, whole, P(None, "a"), grad=True), leaf(whole)
@@ -328,7 +373,11 @@ def test_other_dtypes(mesh):
     low = X.bfloat16()
     for _ in range(2):
         positive, number, total = f(put(mesh, low, P("a")))
-        assert (positive.dtype, number.dtype, total.dtype) == (torch.bool, torch.int32, torch.bfloat16)
+        assert (positive.dtype, number.dtype, total.dtype) == (
+            torch.bool,
+            torch.int32,
+            torch.bfloat16,
+        )
         same(positive, low > 0)
         same(number, (low * 3).int())
         torch.testing.assert_close(total.full_tensor(), (low[:3] + low[3:]).sum(0))
@@ -337,10 +386,19 @@ def test_other_dtypes(mesh):
 @every_rank(2)
 def test_pending_in_and_out(mesh):
     """A pending argument is passed as each rank's share, and a share is returned as pending."""
-    mapped = sm.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P(unreduced="a"), out_specs=P(unreduced="a"))
-    partial = sm.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(P(None, "a"), P("a")), out_specs=P(unreduced="a"))
+    mapped = sm.shard_map(
+        lambda x: 2 * x, mesh=mesh, in_specs=P(unreduced="a"), out_specs=P(unreduced="a")
+    )
+    partial = sm.shard_map(
+        lambda x, w: x @ w, mesh=mesh, in_specs=(P(None, "a"), P("a")), out_specs=P(unreduced="a")
+    )
     for _ in range(2):
-        x, w, px, pw = put(mesh, X, P(None, "a"), grad=True), put(mesh, W, P("a"), grad=True), leaf(X), leaf(W)
+        x, w, px, pw = (
+            put(mesh, X, P(None, "a"), grad=True),
+            put(mesh, W, P("a"), grad=True),
+            leaf(X),
+            leaf(W),
+        )
         y = mapped(partial(x, w))
         assert y.spec.unreduced
         same_gradients([x, w], [px, pw], y.square().sum(), 4 * plain_loss(px, pw))

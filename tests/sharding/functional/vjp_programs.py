@@ -21,7 +21,9 @@ def product(lib: Any) -> Any:
     def scaled(w: Any, x: Any) -> Any:
         return w * x
 
-    scaled.defvjp(lambda w, x: (w * x, (w, x)), lambda kept, g: (lib.psum(g * kept[1], "a"), g * kept[0]))
+    scaled.defvjp(
+        lambda w, x: (w * x, (w, x)), lambda kept, g: (lib.psum(g * kept[1], "a"), g * kept[0])
+    )
 
     def total(w: Any, x: Any) -> Any:
         return lib.psum((scaled(w, x) ** 3).sum(), "a")
@@ -44,7 +46,11 @@ def exponential(lib: Any) -> Any:
     exp.defvjp(forward, lambda y, g: (g * y,))
     first = lib.grad(lambda x: (exp(x) * x).sum())
     second = lib.grad(lambda x: first(x).sum())
-    return first(lib.array(X)), second(lib.array(X)), lib.grad(lambda x: second(x).sum())(lib.array(X))
+    return (
+        first(lib.array(X)),
+        second(lib.array(X)),
+        lib.grad(lambda x: second(x).sum())(lib.array(X)),
+    )
 
 
 def wrong_on_purpose(lib: Any) -> Any:
@@ -72,7 +78,9 @@ def without_gradient(lib: Any) -> Any:
         return {"w": g["y"] * 2.0 * n * f(w) ** (n - 1) * q}, None
 
     rule.defvjp(lambda f, p, n, q: (powered(f, p, n, q), (p["w"], q)), backward)
-    return lib.grad(lambda w, q: rule(lambda x: 2.0 * x, {"w": w}, q=q, n=3)["y"].sum(), argnums=(0, 1))(lib.array(X), lib.array(X))
+    return lib.grad(
+        lambda w, q: rule(lambda x: 2.0 * x, {"w": w}, q=q, n=3)["y"].sum(), argnums=(0, 1)
+    )(lib.array(X), lib.array(X))
 
 
 def inside(lib: Any) -> Any:
@@ -83,16 +91,26 @@ def inside(lib: Any) -> Any:
         return x
 
     clipped.defvjp(lambda x: (x, None), lambda _, g: (lib.clip(g, -1.0, 1.0),))
-    mapped = lib.shard_map(lambda x: lib.grad(lambda x: lib.psum((clipped(x) ** 3).sum(), "a"))(x), lib.P("a"), lib.P("a"))
+    mapped = lib.shard_map(
+        lambda x: lib.grad(lambda x: lib.psum((clipped(x) ** 3).sum(), "a"))(x),
+        lib.P("a"),
+        lib.P("a"),
+    )
     return mapped(lib.array(X))
 
 
-PROGRAMS: dict[str, Callable[[Any], Any]] = {f.__name__: f for f in (product, exponential, wrong_on_purpose, without_gradient, inside)}
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    f.__name__: f for f in (product, exponential, wrong_on_purpose, without_gradient, inside)
+}
 
 
 def answers_of_jax() -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.sharding.functional.vjp_programs"]
-    return json.loads(subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, check=True, text=True).stdout)
+    return json.loads(
+        subprocess.run(
+            command, cwd=Path(__file__).parents[3], capture_output=True, check=True, text=True
+        ).stdout
+    )
 
 
 def _jax() -> Any:
@@ -103,7 +121,11 @@ def _jax() -> Any:
 
     class Lib:
         custom_vjp, grad, P = jax.custom_vjp, staticmethod(jax.grad), jax.sharding.PartitionSpec
-        psum, exp, clip = staticmethod(jax.lax.psum), staticmethod(jax.numpy.exp), staticmethod(jax.numpy.clip)
+        psum, exp, clip = (
+            staticmethod(jax.lax.psum),
+            staticmethod(jax.numpy.exp),
+            staticmethod(jax.numpy.clip),
+        )
         array = staticmethod(jax.numpy.array)
 
         @staticmethod
@@ -118,4 +140,8 @@ if __name__ == "__main__":
     import jax
 
     lib = _jax()
-    print(json.dumps({name: [x.tolist() for x in jax.tree.leaves(f(lib))] for name, f in PROGRAMS.items()}))
+    print(
+        json.dumps(
+            {name: [x.tolist() for x in jax.tree.leaves(f(lib))] for name, f in PROGRAMS.items()}
+        )
+    )

@@ -17,7 +17,9 @@ from tests.sharding.parallel.compositions import Composition, adamw, batch, loss
 STEPS = 5
 
 
-def composed(case: Composition, backend: str | None, clip: bool = True, **options: Any) -> tuple[Tensor, list[Tensor], int]:
+def composed(
+    case: Composition, backend: str | None, clip: bool = True, **options: Any
+) -> tuple[Tensor, list[Tensor], int]:
     """Train the model of a composition, under `sm.jit` if a backend is given.
 
     Returns: losses and norms, the parameters, and how many calls ran a graph.
@@ -39,7 +41,12 @@ def composed(case: Composition, backend: str | None, clip: bool = True, **option
 
 
 def trained(
-    step: Callable[..., Any], backend: str | None, model: nn.Module, schedule: Any, batch_of: Callable[[int], Any], steps: int = STEPS
+    step: Callable[..., Any],
+    backend: str | None,
+    model: nn.Module,
+    schedule: Any,
+    batch_of: Callable[[int], Any],
+    steps: int = STEPS,
 ) -> tuple[Tensor, list[Tensor], int]:
     """Run some steps, under `sm.jit` if a backend is given; see `composed`."""
     f = step if backend is None else sm.jit(step, backend=backend)
@@ -52,16 +59,25 @@ def trained(
 
 def runs(f: Any) -> int:
     """Return how many calls of a jitted function ran a graph."""
-    entries = [entry for by_key in getattr(f, "_entries", {}).values() for found in by_key.values() for entry in found]
+    entries = [
+        entry
+        for by_key in getattr(f, "_entries", {}).values()
+        for found in by_key.values()
+        for entry in found
+    ]
     return sum(entry.calls for entry in entries)
 
 
-def mlp(mesh: sm.DeviceMesh | None, d: int = 8, f: int = 16, dropout: float = 0.0, plan: Any = None) -> nn.Sequential:
+def mlp(
+    mesh: sm.DeviceMesh | None, d: int = 8, f: int = 16, dropout: float = 0.0, plan: Any = None
+) -> nn.Sequential:
     """Return a small MLP, tensor-parallel over "tp" if there is a mesh."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(d, f), nn.GELU(), nn.Dropout(dropout), nn.Linear(f, d))
     if mesh is not None:
-        sm.parallel.parallelize(model, mesh, plan or {"0.*": P("tp"), "3.weight": P(None, "tp")}, src_data_rank=None)
+        sm.parallel.parallelize(
+            model, mesh, plan or {"0.*": P("tp"), "3.weight": P(None, "tp")}, src_data_rank=None
+        )
     return model
 
 

@@ -35,7 +35,9 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_backend_of_torch_compile(case: Composition) -> None:
     simulated = sm.simulate(math.prod(case.shape))
-    for expected, found in zip(simulated(composed)(case, None), simulated(composed)(case, "aot_eager"), strict=True):
+    for expected, found in zip(
+        simulated(composed)(case, None), simulated(composed)(case, "aot_eager"), strict=True
+    ):
         assert_same(found, expected, 1e-9)
 
 
@@ -64,7 +66,9 @@ def test_a_function_as_backend_gets_segments_with_collectives_in_them() -> None:
             step(*pair(mesh, i))
         return len(sizes), sizes[0] > 10
 
-    assert sm.simulate(2)(main)() == [(1, True)] * 2  # the draw comes first, then all in one segment
+    assert (
+        sm.simulate(2)(main)() == [(1, True)] * 2
+    )  # the draw comes first, then all in one segment
 
 
 def test_draws_stay_outside_of_what_a_backend_may_replay() -> None:
@@ -93,7 +97,10 @@ def test_what_a_backend_cannot_compile_runs_as_python_with_a_warning() -> None:
     f = sm.jit(lambda x: (x.sin() * 2 + x.cos()).sum(), backend=broken)
     x = torch.arange(3.0)
     f(x)
-    with pytest.warns(UserWarning, match="runs as Python, since the backend cannot compile it: NotImplementedError: no such thing"):
+    with pytest.warns(
+        UserWarning,
+        match="runs as Python, since the backend cannot compile it: NotImplementedError: no such thing",
+    ):
         assert torch.equal(f(x), f(x))
 
 
@@ -132,7 +139,10 @@ def test_collectives_keep_their_order() -> None:
             late, early = b.redistribute(P()), a.redistribute(P())
             return early.exp() + 1, late.sin() * 2
 
-        run, a, b = sm.jit(f, backend=backend, compiler_options=False), *(sm.ones(n, device_mesh=mesh, placements=P("x")) for n in (4, 6))
+        run, a, b = (
+            sm.jit(f, backend=backend, compiler_options=False),
+            *(sm.ones(n, device_mesh=mesh, placements=P("x")) for n in (4, 6)),
+        )
         seen: list[list[int]] = []
         for _ in range(3):
             records: list[Any] = []
@@ -172,7 +182,11 @@ def test_options_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda given: module(*given)
 
     monkeypatch.setattr(compile_fx, "compile_fx", compiled)
-    f = sm.jit(lambda x: (x.sin() + 1).cos() * 2, backend="inductor", compiler_options={"cpp_wrapper": True, "epilogue_fusion": False})
+    f = sm.jit(
+        lambda x: (x.sin() + 1).cos() * 2,
+        backend="inductor",
+        compiler_options={"cpp_wrapper": True, "epilogue_fusion": False},
+    )
     x = torch.arange(3.0)
     assert torch.equal(f(x), f(x))
     assert seen == [(True, False, True)]
@@ -212,7 +226,11 @@ def test_inputs_of_a_segment_are_freed_inside_it(monkeypatch: pytest.MonkeyPatch
 def test_cpp_wrapper() -> None:
     def main() -> Any:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("x",))
-        f = sm.jit(lambda x: (x.sin() * 2).redistribute(P()).cos() + 1, backend="inductor", compiler_options={"cpp_wrapper": True})
+        f = sm.jit(
+            lambda x: (x.sin() * 2).redistribute(P()).cos() + 1,
+            backend="inductor",
+            compiler_options={"cpp_wrapper": True},
+        )
         x = sm.ones(4, 6, device_mesh=mesh, placements=P("x"))
         return [f(x).to_local() for _ in range(3)]
 
@@ -223,12 +241,29 @@ def test_cpp_wrapper() -> None:
 @pytest.mark.parametrize(
     ("options", "backend", "error", "text"),
     [
-        ({"cpp_wraper": True}, None, ValueError, "has no 'cpp_wraper'; it has dead_collectives, .*, and the names in torch._inductor"),
-        ({"cpp_wrapper": 1}, None, TypeError, r"compiler_options\['cpp_wrapper'\] must be bool, as in torch._inductor.config, got 1"),
-        ({"cpp_wrapper": True}, "eager", ValueError, "has 'cpp_wrapper', an option of Inductor, but the backend is 'eager'"),
+        (
+            {"cpp_wraper": True},
+            None,
+            ValueError,
+            "has no 'cpp_wraper'; it has dead_collectives, .*, and the names in torch._inductor",
+        ),
+        (
+            {"cpp_wrapper": 1},
+            None,
+            TypeError,
+            r"compiler_options\['cpp_wrapper'\] must be bool, as in torch._inductor.config, got 1",
+        ),
+        (
+            {"cpp_wrapper": True},
+            "eager",
+            ValueError,
+            "has 'cpp_wrapper', an option of Inductor, but the backend is 'eager'",
+        ),
     ],
 )
-def test_wrong_options_of_inductor(options: dict[str, Any], backend: str | None, error: type[Exception], text: str) -> None:
+def test_wrong_options_of_inductor(
+    options: dict[str, Any], backend: str | None, error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         sm.jit(lambda x: x, backend=backend, compiler_options=options)
 
@@ -238,6 +273,9 @@ def test_cudagraphs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="cudagraphs=True needs a CUDA device"):
         sm.jit(lambda x: x, cudagraphs=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match=r"has 'triton\.cudagraphs', an option of Inductor, but the backend is 'eager'"):
+    with pytest.raises(
+        ValueError,
+        match=r"has 'triton\.cudagraphs', an option of Inductor, but the backend is 'eager'",
+    ):
         sm.jit(lambda x: x, backend="eager", cudagraphs=True)
     assert torch.Tag.cudagraph_unsafe in ORDERED.tags

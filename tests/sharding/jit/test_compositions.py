@@ -56,7 +56,9 @@ def mapped(jit: Jit, mesh: sm.DeviceMesh) -> Any:
 
 def inside_mapped(jit: Jit, mesh: sm.DeviceMesh) -> Any:
     inner = jit(lambda w, x: (x @ w.T).square().sum())
-    return sm.shard_map(lambda w, x: sm.psum(inner(w, x), "x"), mesh=mesh, in_specs=(P("x"), P()), out_specs=P())
+    return sm.shard_map(
+        lambda w, x: sm.psum(inner(w, x), "x"), mesh=mesh, in_specs=(P("x"), P()), out_specs=P()
+    )
 
 
 def nested(jit: Jit, mesh: sm.DeviceMesh) -> Any:
@@ -85,7 +87,13 @@ def accumulated(jit: Jit, mesh: sm.DeviceMesh) -> Any:
 
 
 def redistributed(jit: Jit, mesh: sm.DeviceMesh) -> Any:
-    return jit(lambda w, x: (w.redistribute(P(None, "x")), w.redistribute(P()), sm.with_sharding_constraint(F.linear(x, w), P("x"))))
+    return jit(
+        lambda w, x: (
+            w.redistribute(P(None, "x")),
+            w.redistribute(P()),
+            sm.with_sharding_constraint(F.linear(x, w), P("x")),
+        )
+    )
 
 
 def asynchronous(jit: Jit, mesh: sm.DeviceMesh) -> Any:
@@ -122,13 +130,17 @@ def test_equals_eager(program: Callable[..., Any], ranks: int) -> None:
         found = []
         for step in range(4):
             generator = torch.Generator().manual_seed(step)
-            w = sm.device_put(torch.randn(rows, 4, generator=generator), mesh, P("x"), src_data_rank=None)
+            w = sm.device_put(
+                torch.randn(rows, 4, generator=generator), mesh, P("x"), src_data_rank=None
+            )
             x = sm.device_put(torch.randn(3, 4, generator=generator), mesh, P(), src_data_rank=None)
             found += [whole(y) for y in pytree.tree_leaves(f(w, x))]
         return found, sm.random.get_rng_state()
 
     eager = sm.simulate(ranks)(main)(lambda f: f)
-    for expected, found in zip(eager, sm.simulate(ranks)(main)(lambda f: sm.jit(f, backend="eager")), strict=True):
+    for expected, found in zip(
+        eager, sm.simulate(ranks)(main)(lambda f: sm.jit(f, backend="eager")), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -136,7 +148,9 @@ def test_arguments_of_jit() -> None:
     def main() -> Any:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("x",))
         split, whole_ = sm.NamedSharding(mesh, P("x")), sm.NamedSharding(mesh, P())
-        f = sm.jit(lambda a, b: a + b, in_shardings=(split, whole_), out_shardings=whole_, backend="eager")
+        f = sm.jit(
+            lambda a, b: a + b, in_shardings=(split, whole_), out_shardings=whole_, backend="eager"
+        )
         g = sm.jit(lambda x, n: x * n if n > 2 else x + 0, static_argnames="n", backend="eager")
         h = sm.jit(lambda x: x + 1, donate_argnums=0, backend="eager")
         found = []
@@ -213,7 +227,9 @@ def test_lower_on_an_abstract_mesh() -> None:
     assert "over tp, receives 1,792 bytes" in text
     assert "f32[16, 64] @ P('dp', None)" in text
     compiled = lowered.compile()
-    passes = "dead_collectives 0, common_collectives 0, fuse_casts 0, reduce_scatter 0, bucket_bytes 0"
+    passes = (
+        "dead_collectives 0, common_collectives 0, fuse_casts 0, reduce_scatter 0, bucket_bytes 0"
+    )
     assert compiled.as_text() == f"# nodes changed by passes: {passes}\n{text}"
     assert compiled.cost_analysis() == cost
 
@@ -237,10 +253,23 @@ def test_lower_before_and_after_the_passes() -> None:
         assert before.count("shardmesh.all_gather") == lowered.cost_analysis().launches["dp"] == 4
         assert compiled.cost_analysis() == ran.cost_analysis()
         assert compiled.memory_analysis() == ran.memory_analysis()
-        assert compiled.cost_analysis().launches["dp"] == compiled.as_text().count("shardmesh.all_gather")
-        return compiled.passes, ran.passes, compiled.as_text().splitlines()[0], ran.cost_analysis().launches["dp"]
+        assert compiled.cost_analysis().launches["dp"] == compiled.as_text().count(
+            "shardmesh.all_gather"
+        )
+        return (
+            compiled.passes,
+            ran.passes,
+            compiled.as_text().splitlines()[0],
+            ran.cost_analysis().launches["dp"],
+        )
 
-    passes = {"dead_collectives": 0, "common_collectives": 1, "fuse_casts": 0, "reduce_scatter": 0, "bucket_bytes": 0}
+    passes = {
+        "dead_collectives": 0,
+        "common_collectives": 1,
+        "fuse_casts": 0,
+        "reduce_scatter": 0,
+        "bucket_bytes": 0,
+    }
     first = "# nodes changed by passes: dead_collectives 0, common_collectives 1, fuse_casts 0, reduce_scatter 0, bucket_bytes 0"
     assert sm.simulate(4)(main)(None) == [(passes, passes, first, 3)] * 4
     assert sm.simulate(4)(main)(False) == [({}, {}, "# no passes", 4)] * 4
@@ -264,7 +293,12 @@ def test_lower_changes_nothing() -> None:
             lowered = step.lower(*pair(mesh, 0))
         after = [whole(p) for p in model.parameters()]
         assert all(map(torch.equal, before, after))
-        return report.launches, len(optimizer.state), [p.grad for p in model.parameters()], lowered.cost_analysis().launches
+        return (
+            report.launches,
+            len(optimizer.state),
+            [p.grad for p in model.parameters()],
+            lowered.cost_analysis().launches,
+        )
 
     assert sm.simulate(2)(main)() == [(0, 0, [None] * 4, {"tp": 2})] * 2
 
@@ -294,9 +328,14 @@ def test_lower_a_step_of_a_sharded_model(form: str) -> None:
             losses.append(whole(step(*batch(case, mesh, i))))
             if is_lowered and i == 3:
                 found = step.recorded[-1].cost_analysis()
-                assert (cost.bytes_received, cost.launches) == (found.bytes_received, found.launches)
+                assert (cost.bytes_received, cost.launches) == (
+                    found.bytes_received,
+                    found.launches,
+                )
                 assert cost.launches
         return losses
 
-    for expected, found in zip(sm.simulate(4)(main)(False), sm.simulate(4)(main)(True), strict=True):
+    for expected, found in zip(
+        sm.simulate(4)(main)(False), sm.simulate(4)(main)(True), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -30,28 +30,43 @@ def group(**schedules: Callable[[int], Any]) -> Set:
 CASES: dict[str, tuple[Callable[..., Any], Set]] = {
     "AdamW": (torch.optim.AdamW, group(weight_decay=lambda i: 0.1 * 0.9**i)),
     "AdamW foreach": (
-        lambda p, **k: torch.optim.AdamW(p, foreach=True, **k), group(weight_decay=lambda i: 0.1 + i, eps=lambda i: 1e-8 * 2**i)
+        lambda p, **k: torch.optim.AdamW(p, foreach=True, **k),
+        group(weight_decay=lambda i: 0.1 + i, eps=lambda i: 1e-8 * 2**i),
     ),
     "AdamW fused": (
         lambda p, **k: torch.optim.AdamW(p, fused=True, **k),
         group(betas=lambda i: (0.9 - 0.01 * i, 0.99), weight_decay=lambda i: 0.1 / (1 + i)),
     ),
     "Adam, weight decay": (
-        lambda p, **k: torch.optim.Adam(p, foreach=False, weight_decay=0.5, **k), group(weight_decay=lambda i: 0.5 / (1 + i))
+        lambda p, **k: torch.optim.Adam(p, foreach=False, weight_decay=0.5, **k),
+        group(weight_decay=lambda i: 0.5 / (1 + i)),
     ),
-    "SGD": (lambda p, **k: torch.optim.SGD(p, momentum=0.9, **k), group(momentum=lambda i: 0.9 - 0.05 * i, dampening=lambda i: 0.1 * i)),
+    "SGD": (
+        lambda p, **k: torch.optim.SGD(p, momentum=0.9, **k),
+        group(momentum=lambda i: 0.9 - 0.05 * i, dampening=lambda i: 0.1 * i),
+    ),
     "SGD fused": (
         lambda p, **k: torch.optim.SGD(p, momentum=0.1, fused=True, weight_decay=0.1, **k),
         group(lr=lambda i: 0.1 / (1 + i), weight_decay=lambda i: 0.1),
     ),
     "SGD fused, equal": (
         lambda p, **k: torch.optim.SGD(p, momentum=0.5, fused=True, weight_decay=0.1, **k),
-        group(lr=lambda i: 0.1 / (1 + i // 2), weight_decay=lambda i: 0.1 / (1 + i // 3), momentum=lambda i: 0.1 * (1 + i % 2)),
+        group(
+            lr=lambda i: 0.1 / (1 + i // 2),
+            weight_decay=lambda i: 0.1 / (1 + i // 3),
+            momentum=lambda i: 0.1 * (1 + i % 2),
+        ),
     ),
-    "RMSprop": (torch.optim.RMSprop, group(alpha=lambda i: 0.9 - 0.1 * i, weight_decay=lambda i: 0.1 * i)),
+    "RMSprop": (
+        torch.optim.RMSprop,
+        group(alpha=lambda i: 0.9 - 0.1 * i, weight_decay=lambda i: 0.1 * i),
+    ),
     "NAdam": (torch.optim.NAdam, group(weight_decay=lambda i: 0.1 * i)),
     "Adagrad": (torch.optim.Adagrad, group(lr_decay=lambda i: 0.1 * i)),
-    "Muon": (lambda p, **k: sm.optim.Muon(p, ns_dtype=torch.float32, **k), group(momentum=lambda i: 0.95 - 0.1 * i)),
+    "Muon": (
+        lambda p, **k: sm.optim.Muon(p, ns_dtype=torch.float32, **k),
+        group(momentum=lambda i: 0.95 - 0.1 * i),
+    ),
 }
 
 
@@ -81,7 +96,9 @@ def recordings(f: Any) -> int:
 
 
 def check(main: Callable[[bool], Any], at_most: int) -> None:
-    for (expected, _), (found, count) in zip(sm.simulate(2)(main)(False), sm.simulate(2)(main)(True), strict=True):
+    for (expected, _), (found, count) in zip(
+        sm.simulate(2)(main)(False), sm.simulate(2)(main)(True), strict=True
+    ):
         assert 0 < count <= at_most
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(other, one, rtol=0, atol=0)
@@ -105,7 +122,9 @@ def test_a_schedule_of_torch_that_changes_momentum() -> None:
     check(main, at_most=2)
 
 
-def run(f: Any, weight: Tensor, optimizer: Any, values: list[float], key: str = "weight_decay") -> list[float]:
+def run(
+    f: Any, weight: Tensor, optimizer: Any, values: list[float], key: str = "weight_decay"
+) -> list[float]:
     found = []
     for value in values:
         optimizer.param_groups[0][key] = value
@@ -116,14 +135,20 @@ def run(f: Any, weight: Tensor, optimizer: Any, values: list[float], key: str = 
 @pytest.mark.parametrize(
     ("code", "values", "count"),
     [
-        (lambda w, d: w * 2 if d > 0.25 else w * d, [0.5, 0.4, 0.3, 0.2, 0.1, 0.5], 3),  # a comparison: once for each answer
+        (
+            lambda w, d: w * 2 if d > 0.25 else w * d,
+            [0.5, 0.4, 0.3, 0.2, 0.1, 0.5],
+            3,
+        ),  # a comparison: once for each answer
         (lambda w, d: w * d if d else w, [0.5, 0.4, 0.3, 0.0, 0.2, 0.0], 3),
         (lambda w, d: w * float(d), [0.5, 0.4, 0.4, 0.3, 0.5], 3),  # read: once for each value
         (lambda w, d: w * (1 - d * 2) ** 2, [0.5, 0.4, 0.3, 0.2], 2),
         (lambda w, d: w * max(1 - d, 0.55), [0.5, 0.4, 0.42, 0.46], 3),
     ],
 )
-def test_what_python_code_asks_of_a_hyperparameter(code: Any, values: list[float], count: int) -> None:
+def test_what_python_code_asks_of_a_hyperparameter(
+    code: Any, values: list[float], count: int
+) -> None:
     weight = nn.Parameter(torch.tensor(3.0))
     optimizer = torch.optim.SGD([weight], lr=0.1, weight_decay=values[0])
 
@@ -145,7 +170,9 @@ def test_a_rate_may_be_compared_but_not_read() -> None:
     jitted, values = sm.jit(f, backend="eager"), [0.1, 0.2, 0.3, 0.4, 0.2]
     assert run(jitted, weight, optimizer, values, "lr") == run(f, weight, optimizer, values, "lr")
     assert len(jitted.recorded) == 2
-    with pytest.raises(sm.errors.JitError, match=r"test_hyperparameters.py:\d+: __float__ of a number that changes"):
+    with pytest.raises(
+        sm.errors.JitError, match=r"test_hyperparameters.py:\d+: __float__ of a number that changes"
+    ):
         sm.jit(lambda w: w * float(optimizer.param_groups[0]["lr"]), backend="eager")(weight)
 
 

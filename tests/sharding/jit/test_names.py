@@ -83,7 +83,9 @@ class InClosure(Counting):
 
 @pytest.mark.parametrize("kind", [OfOptimizer, OfFunctionsAndLists, InClosure])
 @pytest.mark.parametrize("call", ["step", "append", "linear", "update"])
-def test_methods_of_the_program_with_names_of_methods_of_torch(kind: type[Counting], call: str) -> None:
+def test_methods_of_the_program_with_names_of_methods_of_torch(
+    kind: type[Counting], call: str
+) -> None:
     def main(eager: bool) -> tuple[list[Tensor], int, int]:
         torch.manual_seed(0)
         trainer = kind()
@@ -168,7 +170,9 @@ WAYS: list[Callable[..., Tensor]] = [
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("closure", [False, True])
-def test_attributes_that_the_function_reaches_are_compared(way: Callable[..., Tensor], closure: bool) -> None:
+def test_attributes_that_the_function_reaches_are_compared(
+    way: Callable[..., Tensor], closure: bool
+) -> None:
     def main(eager: bool) -> list[Tensor]:
         scale, optimizer = Scale(), Optimizer([nn.Parameter(torch.ones(3))], lr=0.1)
         optimizer.factor = 1
@@ -177,7 +181,9 @@ def test_attributes_that_the_function_reaches_are_compared(way: Callable[..., Te
         found = []
         for i in range(6):
             scale.factor = optimizer.factor = 1 + i // 3
-            found.append(f(torch.arange(3.0)) if closure else f(scale, optimizer, torch.arange(3.0)))
+            found.append(
+                f(torch.arange(3.0)) if closure else f(scale, optimizer, torch.arange(3.0))
+            )
         return found
 
     assert torch.equal(torch.stack(main(eager=False)), torch.stack(main(eager=True)))

@@ -38,7 +38,11 @@ def test_programs_of_the_loud_tests(name: str) -> None:
     def main(wrap: Jit) -> list[Any]:
         sm.random.manual_seed(1)
         mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
-        f = wrap(lambda: plain(EQUAL[name](lambda t, spec: sm.device_put(t, mesh, spec, src_data_rank=None))))
+        f = wrap(
+            lambda: plain(
+                EQUAL[name](lambda t, spec: sm.device_put(t, mesh, spec, src_data_rank=None))
+            )
+        )
         return [f() for _ in range(CALLS)]
 
     expected = sm.simulate(4)(main)(lambda f: f)
@@ -47,7 +51,9 @@ def test_programs_of_the_loud_tests(name: str) -> None:
             sm.simulate(4)(main)(jit)
         return
     found = sm.simulate(4)(main)(jit)
-    assert_same(found, expected, 1e-15 if "matrix norms" in name else 0)  # under a dispatch mode torch's svdvals computes vectors, too
+    assert_same(
+        found, expected, 1e-15 if "matrix norms" in name else 0
+    )  # under a dispatch mode torch's svdvals computes vectors, too
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -56,7 +62,10 @@ def test_drawn_numbers_of_the_loud_tests(name: str) -> None:
         sm.random.manual_seed(7)
         mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
         f = wrap(lambda x: plain(DRAWN[name](x)))
-        return [f(sm.device_put(torch.zeros(7, 6), mesh, spec, src_data_rank=None)) for spec in (NESTED, UNEVEN, P()) * 3]
+        return [
+            f(sm.device_put(torch.zeros(7, 6), mesh, spec, src_data_rank=None))
+            for spec in (NESTED, UNEVEN, P()) * 3
+        ]
 
     assert_same(sm.simulate(4)(main)(jit), sm.simulate(4)(main)(lambda f: f))
 
@@ -81,7 +90,9 @@ def test_losses_of_the_traps(name: str) -> None:
     def main(wrap: Jit) -> list[Any]:
         mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("a",))
         f = wrap(LOSSES[name])
-        given = [sm.device_put(t, mesh, P("a"), src_data_rank=None) for t in (X, X.flip(0), CLASSES)]
+        given = [
+            sm.device_put(t, mesh, P("a"), src_data_rank=None) for t in (X, X.flip(0), CLASSES)
+        ]
         return [f(*given).full_tensor() for _ in range(CALLS)]
 
     assert_same(sm.simulate(4)(main)(jit), sm.simulate(4)(main)(lambda f: f))
@@ -117,9 +128,19 @@ def equal_programs(seeds: range, backend: str, tolerance: float = 0) -> int:
             found = []
             for number in (0, 0, 1, 0, 1):
                 pairs = zip(program.inputs(number), program.given, strict=True)
-                leaves = [place(mesh, x.detach(), *spec_placements(spec, mesh, x.ndim), grad=x.requires_grad) for x, spec in pairs]
+                leaves = [
+                    place(
+                        mesh, x.detach(), *spec_placements(spec, mesh, x.ndim), grad=x.requires_grad
+                    )
+                    for x, spec in pairs
+                ]
                 results, grads = g(*leaves)
-                found.append(([y.detach() for y in results], [None if x is None else x.to_local() for x in grads]))
+                found.append(
+                    (
+                        [y.detach() for y in results],
+                        [None if x is None else x.to_local() for x in grads],
+                    )
+                )
             return found
 
         def run(wrap: Jit) -> Any:
@@ -136,6 +157,8 @@ def equal_programs(seeds: range, backend: str, tolerance: float = 0) -> int:
             continue
         assert not isinstance(found, Exception), f"{program}{found!r}"
         # Under a dispatch mode torch computes the gradient of prod by another formula.
-        assert_same(found, expected, max(tolerance, 1e-15 if ".prod(" in str(program) else 0), tolerance)
+        assert_same(
+            found, expected, max(tolerance, 1e-15 if ".prod(" in str(program) else 0), tolerance
+        )
         equal += 1
     return equal

@@ -23,7 +23,9 @@ def f(x: Any, y: Any = None, *rest: Any, n: int = 1, **more: Any) -> Any:
     return x * n
 
 
-def reasons_of(calls: list[tuple[tuple[Any, ...], dict[str, Any]]], **options: Any) -> list[str | None]:
+def reasons_of(
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]], **options: Any
+) -> list[str | None]:
     g = sm.jit(f, backend="eager", **options)
     for args, kwargs in calls:
         g(*args, **kwargs)
@@ -80,11 +82,18 @@ def test_layouts() -> None:
     def main() -> Any:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",))
         g = sm.jit(lambda x: x * 2, backend="eager")
-        for x in (sm.ones(4, 6, device_mesh=mesh), sm.ones(4, 6, device_mesh=mesh, placements=P("tp")), sm.ones(5, 6, device_mesh=mesh)):
+        for x in (
+            sm.ones(4, 6, device_mesh=mesh),
+            sm.ones(4, 6, device_mesh=mesh, placements=P("tp")),
+            sm.ones(5, 6, device_mesh=mesh),
+        ):
             g(x)
         return [graph.reason for graph in g.recorded]
 
-    texts = ["the spec of x is P('tp', None) and was P(None, None)", "the shape of x is [5, 6] and was [4, 6]"]
+    texts = [
+        "the spec of x is P('tp', None) and was P(None, None)",
+        "the shape of x is [5, 6] and was [4, 6]",
+    ]
     assert sm.simulate(2)(main)() == [[None, *texts]] * 2
 
 
@@ -174,12 +183,17 @@ def test_a_step_names_the_gradient() -> None:
     for first, second in sm.simulate(2)(main)():
         assert first is None
         assert second is not None
-        assert second.endswith(".grad (unreduced) was None and is set") or second.endswith(".grad was None and is set")
+        assert second.endswith(".grad (unreduced) was None and is set") or second.endswith(
+            ".grad was None and is set"
+        )
 
 
 def test_each_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="shardmesh"):
-        reasons_of([((torch.ones(n),), {}) for n in range(5)] + [((torch.ones(4),), {"n": 2}), ((torch.ones(4),), {"n": 3})])
+        reasons_of(
+            [((torch.ones(n),), {}) for n in range(5)]
+            + [((torch.ones(4),), {"n": 2}), ((torch.ones(4),), {"n": 3})]
+        )
     assert [record.getMessage() for record in caplog.records] == [
         "jit(f) is recorded again: the shape of x is [1] and was [0]",
         "jit(f) is recorded again: the structure of the arguments is x, n and was x",

@@ -67,7 +67,9 @@ def test_reading_a_value(f: Any) -> None:
 def test_reading_a_value_of_a_sharded_tensor(f: Any) -> None:
     def main() -> None:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("x",))
-        with pytest.raises(JitError, match=rf"{re.escape(__file__)}:{f.__code__.co_firstlineno + 1}: "):
+        with pytest.raises(
+            JitError, match=rf"{re.escape(__file__)}:{f.__code__.co_firstlineno + 1}: "
+        ):
             sm.jit(f, backend="eager")(sm.device_put(X, mesh, P("x")))
 
     sm.simulate(2)(main)()
@@ -161,7 +163,9 @@ SOURCES = {
 def test_an_iterator(source: str) -> None:
     batches = SOURCES[source]([torch.ones(3) * i for i in range(9)])
     f = sm.jit(lambda x: (next(batches), x + 1)[1], backend="eager")
-    with pytest.raises(JitError, match=r"batches is an iterator and was advanced: call next\(\) outside"):
+    with pytest.raises(
+        JitError, match=r"batches is an iterator and was advanced: call next\(\) outside"
+    ):
         for _ in range(3):
             f(X)
 
@@ -181,7 +185,11 @@ def test_an_iterator_that_is_only_reached() -> None:
     assert len(f.recorded) == 1
 
 
-@pytest.mark.parametrize("kind", [random.Random, np.random.default_rng, np.random.RandomState], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [random.Random, np.random.default_rng, np.random.RandomState],
+    ids=lambda kind: kind.__name__,
+)
 def test_a_generator_of_random_numbers(kind: Any) -> None:
     generator = kind(3)
     f = sm.jit(lambda x: x * generator.random(), backend="eager")
@@ -204,7 +212,10 @@ DYNAMIC = {
 @pytest.mark.filterwarnings("ignore:repeat_interleave has no sharding rule")
 @pytest.mark.parametrize("f", DYNAMIC.values(), ids=DYNAMIC)
 def test_a_shape_that_depends_on_values(f: Any) -> None:
-    with pytest.raises(JitError, match=r"test_refused.py:\d+: (the shape of the result of \w+ depends on values|.* reads a value)"):
+    with pytest.raises(
+        JitError,
+        match=r"test_refused.py:\d+: (the shape of the result of \w+ depends on values|.* reads a value)",
+    ):
         sm.jit(f, backend="eager")(X)
 
     def sharded() -> str:
@@ -220,7 +231,12 @@ def test_shapes_that_do_not() -> None:
     def f(x: Tensor) -> Tensor:
         counts = x.abs().long().bincount(minlength=30)
         repeated = x.repeat_interleave(torch.tensor([2, 0, 1]), output_size=3)
-        return x[torch.tensor([0, 2])].sum() + counts[:3] + repeated + x.clone().masked_fill_(x > 0, 1.0)
+        return (
+            x[torch.tensor([0, 2])].sum()
+            + counts[:3]
+            + repeated
+            + x.clone().masked_fill_(x > 0, 1.0)
+        )
 
     compiled = sm.jit(f, backend="eager")
     for x in (X, X.flip(0), -X):
@@ -237,7 +253,10 @@ def test_a_gradient_scaler() -> None:
         mesh = sm.init_device_mesh("cpu", (2,), axis_names=("fsdp",))
         torch.manual_seed(0)
         model = sm.parallel.fully_shard(nn.Linear(3, 3), mesh)
-        optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.1), sm.training.GradScaler("cpu", init_scale=2.0**4)
+        optimizer, scaler = (
+            torch.optim.AdamW(model.parameters(), lr=0.1),
+            sm.training.GradScaler("cpu", init_scale=2.0**4),
+        )
 
         def finish() -> None:
             scaler.step(optimizer)
@@ -256,9 +275,13 @@ def test_a_gradient_scaler() -> None:
                 finish()
         return [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
 
-    for expected, found in zip(sm.simulate(2)(main)("eager"), sm.simulate(2)(main)("outside"), strict=True):
+    for expected, found in zip(
+        sm.simulate(2)(main)("eager"), sm.simulate(2)(main)("outside"), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    with pytest.raises(JitError, match=r"test_refused.py:\d+: GradScaler.step reads .* Keep scaler.step"):
+    with pytest.raises(
+        JitError, match=r"test_refused.py:\d+: GradScaler.step reads .* Keep scaler.step"
+    ):
         sm.simulate(2)(main)("inside")
 
 
@@ -266,7 +289,12 @@ def test_a_gradient_scaler() -> None:
 def test_a_scheduler_inside(kind: str) -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    options = {"StepLR": [1], "LambdaLR": [lambda step: 0.5**step], "CosineAnnealingLR": [9], "OneCycleLR": [2.0, 50]}
+    options = {
+        "StepLR": [1],
+        "LambdaLR": [lambda step: 0.5**step],
+        "CosineAnnealingLR": [9],
+        "OneCycleLR": [2.0, 50],
+    }
     schedule = getattr(torch.optim.lr_scheduler, kind)(optimizer, *options[kind])
 
     @sm.jit(backend="eager")

@@ -58,7 +58,9 @@ def counted(layers: int) -> tuple[list[int], list[int], float]:
 
     f = sm.jit(step, backend=backend)
     losses = [whole(f(*pair(mesh, i))).item() for i in range(3)]
-    (entry,) = [entry for by_key in f._entries.values() for found in by_key.values() for entry in found]
+    (entry,) = [
+        entry for by_key in f._entries.values() for found in by_key.values() for entry in found
+    ]
     names = entry.runner.__globals__.values()  # type: ignore[union-attr]
     return sizes, [len(x.compiled.graph.nodes) for x in names if isinstance(x, Segment)], losses[-1]
 
@@ -85,14 +87,19 @@ def test_cut_graphs_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(found[1]) > 1
 
 
-COMPOSITIONS = [slow(Composition("fsdp", "sp", "global", UNEVEN, (2, 2))), Composition("hsdp", "tp", "plain", EVEN, (1, 2, 2))]
+COMPOSITIONS = [
+    slow(Composition("fsdp", "sp", "global", UNEVEN, (2, 2))),
+    Composition("hsdp", "tp", "plain", EVEN, (1, 2, 2)),
+]
 
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("case", COMPOSITIONS, ids=str)
 def test_compositions(case: Composition) -> None:
     simulated = sm.simulate(int(np.prod(case.shape)))
-    for expected, found in zip(simulated(composed)(case, None), simulated(composed)(case, "aot_eager"), strict=True):
+    for expected, found in zip(
+        simulated(composed)(case, None), simulated(composed)(case, "aot_eager"), strict=True
+    ):
         assert_same(found, expected, 1e-9)
 
 
@@ -102,7 +109,9 @@ def test_the_most_repeated_part_of_random_letters(seed: int) -> None:
     random = np.random.default_rng(seed)
     period, count = int(random.integers(13, 40)), int(random.integers(3, 9))
     part = random.permutation(period)  # has no repetition in it
-    before, after = (random.integers(100, 10_000, size=int(random.integers(0, 30))) for _ in range(2))
+    before, after = (
+        random.integers(100, 10_000, size=int(random.integers(0, 30))) for _ in range(2)
+    )
     letters = np.concatenate([before, np.tile(part, count), after])
     start, end, found = repeats._most_repeated(letters)
     assert (start, end, found) == (len(before), len(before) + period * count, period)
@@ -130,7 +139,13 @@ def test_collectives_of_equal_parts_are_recorded_with_their_own_lines() -> None:
         for _ in range(3):
             before = mesh.world.trace_buffer.words[Header.RECORDS]
             g(x)
-            places.append([record.place for record in mesh.world.trace_buffer.records() if record.number >= before])
+            places.append(
+                [
+                    record.place
+                    for record in mesh.world.trace_buffer.records()
+                    if record.number >= before
+                ]
+            )
         return places[0], places[-1]
 
     for recorded, run in sm.simulate(2)(main)():
@@ -138,7 +153,9 @@ def test_collectives_of_equal_parts_are_recorded_with_their_own_lines() -> None:
         assert len(set(run)) == 2
 
 
-def test_progress_line_after_two_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_line_after_two_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)
 
     def slow(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -183,7 +200,13 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     found = []
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, env=environment, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=True,
+        )
         found.append(json.loads(done.stdout.splitlines()[-1]))
     (values, first), (again, second) = found
     assert values == again

@@ -26,7 +26,14 @@ TABLE = {"scale": 2.0}
 class ScenarioTrainer:
     """A model on two ranks, its optimizer, and a step that a scenario changes the surroundings of."""
 
-    def __init__(self, jit: Jit, *, dropout: float = 0.0, extra: Any = None, optimizer: Any = torch.optim.AdamW) -> None:
+    def __init__(
+        self,
+        jit: Jit,
+        *,
+        dropout: float = 0.0,
+        extra: Any = None,
+        optimizer: Any = torch.optim.AdamW,
+    ) -> None:
         self.mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",))
         self.model: Any = mlp(self.mesh, dropout=dropout)
         if extra is not None:
@@ -118,7 +125,9 @@ def load_model(t: ScenarioTrainer) -> None:
 def add_group(t: ScenarioTrainer) -> None:
     extra = nn.Parameter(torch.ones(8))
     t.model.register_parameter("scale", extra)
-    t.model[3].register_forward_hook(lambda module, args, output: output * sm.device_put(extra, t.mesh, P(), src_data_rank=None))
+    t.model[3].register_forward_hook(
+        lambda module, args, output: output * sm.device_put(extra, t.mesh, P(), src_data_rank=None)
+    )
     t.optimizer.add_param_group({"params": [extra], "lr": 0.3})
 
 
@@ -302,7 +311,9 @@ def test_an_argument_that_is_also_captured() -> None:
             x.add_(1)
             return weight * 10 + x
 
-        return [f(x).clone() for x in (weight, weight, torch.zeros(3), weight[:], torch.ones(3), weight)]
+        return [
+            f(x).clone() for x in (weight, weight, torch.zeros(3), weight[:], torch.ones(3), weight)
+        ]
 
     both(program)
 
@@ -311,7 +322,10 @@ def test_arguments_that_share_memory() -> None:
     def program(jit: Jit) -> list[Tensor]:
         f = jit(lambda x, y: x.add_(1) + y)
         x, y = torch.ones(4), torch.zeros(4)
-        return [f(*args).clone() for args in ((x, y), (x, x), (x[:2], x[2:]), (x[:2], x[:2]), (x, y), (x[:3], x[1:]))]
+        return [
+            f(*args).clone()
+            for args in ((x, y), (x, x), (x[:2], x[2:]), (x[:2], x[:2]), (x, y), (x[:3], x[1:]))
+        ]
 
     both(program)
 
@@ -319,7 +333,10 @@ def test_arguments_that_share_memory() -> None:
 def test_numbers() -> None:
     def program(jit: Jit) -> list[Tensor]:
         f = jit(lambda x, a, n: (x * a + a**2).repeat(n))
-        return [f(torch.ones(2), a, n) for a, n in ((1.5, 1), (2.5, 1), (2.5, 2), (float("inf"), 1), (0.0, 1))]
+        return [
+            f(torch.ones(2), a, n)
+            for a, n in ((1.5, 1), (2.5, 1), (2.5, 2), (float("inf"), 1), (0.0, 1))
+        ]
 
     both(program)
 

@@ -36,7 +36,9 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_composition_has_the_bits_of_eager(case: Composition) -> None:
     simulated = sm.simulate(math.prod(case.shape))
-    for expected, found in zip(simulated(composed)(case, None), simulated(composed)(case, "eager"), strict=True):
+    for expected, found in zip(
+        simulated(composed)(case, None), simulated(composed)(case, "eager"), strict=True
+    ):
         assert_same(found, expected)
 
 
@@ -48,25 +50,37 @@ def test_every_composition_has_the_bits_of_eager(case: Composition) -> None:
 
 def test_processes_have_the_bits_of_eager(world4: Pool) -> None:
     case = Composition("fsdp", "sp", "global", UNEVEN, (2, 2))
-    for expected, found in zip(world4(composed, case, None), world4(composed, case, "eager"), strict=True):
+    for expected, found in zip(
+        world4(composed, case, None), world4(composed, case, "eager"), strict=True
+    ):
         assert_same(found, expected)
 
 
 @pytest.mark.slow  # four processes compile
 def test_processes_with_inductor(world4: Pool) -> None:
     case = Composition("fsdp", "tp", "global", EVEN, (2, 2))
-    for expected, found in zip(world4(composed, case, None), world4(composed, case, "inductor"), strict=True):
+    for expected, found in zip(
+        world4(composed, case, None), world4(composed, case, "inductor"), strict=True
+    ):
         assert_same(found, expected, 1e-5)
 
 
 @pytest.mark.timeout(300)  # Inductor compiles
 def test_inductor() -> None:
     case = Composition("ddp", "tp", "global", EVEN, (1, 2))
-    for expected, found in zip(sm.simulate(2)(composed)(case, None), sm.simulate(2)(composed)(case, "inductor"), strict=True):
+    for expected, found in zip(
+        sm.simulate(2)(composed)(case, None),
+        sm.simulate(2)(composed)(case, "inductor"),
+        strict=True,
+    ):
         assert_same(found, expected, 1e-5)
 
 
-def assert_same(found: tuple[Tensor, list[Tensor], int], expected: tuple[Tensor, list[Tensor], int], tolerance: float = 0) -> None:
+def assert_same(
+    found: tuple[Tensor, list[Tensor], int],
+    expected: tuple[Tensor, list[Tensor], int],
+    tolerance: float = 0,
+) -> None:
     assert found[2] >= 2  # calls that ran a graph
     torch.testing.assert_close(found[:2], expected[:2], rtol=tolerance, atol=tolerance)
 
@@ -100,7 +114,9 @@ def test_an_optimizer_over_lists_writes_parameters_that_are_gathered() -> None:
     def main(backend: str | None) -> Any:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("fsdp",))
         model = mlp(None)
-        sm.parallel.data_parallel(model, mesh, optimizer="fsdp", gradient="fsdp", src_data_rank=None)
+        sm.parallel.data_parallel(
+            model, mesh, optimizer="fsdp", gradient="fsdp", src_data_rank=None
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
@@ -115,18 +131,24 @@ def test_an_optimizer_over_lists_writes_parameters_that_are_gathered() -> None:
 
         return trained(step, backend, model, schedule, lambda i: pair(None, i))
 
-    for expected, found in zip(sm.simulate(2)(main)(None), sm.simulate(2)(main)("eager"), strict=True):
+    for expected, found in zip(
+        sm.simulate(2)(main)(None), sm.simulate(2)(main)("eager"), strict=True
+    ):
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize("jitted", [("train",), ("evaluate",), ("train", "evaluate")], ids=" and ".join)
+@pytest.mark.parametrize(
+    "jitted", [("train",), ("evaluate",), ("train", "evaluate")], ids=" and ".join
+)
 def test_graphs_and_eager_code_in_turns(jitted: tuple[str, ...]) -> None:
     """Gathered parameters that are kept from step to step are outdated when a graph has written the parameters, and the other way round."""
 
     def main(jitted: tuple[str, ...]) -> Any:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("fsdp",))
         model = mlp(None)
-        sm.parallel.data_parallel(model, mesh, optimizer="fsdp", gradient="fsdp", src_data_rank=None)
+        sm.parallel.data_parallel(
+            model, mesh, optimizer="fsdp", gradient="fsdp", src_data_rank=None
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
         train = training_step(model, optimizer)
@@ -136,11 +158,17 @@ def test_graphs_and_eager_code_in_turns(jitted: tuple[str, ...]) -> None:
                 return mean_square(model, x, y)
 
         named = {"train": train, "evaluate": evaluate}
-        steps = {name: sm.jit(f, backend="eager") if name in jitted else f for name, f in named.items()}
+        steps = {
+            name: sm.jit(f, backend="eager") if name in jitted else f for name, f in named.items()
+        }
         found = []
         for i in range(6):
             found.append(steps["train"](*pair(None, i)))
-            found += [steps["evaluate"](*pair(None, 0)), steps["evaluate"](*pair(None, 1)), evaluate(*pair(None, 0))]
+            found += [
+                steps["evaluate"](*pair(None, 0)),
+                steps["evaluate"](*pair(None, 1)),
+                evaluate(*pair(None, 0)),
+            ]
         return [x.item() for x in found]
 
     assert sm.simulate(2)(main)(jitted) == sm.simulate(2)(main)(set())
@@ -164,13 +192,17 @@ def test_another_optimizer_loop_and_dropout() -> None:
         found = trained(step, backend, model, schedule, lambda i: pair(mesh, i), steps=6)
         return *found[:2], found[2], sm.random.get_rng_state()
 
-    for expected, found in zip(sm.simulate(2)(main)(None), sm.simulate(2)(main)("eager"), strict=True):
+    for expected, found in zip(
+        sm.simulate(2)(main)(None), sm.simulate(2)(main)("eager"), strict=True
+    ):
         assert_same(found[:3], expected[:3])
         assert torch.equal(found[3], expected[3])
 
 
 def test_a_hugging_face_model() -> None:
-    for expected, found in zip(sm.simulate(4)(llama)(None), sm.simulate(4)(llama)("eager"), strict=True):
+    for expected, found in zip(
+        sm.simulate(4)(llama)(None), sm.simulate(4)(llama)("eager"), strict=True
+    ):
         assert_same(found, expected)
 
 
@@ -178,12 +210,28 @@ def llama(backend: str | None) -> tuple[Tensor, list[Tensor], int]:
     transformers = pytest.importorskip("transformers")
     mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("dp", "tp"))
     torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=32))
-    plan = {f"model.layers.*.{name}": P("tp") for name in ("self_attn.[qkv]_proj.*", "mlp.gate_proj.*", "mlp.up_proj.*")}
-    plan |= {f"model.layers.*.{name}": P(None, "tp") for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")}
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=32)
+    )
+    plan = {
+        f"model.layers.*.{name}": P("tp")
+        for name in ("self_attn.[qkv]_proj.*", "mlp.gate_proj.*", "mlp.up_proj.*")
+    }
+    plan |= {
+        f"model.layers.*.{name}": P(None, "tp")
+        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+    }
     sm.parallel.parallelize(model, mesh, plan, src_data_rank=None)
-    sm.parallel.fully_shard(model, mesh, axes="dp", units=type(model.model.layers[0]), src_data_rank=None)
+    sm.parallel.fully_shard(
+        model, mesh, axes="dp", units=type(model.model.layers[0]), src_data_rank=None
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
@@ -203,9 +251,15 @@ def llama(backend: str | None) -> tuple[Tensor, list[Tensor], int]:
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("how", [["--mesh", "fsdp=2,tp=2"], ["--parallel", "fsdp=2,tp=2"], ["--parallel", "zero2=2,sp=2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "how",
+    [["--mesh", "fsdp=2,tp=2"], ["--parallel", "fsdp=2,tp=2"], ["--parallel", "zero2=2,sp=2"]],
+    ids=" ".join,
+)
 def test_the_model_of_the_example(how: list[str]) -> None:
-    for expected, found in zip(sm.simulate(4)(example)(how, None), sm.simulate(4)(example)(how, "eager"), strict=True):
+    for expected, found in zip(
+        sm.simulate(4)(example)(how, None), sm.simulate(4)(example)(how, "eager"), strict=True
+    ):
         assert_same(found, expected)
 
 
@@ -244,5 +298,7 @@ def test_gradients_that_are_left_and_read() -> None:
                 model.zero_grad()
         return found
 
-    for expected, found in zip(sm.simulate(2)(main)(None), sm.simulate(2)(main)("eager"), strict=True):
+    for expected, found in zip(
+        sm.simulate(2)(main)(None), sm.simulate(2)(main)("eager"), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -26,7 +26,12 @@ from tests.sharding.strategies import AXES, mesh_shapes, shapes, specs
 def layouts(draw, kinds=("sum",)):
     mesh_shape, shape = draw(mesh_shapes), draw(shapes())
     names = AXES[: len(mesh_shape)]
-    return Layout.of(sm.AbstractMesh(mesh_shape, names), draw(specs(names, len(shape), kinds)), shape, torch.float64)
+    return Layout.of(
+        sm.AbstractMesh(mesh_shape, names),
+        draw(specs(names, len(shape), kinds)),
+        shape,
+        torch.float64,
+    )
 
 
 def chunk_by_torch(layout, coordinate):
@@ -55,7 +60,12 @@ def test_boxes_tile_the_tensor(layout):
     held = torch.zeros(layout.shape, dtype=torch.int64)
     for _, box in layout.boxes():
         held[tuple(slice(*interval) for interval in box)] += 1
-    assert bool((held == layout.mesh.size() // math.prod(layout.mesh.size(axis) for axis in layout.dim_of)).all())
+    assert bool(
+        (
+            held
+            == layout.mesh.size() // math.prod(layout.mesh.size(axis) for axis in layout.dim_of)
+        ).all()
+    )
 
 
 @given(layouts(KINDS))
@@ -66,7 +76,9 @@ def test_the_largest_box_is_that_of_coordinate_0(layout):
 
 @given(layouts(KINDS))
 def test_is_empty(layout):
-    assert layout.has_empty_part == any(math.prod(stop - start for start, stop in box) == 0 for _, box in layout.boxes())
+    assert layout.has_empty_part == any(
+        math.prod(stop - start for start, stop in box) == 0 for _, box in layout.boxes()
+    )
 
 
 def without_trivial_axes(layout):
@@ -87,7 +99,9 @@ def test_gradient_of_other_pending_kinds_is_per_rank(layout):
     """No sum may run over an axis on which every rank's value has its own gradient."""
     assert {layout.dual.pending[axis] for axis in layout.pending} <= {"each"}
     assert layout.dual.dual.dim_of == layout.dim_of
-    assert not set(layout.dual.replicated_axes) - {a for a in layout.replicated_axes if a not in layout.dual.pending}
+    assert not set(layout.dual.replicated_axes) - {
+        a for a in layout.replicated_axes if a not in layout.dual.pending
+    }
 
 
 @given(layouts(KINDS))
@@ -135,7 +149,9 @@ def test_the_trap_of_uneven_nested_shards():
     whole = torch.arange(15).view(5, 3)
 
     def program(mesh):
-        assert torch.equal(sm.distribute_tensor(whole, mesh, [sm.Shard(0), sm.Shard(0)]).full_tensor(), whole)
+        assert torch.equal(
+            sm.distribute_tensor(whole, mesh, [sm.Shard(0), sm.Shard(0)]).full_tensor(), whole
+        )
 
     on_mesh((2, 2), program)
 

@@ -53,10 +53,17 @@ def test_a_new_topology_drops_compiled_plans_here_and_in_parts():
         mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
         other = mesh["a"]
         other.topology = sm.topology.Topology.default("cuda")
-        pairs = [(Layout.of(m, P(m.axis_names[-1]), (4,), torch.float32), Layout.of(m, P(), (4,))) for m in (mesh, mesh["b"], other)]
+        pairs = [
+            (Layout.of(m, P(m.axis_names[-1]), (4,), torch.float32), Layout.of(m, P(), (4,)))
+            for m in (mesh, mesh["b"], other)
+        ]
         before = [executor(*pair) for pair in pairs]
         mesh.topology = sm.topology.Topology.default("cuda", node_size=2)
-        assert [executor(*pair) is kept for pair, kept in zip(pairs, before, strict=True)] == [False, False, True]
+        assert [executor(*pair) is kept for pair, kept in zip(pairs, before, strict=True)] == [
+            False,
+            False,
+            True,
+        ]
 
 
 def test_the_shape_may_be_any_sequence():

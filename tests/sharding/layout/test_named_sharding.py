@@ -30,7 +30,9 @@ def test_specs_compare_by_spelling():
 )
 def test_equivalent_shardings(a, b, ndim, alike):
     assert NamedSharding(MESH, a).is_equivalent_to(NamedSharding(MESH, b), ndim) is alike
-    assert not NamedSharding(MESH, a).is_equivalent_to(NamedSharding(AbstractMesh((2, 4, 2), MESH.axis_names), b), ndim)
+    assert not NamedSharding(MESH, a).is_equivalent_to(
+        NamedSharding(AbstractMesh((2, 4, 2), MESH.axis_names), b), ndim
+    )
 
 
 def test_spec_with_too_many_entries_raises():

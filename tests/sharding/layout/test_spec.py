@@ -58,7 +58,11 @@ def test_reprs_evaluate_to_equal_objects(data, axes, ndim):
 @given(st.data(), st.integers(1, 3), st.integers(0, 3))
 def test_specs_compare_by_value(data, axes, ndim):
     spec = data.draw(specs(AXES[:axes], ndim, KINDS))
-    for same in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec), P(*spec.dims, unreduced=dict(spec.unreduced))):
+    for same in (
+        pickle.loads(pickle.dumps(spec)),
+        copy.deepcopy(spec),
+        P(*spec.dims, unreduced=dict(spec.unreduced)),
+    ):
         assert same == spec
         assert hash(same) == hash(spec)
     with pytest.raises(AttributeError):
@@ -125,7 +129,11 @@ def test_none_is_replicated():
         (lambda: P(3), TypeError, ["axis name", "3"]),
         (lambda: P(("x", 3)), TypeError, ["axis name", "('x', 3)"]),
         (lambda: P(unreduced={"x": "mean"}), ValueError, ["'mean'", "'avg'"]),
-        (lambda: P(unreduced={"x": "max", "y": "sum"}), ValueError, ["['max', 'sum']", "reduce one of the axes first"]),
+        (
+            lambda: P(unreduced={"x": "max", "y": "sum"}),
+            ValueError,
+            ["['max', 'sum']", "reduce one of the axes first"],
+        ),
         (lambda: P(unreduced={"x": "max", "y": "min"}), ValueError, ["['max', 'min']"]),
         (lambda: Shard("a"), TypeError, ["dim", "P('a')"]),
         (lambda: Partial("mean"), ValueError, ["'mean'", "'avg'"]),
@@ -137,21 +145,53 @@ def test_none_is_replicated():
             ["1 placements", "3 axes", "('a', 'b', 'c')", "one placement per"],
         ),
         (lambda: as_spec([Shard(0)] * 4, AXES, 2), ValueError, ["4 placements", "3 axes"]),
-        (lambda: as_spec([Shard(2), Replicate(), Replicate()], AXES, 2), ValueError, ["Shard(2)", "2 dims"]),
-        (lambda: as_spec([Shard(-3), Replicate(), Replicate()], AXES, 2), ValueError, ["Shard(-3)", "2 dims"]),
-        (lambda: as_spec([Shard(0), Replicate(), Replicate()], AXES, 0), ValueError, ["Shard(0)", "0 dims"]),
+        (
+            lambda: as_spec([Shard(2), Replicate(), Replicate()], AXES, 2),
+            ValueError,
+            ["Shard(2)", "2 dims"],
+        ),
+        (
+            lambda: as_spec([Shard(-3), Replicate(), Replicate()], AXES, 2),
+            ValueError,
+            ["Shard(-3)", "2 dims"],
+        ),
+        (
+            lambda: as_spec([Shard(0), Replicate(), Replicate()], AXES, 0),
+            ValueError,
+            ["Shard(0)", "0 dims"],
+        ),
         (lambda: as_spec("a", AXES, 2), TypeError, ["'a'", "P('a')"]),
         (lambda: as_spec(Shard(0), AXES, 2), TypeError, ["Shard(0)", "[Shard(0)]"]),
-        (lambda: as_spec([Shard(0), "a", None], AXES, 2), TypeError, ["'a'", "Shard, Replicate or Partial"]),
-        (lambda: as_spec([Shard, Replicate(), Replicate()], AXES, 2), TypeError, ["Shard, Replicate or Partial"]),
+        (
+            lambda: as_spec([Shard(0), "a", None], AXES, 2),
+            TypeError,
+            ["'a'", "Shard, Replicate or Partial"],
+        ),
+        (
+            lambda: as_spec([Shard, Replicate(), Replicate()], AXES, 2),
+            TypeError,
+            ["Shard, Replicate or Partial"],
+        ),
         (
             lambda: as_spec([Shard(0, order=0), Shard(0, order=0), Replicate()], AXES, 2),
             ValueError,
             ["dim 0", "[0, 0]", "0..1"],
         ),
-        (lambda: as_spec([Shard(1, order=0), Shard(-1), Replicate()], AXES, 2), ValueError, ["dim 1", "none of them"]),
-        (lambda: as_spec([Shard(0, order=1), Replicate(), Replicate()], AXES, 2), ValueError, ["dim 0", "[1]"]),
-        (lambda: as_spec([Partial("max"), Partial(), Replicate()], AXES, 2), ValueError, ["['max', 'sum']"]),
+        (
+            lambda: as_spec([Shard(1, order=0), Shard(-1), Replicate()], AXES, 2),
+            ValueError,
+            ["dim 1", "none of them"],
+        ),
+        (
+            lambda: as_spec([Shard(0, order=1), Replicate(), Replicate()], AXES, 2),
+            ValueError,
+            ["dim 0", "[1]"],
+        ),
+        (
+            lambda: as_spec([Partial("max"), Partial(), Replicate()], AXES, 2),
+            ValueError,
+            ["['max', 'sum']"],
+        ),
     ],
 )
 def test_invalid_specs_raise(make, kind, words):

@@ -114,7 +114,9 @@ PROGRAMS = {
     "of two": lambda x, w: Product.apply(x, w, 2.0),
     "of one twice": lambda x, w: Product.apply(x, x.T, 0.5),
     "in a row": lambda x, w: Exp.apply(Cube.apply(Double.apply(x * 0.1))),
-    "in a fork": lambda x, w: Product.apply(Cube.apply(y := Double.apply(x)), Exp.apply(y.T * 0.1), 1.0),
+    "in a fork": lambda x, w: Product.apply(
+        Cube.apply(y := Double.apply(x)), Exp.apply(y.T * 0.1), 1.0
+    ),
     "several results": lambda x, w: torch.stack([y.sum() for y in Halves.apply(x, w)]),
     "one of several results": lambda x, w: Halves.apply(x, w)[1],
     "the other one": lambda x, w: Halves.apply(x, w)[0],
@@ -129,13 +131,21 @@ def derivatives(program, x, w):
     for _ in range(3):
         if not total.requires_grad:
             break
-        grads = torch.autograd.grad(total, [x, w], create_graph=True, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(
+            total, [x, w], create_graph=True, allow_unused=True, materialize_grads=True
+        )
         found += grads
         total = sum(g.square().sum() for g in grads)
     return [g.detach() for g in found]
 
 
-SPECS = [(P("a"), P()), (P(), P(None, "b")), (P("b", "a"), P("a")), (P(("a", "b")), P("b", "a")), (P(), P())]
+SPECS = [
+    (P("a"), P()),
+    (P(), P(None, "b")),
+    (P("b", "a"), P("a")),
+    (P(("a", "b")), P("b", "a")),
+    (P(), P()),
+]
 
 
 @pytest.mark.one_in(4)
@@ -145,13 +155,20 @@ def test_derivatives_equal_one_process(name, specs):
     expected = derivatives(PROGRAMS[name], X.clone().requires_grad_(), W.clone().requires_grad_())
 
     def program(mesh):
-        leaves = [sm.device_put(x, mesh, spec, src_data_rank=None).requires_grad_() for x, spec in zip((X, W), specs, strict=True)]
+        leaves = [
+            sm.device_put(x, mesh, spec, src_data_rank=None).requires_grad_()
+            for x, spec in zip((X, W), specs, strict=True)
+        ]
         return [g.full_tensor() for g in derivatives(PROGRAMS[name], *leaves)]
 
     for found in on_mesh((2, 2), program):
-        assert len(found) >= len(expected) - 2, "what is zero on one process may be known to be constant"
+        assert len(found) >= len(expected) - 2, (
+            "what is zero on one process may be known to be constant"
+        )
         for mine, right in zip(found, expected, strict=False):
-            torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-10 * (1 + right.abs().max().item()))
+            torch.testing.assert_close(
+                mine, right, rtol=1e-10, atol=1e-10 * (1 + right.abs().max().item())
+            )
 
 
 @pytest.mark.parametrize(
@@ -212,9 +229,16 @@ def test_in_a_training_loop():
     def gradients(model, x, recompute):
         y = x
         for block in model:
-            y = torch.utils.checkpoint.checkpoint(block, y, use_reentrant=False) if recompute else block(y)
+            y = (
+                torch.utils.checkpoint.checkpoint(block, y, use_reentrant=False)
+                if recompute
+                else block(y)
+            )
         y.square().mean().backward()
-        return [p.grad.full_tensor() if isinstance(p.grad, ShardedTensor) else p.grad for p in model.parameters()]
+        return [
+            p.grad.full_tensor() if isinstance(p.grad, ShardedTensor) else p.grad
+            for p in model.parameters()
+        ]
 
     def made():
         with torch.random.fork_rng(devices=[]):
@@ -268,14 +292,21 @@ def test_ranks_outside_the_mesh():
 
 
 def custom(backward, forward=lambda ctx, x: x.sum()):
-    return type("Bad", (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    return type(
+        "Bad",
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+    )
 
 
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
         (custom(lambda ctx, g: g), ["custom function", "f64[]", "f64[5, 4]"]),
-        (custom(lambda ctx, g: torch.ones(5, 4)), ["Bad", "a Tensor as the gradient of argument 0"]),
+        (
+            custom(lambda ctx, g: torch.ones(5, 4)),
+            ["Bad", "a Tensor as the gradient of argument 0"],
+        ),
         (custom(lambda ctx, g: math.pi), ["Bad", "a float as the gradient of argument 0"]),
         (custom(once_differentiable(lambda ctx, g: g.expand(5, 4))), None),
     ],

@@ -47,16 +47,25 @@ def test_calls_supported_on_the_device(mesh):
 
 def test_calls_unsupported_on_the_device():
     """The error is that of the kernel for "meta", which saw the sizes of the program."""
-    assert same_error((3,), lambda mesh: _rowdot(mesh, torch.float64), RuntimeError) == "bfloat16 only"
+    assert (
+        same_error((3,), lambda mesh: _rowdot(mesh, torch.float64), RuntimeError) == "bfloat16 only"
+    )
 
 
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda x: torch.split(x, [8, 8]), "split_with_sizes expects"),  # fits 48 rows where they are taken as 16
+        (
+            lambda x: torch.split(x, [8, 8]),
+            "split_with_sizes expects",
+        ),  # fits 48 rows where they are taken as 16
         (lambda x: x[:, :40] @ x[:, :39].T, "cannot be multiplied|mat2 must|a and b must"),
     ],
 )
 def test_mismatched_sizes_raise(call, text):
-    found = same_error((3,), lambda mesh: call(sm.distribute_tensor(torch.zeros(48, 48), mesh, P(), src_data_rank=None)), RuntimeError)
+    found = same_error(
+        (3,),
+        lambda mesh: call(sm.distribute_tensor(torch.zeros(48, 48), mesh, P(), src_data_rank=None)),
+        RuntimeError,
+    )
     assert re.search(text, found), found

@@ -32,7 +32,9 @@ def test_dropout_does_not_share_with_calls_without():
     def rank():
         mesh = sm.init_device_mesh(DEVICE, (2,))
         q = sm.randn((2, 2, 4, 8), mesh, [sm.Shard(0)])
-        without, dropped = (F.scaled_dot_product_attention(q, q, q, dropout_p=p).full_tensor() for p in (0.0, 0.5))
+        without, dropped = (
+            F.scaled_dot_product_attention(q, q, q, dropout_p=p).full_tensor() for p in (0.0, 0.5)
+        )
         return torch.equal(without, dropped)
 
     assert sm.simulate(2)(rank)() == [False, False]

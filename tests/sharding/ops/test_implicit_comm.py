@@ -18,7 +18,9 @@ X, W = f(4, 6), f(5, 6)
 
 
 def operands(mesh):
-    return sm.distribute_tensor(X, mesh, P("a"), src_data_rank=None), sm.distribute_tensor(W, mesh, P("a"), src_data_rank=None)
+    return sm.distribute_tensor(X, mesh, P("a"), src_data_rank=None), sm.distribute_tensor(
+        W, mesh, P("a"), src_data_rank=None
+    )
 
 
 MOVING = {
@@ -28,7 +30,10 @@ MOVING = {
     "a form of norms": (lambda x, w: torch.linalg.vector_norm(x, dim=0), "linalg_vector_norm"),
     "a handler": (lambda x, w: torch.equal(x, x), "equal"),
     "without a rule": (lambda x, w: torch.nonzero(x), "nonzero"),
-    "into a view": (lambda x, w: x.copy_(sm.distribute_tensor(X, x.mesh, P(None, "a"), src_data_rank=None)), "copy_"),
+    "into a view": (
+        lambda x, w: x.copy_(sm.distribute_tensor(X, x.mesh, P(None, "a"), src_data_rank=None)),
+        "copy_",
+    ),
 }
 
 
@@ -67,7 +72,10 @@ def test_message_suggests_the_redistribution():
                 F.linear(x, w)
             text = str(caught.value)
             advised = text.partition("Write ")[2].partition(" before it")[0]
-            assert advised in ("operand_1.redistribute(P(None, None))", "operand_0.redistribute(P(None, None))"), text
+            assert advised in (
+                "operand_1.redistribute(P(None, None))",
+                "operand_0.redistribute(P(None, None))",
+            ), text
             moved = [x, w]
             which = int(advised[8])
             moved[which] = moved[which].redistribute(P())
@@ -109,9 +117,13 @@ def test_a_warning_for_each_operator_and_line():
         return [(str(c.message), c.filename, c.lineno) for c in caught]
 
     found = on_mesh((2,), program)
-    texts = [entry for rank in found for entry in rank]  # warnings are caught for all threads, by whoever catches
+    texts = [
+        entry for rank in found for entry in rank
+    ]  # warnings are caught for all threads, by whoever catches
     assert len({line for _, _, line in texts}) == 2
-    assert all("linear" in text and "Write " in text and file == __file__ for text, file, _ in texts)
+    assert all(
+        "linear" in text and "Write " in text and file == __file__ for text, file, _ in texts
+    )
 
 
 def test_default_lasts_until_changed():
@@ -150,7 +162,10 @@ def test_a_budget_names_operator_layouts_and_line():
         return str(caught.value)
 
     for message in on_mesh((2,), program):
-        assert "linear of f64[4, 6] @ P('a', None) on (a=2), f64[5, 6] @ P('a', None) on (a=2)" in message
+        assert (
+            "linear of f64[4, 6] @ P('a', None) on (a=2), f64[5, 6] @ P('a', None) on (a=2)"
+            in message
+        )
         assert "test_implicit_comm.py:" in message
         assert "over a (2 ranks" in message
         assert "Write operand_" in message

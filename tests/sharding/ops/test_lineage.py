@@ -22,7 +22,9 @@ RANKS = 4
 
 def make(spec: P | None = None, value: float = 1.0) -> Any:
     """Create a tensor on this line, regardless of the caller."""
-    return sm.device_put(torch.full((8, 8), value), mesh(), P("x") if spec is None else spec, src_data_rank=None)
+    return sm.device_put(
+        torch.full((8, 8), value), mesh(), P("x") if spec is None else spec, src_data_rank=None
+    )
 
 
 def mesh() -> Any:
@@ -41,7 +43,12 @@ def on_ranks(fn: Callable[[int], list[Any]]) -> list[list[int]]:
 
 def all_alike(found: list[list[int]]) -> bool:
     """Return whether the ranks agree on each tensor, directly or through another rank."""
-    return not any(unlike(one, other) for column in zip(*found, strict=True) for one in column for other in column)
+    return not any(
+        unlike(one, other)
+        for column in zip(*found, strict=True)
+        for one in column
+        for other in column
+    )
 
 
 def all_different(row: list[int]) -> bool:
@@ -57,7 +64,17 @@ def test_the_same_program_gives_the_same_lineages() -> None:
         a, b = make(), make(P(None, "x"))
         w = make(P()).requires_grad_()
         (a @ w).sum().backward()
-        return [a, b, a + b, a @ b, (a @ b).sum(), w, w.grad, torch.stack([a, b]), a.redistribute(P())]
+        return [
+            a,
+            b,
+            a + b,
+            a @ b,
+            (a @ b).sum(),
+            w,
+            w.grad,
+            torch.stack([a, b]),
+            a.redistribute(P()),
+        ]
 
     found = on_ranks(fn)
     assert found == [found[0]] * RANKS
@@ -84,7 +101,10 @@ def test_tensors_created_on_one_rank_only(extra: int) -> None:
     def fn(rank: int) -> list[Any]:
         a = make()
         if rank == 2:
-            more = [sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None) * 2 for _ in range(extra)]
+            more = [
+                sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None) * 2
+                for _ in range(extra)
+            ]
             assert len(more) == extra
         b = sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None)
         return [a, b, a + b]
@@ -140,7 +160,9 @@ def test_thread_that_creates_tensors() -> None:
     def fn(rank: int) -> list[Any]:
         a, here = make(), mesh()
         if rank == 1:
-            thread = threading.Thread(target=lambda: sm.device_put(torch.ones(8, 8), here, P("x"), src_data_rank=None) * 2)
+            thread = threading.Thread(
+                target=lambda: sm.device_put(torch.ones(8, 8), here, P("x"), src_data_rank=None) * 2
+            )
             thread.start()
             thread.join()
         b = sm.device_put(torch.ones(8, 8), here, P("x"), src_data_rank=None)
@@ -259,7 +281,15 @@ def test_each_loop_iteration_differs() -> None:
         assert all_different(row)
 
 
-@pytest.mark.parametrize("write", [lambda x: x.mul_(2), lambda x: x.add_(x), lambda x: x.zero_(), lambda x: x.copy_(make(value=5))])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.mul_(2),
+        lambda x: x.add_(x),
+        lambda x: x.zero_(),
+        lambda x: x.copy_(make(value=5)),
+    ],
+)
 def test_in_place_writes_change_the_lineage(write: Callable[[Any], Any]) -> None:
     def fn(_: int) -> list[Any]:
         x = make()
@@ -368,7 +398,9 @@ ORDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("ways", ORDERS.values(), ids=ORDERS)
-def test_operators_in_another_order(ways: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> None:
+def test_operators_in_another_order(
+    ways: tuple[Callable[[Any], Any], Callable[[Any], Any]],
+) -> None:
     def fn(rank: int) -> None:
         ways[rank == 2](make(value=0.5)).full_tensor()
 
@@ -389,7 +421,9 @@ def test_gradient_of_a_moved_operand_depends_on_its_loss(spec: P) -> None:
 
 
 def mapped(x: Any) -> Any:
-    return sm.shard_map(lambda y: y * 0.5 + sm.psum(y.sum(), "x"), mesh=mesh(), in_specs=P("x"), out_specs=P("x"))(x)
+    return sm.shard_map(
+        lambda y: y * 0.5 + sm.psum(y.sum(), "x"), mesh=mesh(), in_specs=P("x"), out_specs=P("x")
+    )(x)
 
 
 def test_different_argument_of_a_mapped_function() -> None:
@@ -418,7 +452,9 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "dropout": lambda: F.dropout(make(), 0.5),
     "dropout in place": lambda: F.dropout(make(), 0.5, inplace=True),
     "dropout of another dropout": lambda: F.dropout(F.dropout(make(), 0.5) * 2, 0.5),
-    "dropout of attention": lambda: F.scaled_dot_product_attention(*[make().view(1, 1, 8, 8)] * 3, dropout_p=0.5),
+    "dropout of attention": lambda: F.scaled_dot_product_attention(
+        *[make().view(1, 1, 8, 8)] * 3, dropout_p=0.5
+    ),
     "uniform_": lambda: make().uniform_(),
     "bernoulli_ with a tensor": lambda: make().bernoulli_(torch.tensor(0.5)),
     "initialisation": lambda: torch.nn.init.kaiming_uniform_(make()),

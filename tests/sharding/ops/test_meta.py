@@ -25,9 +25,16 @@ def test_tensors_on_meta_are_placed_without_communication(mesh):
         for x in (
             sm.distribute_tensor(on_meta(5, 4), mesh, [Shard(0), Shard(1)]),
             sm.device_put(on_meta(5, 4), mesh, P("a", "b")),
-            sm.from_local(on_meta(3 - mesh.coordinate[0], 2), mesh, [Shard(0), Shard(1)], shape=(5, 4)),
+            sm.from_local(
+                on_meta(3 - mesh.coordinate[0], 2), mesh, [Shard(0), Shard(1)], shape=(5, 4)
+            ),
         ):
-            assert (x.shape, x.spec, x.is_meta, x.device.type) == ((5, 4), P("a", "b"), True, "meta")
+            assert (x.shape, x.spec, x.is_meta, x.device.type) == (
+                (5, 4),
+                P("a", "b"),
+                True,
+                "meta",
+            )
             assert x.to_local().is_meta
             assert x.to_local().shape == (3 - mesh.coordinate[0], 2)
         for target in ([Replicate(), Replicate()], [Shard(1), Shard(0)], [Shard(0), Replicate()]):
@@ -48,13 +55,26 @@ def test_a_forward_and_backward_on_meta_communicates_nothing(mesh):
 
 @every_rank(4)
 def test_new_tensors_are_on_the_device_that_was_asked_for(mesh):
-    meta, real = sm.distribute_tensor(on_meta(6, 2), mesh, [Shard(0)]), place(mesh, torch.ones(6, 2), Shard(0))
-    makers: list[Any] = [torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like]
+    meta, real = (
+        sm.distribute_tensor(on_meta(6, 2), mesh, [Shard(0)]),
+        place(mesh, torch.ones(6, 2), Shard(0)),
+    )
+    makers: list[Any] = [
+        torch.empty_like,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.rand_like,
+        torch.randn_like,
+    ]
     for make in (*makers, lambda x, **where: torch.full_like(x, 3.0, **where)):
         assert make(meta).is_meta
         assert make(real, device="meta").is_meta
         for made in (make(meta, device=DEVICE), make(real), make(real, device=DEVICE)):
-            assert (made.device.type, made.placements, made.to_local().shape) == (DEVICE, (Shard(0),), real.to_local().shape)
+            assert (made.device.type, made.placements, made.to_local().shape) == (
+                DEVICE,
+                (Shard(0),),
+                real.to_local().shape,
+            )
     assert torch.ones_like(meta, device=DEVICE).sum().item() == 12
     for make in (torch.Tensor.new_empty, torch.Tensor.new_zeros, torch.Tensor.new_ones):
         assert make(real, (3,), device="meta").is_meta
@@ -93,7 +113,9 @@ def filled(module: Any) -> Any:
 
 
 def parallelize_module(model: nn.Module, mesh: sm.DeviceMesh) -> nn.Module:
-    return sm.compat.parallelize_module(model, mesh, {"0": sm.compat.ColwiseParallel(), "2": sm.compat.RowwiseParallel()})
+    return sm.compat.parallelize_module(
+        model, mesh, {"0": sm.compat.ColwiseParallel(), "2": sm.compat.RowwiseParallel()}
+    )
 
 
 def parallelize(model: nn.Module, mesh: sm.DeviceMesh) -> nn.Module:

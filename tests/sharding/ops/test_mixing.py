@@ -30,7 +30,9 @@ MIXED = {
     "indexed": lambda x: X[x.long()],
     "setitem": lambda x: X.clone().__setitem__(slice(None), x),
     "where": lambda x: torch.where(X > 0, x, 0.0),
-    "one element that requires grad": lambda x: x + torch.ones(1, dtype=X.dtype, requires_grad=True),
+    "one element that requires grad": lambda x: (
+        x + torch.ones(1, dtype=X.dtype, requires_grad=True)
+    ),
     "into one element": lambda x: torch.ones(1, dtype=X.dtype).add_(x.sum()),
     "foreach": lambda x: torch._foreach_add([x], [X]),
     "out": lambda x: torch.add(x, x, out=X.clone()),
@@ -48,14 +50,25 @@ def test_mixing_plain_and_sharded_tensors_raises(use):
 @every_rank(2)
 def test_plain_numbers_are_allowed(mesh):
     x = place(mesh, X, Shard(0))
-    for number in (2, 2.5, True, torch.tensor(2.5, dtype=torch.float64), torch.tensor(2), np.float64(2.5)):
+    for number in (
+        2,
+        2.5,
+        True,
+        torch.tensor(2.5, dtype=torch.float64),
+        torch.tensor(2),
+        np.float64(2.5),
+    ):
         assert torch.equal((x * number).full_tensor(), X * number)
         assert torch.equal((number + x).full_tensor(), number + X)
     assert (x * torch.tensor(2.0)).dtype == torch.float64
 
 
 def test_plain_number_that_requires_grad_raises():
-    text = same_error((2,), lambda mesh: place(mesh, X, Shard(0)) * torch.tensor(2.0, requires_grad=True), RuntimeError)
+    text = same_error(
+        (2,),
+        lambda mesh: place(mesh, X, Shard(0)) * torch.tensor(2.0, requires_grad=True),
+        RuntimeError,
+    )
     assert "requires grad" in text
     assert "device_put(t, mesh, P())" in text
 
@@ -63,7 +76,10 @@ def test_plain_number_that_requires_grad_raises():
 @every_rank(3)
 def test_implicit_replication(mesh):
     """Plain tensors are treated as replicated; their gradients are reduced and equal on every rank."""
-    w, bias = torch.ones(3, 4, dtype=X.dtype, requires_grad=True), torch.ones(4, dtype=X.dtype, requires_grad=True)
+    w, bias = (
+        torch.ones(3, 4, dtype=X.dtype, requires_grad=True),
+        torch.ones(4, dtype=X.dtype, requires_grad=True),
+    )
     with sm.ops.implicit_replication():
         y = place(mesh, X, Shard(0)) @ w
         with sm.ops.implicit_replication():
@@ -71,7 +87,10 @@ def test_implicit_replication(mesh):
         (F.linear(y, weight=torch.eye(4, dtype=X.dtype)) ** 2).sum().backward()
         z = torch.tensor(3.0, dtype=X.dtype, requires_grad=True)
         (place(mesh, X, Shard(0)) * z).sum().backward()
-    v, c = torch.ones(3, 4, dtype=X.dtype, requires_grad=True), torch.ones(4, dtype=X.dtype, requires_grad=True)
+    v, c = (
+        torch.ones(3, 4, dtype=X.dtype, requires_grad=True),
+        torch.ones(4, dtype=X.dtype, requires_grad=True),
+    )
     ((X @ v + c) ** 2).sum().backward()
     torch.testing.assert_close(w.grad, v.grad, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(bias.grad, c.grad, rtol=1e-12, atol=1e-12)

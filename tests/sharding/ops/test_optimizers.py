@@ -35,7 +35,11 @@ def losses_and_result(params, optimizer, steps=4):
     return losses
 
 
-OPTIMIZERS = [one for one in vars(torch.optim).values() if isinstance(one, type) and "foreach" in inspect.signature(one).parameters]
+OPTIMIZERS = [
+    one
+    for one in vars(torch.optim).values()
+    if isinstance(one, type) and "foreach" in inspect.signature(one).parameters
+]
 
 
 @pytest.mark.one_in(5)
@@ -46,7 +50,10 @@ def test_every_optimizer_of_torch_with_and_without_foreach(make, foreach):
     expected = losses_and_result(plain, make(plain, foreach=foreach))
 
     def program(mesh):
-        params = [nn.Parameter(sm.device_put(p, mesh, spec)) for p, spec in zip(parameters(), next(iter(PLACES.values())), strict=True)]
+        params = [
+            nn.Parameter(sm.device_put(p, mesh, spec))
+            for p, spec in zip(parameters(), next(iter(PLACES.values())), strict=True)
+        ]
         losses = losses_and_result(params, make(params, foreach=foreach))
         torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)
         for p, q in zip(params, plain, strict=True):
@@ -73,7 +80,8 @@ def test_optimizers_equal_one_process(make, options, how, where):
 
     def program(mesh):
         params = [
-            nn.Parameter(sm.device_put(p, mesh, spec)) for p, spec in zip(parameters(), PLACES[where], strict=True)
+            nn.Parameter(sm.device_put(p, mesh, spec))
+            for p, spec in zip(parameters(), PLACES[where], strict=True)
         ]
         losses = losses_and_result(params, make(params, **options, **how))
         torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)
@@ -87,7 +95,8 @@ def test_optimizers_equal_one_process(make, options, how, where):
 def test_an_optimizer_step_communicates_nothing(how):
     def program(mesh):
         params = [
-            nn.Parameter(sm.device_put(p, mesh, spec)) for p, spec in zip(parameters(), [P("a"), P()], strict=True)
+            nn.Parameter(sm.device_put(p, mesh, spec))
+            for p, spec in zip(parameters(), [P("a"), P()], strict=True)
         ]
         optimizer = torch.optim.AdamW(params, **how)
         for _ in range(2):
@@ -105,7 +114,8 @@ def test_clip_grad_norm(mesh):
     """The norm is that of the whole gradients."""
     plain = [p.requires_grad_() for p in parameters()]
     params = [
-        nn.Parameter(sm.device_put(p.detach(), mesh, spec)) for p, spec in zip(plain, PLACES["mixed axes"], strict=True)
+        nn.Parameter(sm.device_put(p.detach(), mesh, spec))
+        for p, spec in zip(plain, PLACES["mixed axes"], strict=True)
     ]
     for group in (plain, params):
         sum((p**2).sum() for p in group).backward()
@@ -146,7 +156,10 @@ def test_grad_scaler_skips_the_step_on_every_rank():
         w = nn.Parameter(place(mesh, torch.ones(4), Shard(0)))
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         optimizer = torch.optim.SGD([w], lr=1.0)
-        for factor in (torch.tensor([1.0, 2.0, 3.0, float("inf")]), torch.tensor([1.0, 2.0, 3.0, 4.0])):
+        for factor in (
+            torch.tensor([1.0, 2.0, 3.0, float("inf")]),
+            torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        ):
             scaler.scale((w * place(mesh, factor, Shard(0))).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -176,7 +189,9 @@ def test_lbfgs_on_fully_sharded_parameters(line_search_fn):
         model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)).double()
         model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.float64)))
         wrap(model)
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6, history_size=3, line_search_fn=line_search_fn)
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), lr=0.5, max_iter=6, history_size=3, line_search_fn=line_search_fn
+        )
 
         def closure():
             optimizer.zero_grad()

@@ -17,7 +17,15 @@ from tests.sharding.ranks import every_rank, on_mesh
 
 LEFT = [P(), P("a"), P(None, "b"), P("a", "b"), P(None, ("a", "b")), P(unreduced={"a"})]
 RIGHT = [P(), P("b"), P(None, "a"), P("b", "a"), P(("b", "a"))]
-RESULT = [P(), P("a"), P(None, "a"), P("b", "a"), P(("a", "b")), P(None, ("b", "a")), P("a", unreduced={"b"})]
+RESULT = [
+    P(),
+    P("a"),
+    P(None, "a"),
+    P("b", "a"),
+    P(("a", "b")),
+    P(None, ("b", "a")),
+    P("a", unreduced={"b"}),
+]
 
 
 def numbers(*shape, seed=0):
@@ -63,7 +71,10 @@ def test_products_of_all_layouts(sizes):
 def test_sharded_contraction_is_reduced_into_the_requested_sharding(mesh):
     x, w = sm.rand((16, 32), mesh, P(None, "a")), sm.rand((32, 8), mesh, P("a"))
     for wanted in (P("a"), P(None, "a")):
-        with sm.ops.implicit_comm("forbid"), sm.debug.comm_budget(bytes=3 * 32 * 4, launches=1) as used:
+        with (
+            sm.ops.implicit_comm("forbid"),
+            sm.debug.comm_budget(bytes=3 * 32 * 4, launches=1) as used,
+        ):
             apply(torch.matmul, x, w, out_sharding=wanted)
         assert used.by_op == {"reduce_scatter": (1, 384)}
         assert used.by_operator == {"matmul": (1, 384)}
@@ -115,17 +126,34 @@ def test_choice_is_cached(mesh):
 def test_other_operators(mesh):
     t, w, b = numbers(4, 6, 8), numbers(10, 8, seed=1), numbers(10, seed=2)
     for where in (P("a", None, "b"), P(("a", "b")), P(None, "b", "a"), P(unreduced={"b"})):
-        x, weight, bias = (sm.distribute_tensor(v, mesh, s) for v, s in ((t, where), (w, P("a")), (b, P())))
+        x, weight, bias = (
+            sm.distribute_tensor(v, mesh, s) for v, s in ((t, where), (w, P("a")), (b, P()))
+        )
         with sm.ops.implicit_comm("forbid"):
             close(apply(F.linear, x, weight, bias, out_sharding=P("a", "b")), F.linear(t, w, b))
-            close(apply(F.linear, x, weight, bias=bias, out_sharding=P(None, None, "b")), F.linear(t, w, b))
-            close(apply(torch.einsum, "bsk,nk->nsb", x, weight, out_sharding=P("b", "a")), torch.einsum("bsk,nk->nsb", t, w))
+            close(
+                apply(F.linear, x, weight, bias=bias, out_sharding=P(None, None, "b")),
+                F.linear(t, w, b),
+            )
+            close(
+                apply(torch.einsum, "bsk,nk->nsb", x, weight, out_sharding=P("b", "a")),
+                torch.einsum("bsk,nk->nsb", t, w),
+            )
             close(apply(torch.softmax, x, -1, out_sharding=P("a", "b")), t.softmax(-1))
             close(apply(torch.reshape, x, (24, 8), out_sharding=P("b", "a")), t.reshape(24, 8))
             close(apply(torch.sum, x, 1, out_sharding=P("a", "b")), t.sum(1))
             close(apply(torch.relu, x, out_sharding=P(None, "a")), t.relu())
             close(apply(torch.cat, [x, x], 1, out_sharding=P("b")), torch.cat([t, t], 1))
-            close(apply(torch.index_select, x, 1, sm.device_put(torch.tensor([3, 0, 3]), mesh), out_sharding=P("a")), t[:, [3, 0, 3]])
+            close(
+                apply(
+                    torch.index_select,
+                    x,
+                    1,
+                    sm.device_put(torch.tensor([3, 0, 3]), mesh),
+                    out_sharding=P("a"),
+                ),
+                t[:, [3, 0, 3]],
+            )
             largest = apply(torch.max, x, 2, out_sharding=P("b"))
             assert isinstance(largest, torch.return_types.max)
             close(largest.values, t.max(2).values)
@@ -140,11 +168,26 @@ def test_equals_redistributing_the_result(mesh):
     """Pending values of every kind and parts of any sizes, wanted of operators that are linear, or not, or have a form."""
     t = numbers(6, 4)
     ragged = P("a", "b", sizes={"a": (1, 5), "b": (3, 1)})
-    before = [P(unreduced={"a": "max"}), P("b", unreduced={"a": "avg"}), P(unreduced={"a": "product"}), ragged]
-    after = [P("b", "a"), P("b", unreduced={"a": "avg"}), P(unreduced={"a": "max"}), P("a", sizes={"a": (6, 0)})]
+    before = [
+        P(unreduced={"a": "max"}),
+        P("b", unreduced={"a": "avg"}),
+        P(unreduced={"a": "product"}),
+        ragged,
+    ]
+    after = [
+        P("b", "a"),
+        P("b", unreduced={"a": "avg"}),
+        P(unreduced={"a": "max"}),
+        P("a", sizes={"a": (6, 0)}),
+    ]
     for where, wanted in product(before, after):
         x = sm.distribute_tensor(t, mesh, where)
-        for func, args in ((torch.relu, ()), (torch.mul, (2.5,)), (torch.cumsum, (0,)), (torch.roll, (1, 0))):
+        for func, args in (
+            (torch.relu, ()),
+            (torch.mul, (2.5,)),
+            (torch.cumsum, (0,)),
+            (torch.roll, (1, 0)),
+        ):
             y = apply(func, x, *args, out_sharding=wanted)
             assert sm.typeof(y) is sm.typeof(func(x, *args).redistribute(wanted))
             close(y, func(t, *args))
@@ -163,7 +206,9 @@ def test_ragged_empty_and_small(mesh):
     assert scalar.spec == P()
     close(scalar, t.sum())
     close(apply(torch.matmul, x[:0], sm.device_put(w, mesh), out_sharding=P("a")), t[:0] @ w)
-    half = apply(torch.matmul, x.bfloat16(), sm.device_put(w, mesh, P("a")).bfloat16(), out_sharding=P("a"))
+    half = apply(
+        torch.matmul, x.bfloat16(), sm.device_put(w, mesh, P("a")).bfloat16(), out_sharding=P("a")
+    )
     assert half.dtype is torch.bfloat16
     across = apply(torch.matmul, x.T, x, out_sharding=P("a"))
     close(across, t.T @ t)
@@ -171,7 +216,12 @@ def test_ragged_empty_and_small(mesh):
 
 @every_rank(2, 1)
 def test_an_axis_of_one_rank(mesh):
-    y = apply(torch.matmul, sm.ones((4, 4), mesh, P("b", "a")), sm.ones((4, 4), mesh, P("a")), out_sharding=P("a", "b"))
+    y = apply(
+        torch.matmul,
+        sm.ones((4, 4), mesh, P("b", "a")),
+        sm.ones((4, 4), mesh, P("a")),
+        out_sharding=P("a", "b"),
+    )
     assert y.spec == P("a", "b")
     assert torch.equal(y.full_tensor(), torch.full((4, 4), 4.0))
 
@@ -185,7 +235,10 @@ def test_gradients(mesh):
         (P(None, "a"), P(None, "b"), P()),
     ]:
         left, right = numbers(6, 4).requires_grad_(), numbers(4, 5, seed=1).requires_grad_()
-        x, w = (sm.distribute_tensor(t.detach(), mesh, s).requires_grad_() for t, s in ((left, one), (right, other)))
+        x, w = (
+            sm.distribute_tensor(t.detach(), mesh, s).requires_grad_()
+            for t, s in ((left, one), (right, other))
+        )
         apply(torch.matmul, x, w, out_sharding=wanted).square().sum().backward()
         (left @ right).square().sum().backward()
         for t, reference in ((x, left), (w, right)):
@@ -197,7 +250,9 @@ def test_gradients(mesh):
 def test_plain_tensors_with_implicit_replication(mesh):
     t, w = numbers(4, 6), numbers(6, 2, seed=1)
     with sm.ops.implicit_replication():
-        close(apply(torch.matmul, sm.device_put(t, mesh, P(None, "a")), w, out_sharding=P("a")), t @ w)
+        close(
+            apply(torch.matmul, sm.device_put(t, mesh, P(None, "a")), w, out_sharding=P("a")), t @ w
+        )
 
 
 @every_rank(2)
@@ -216,18 +271,62 @@ def test_errors_are_the_same_on_every_rank_and_move_nothing():
         x, texts = sm.ones((4, 4), mesh, P("a")), []
         elsewhere = sm.ones((4, 4), mesh["a"], P("a"))
         for act, error, text in [
-            (lambda: apply(torch.add, torch.ones(2), 1, out_sharding=P()), TypeError, "no ShardedTensor among the arguments"),
+            (
+                lambda: apply(torch.add, torch.ones(2), 1, out_sharding=P()),
+                TypeError,
+                "no ShardedTensor among the arguments",
+            ),
             (lambda: apply(torch.add, x, 1, out_sharding=P("z")), ValueError, "names axis 'z'"),
-            (lambda: apply(torch.add, x, 1, out_sharding=None), TypeError, r"for replicated write P\(\)"),
-            (lambda: apply(torch.matmul, x, x, out_sharding=P("a", "b", None)), ValueError, "3 entries but the tensor has 2"),
-            (lambda: apply(torch.max, x, 1, out_sharding=(P(), P())), ValueError, "the specs are a tuple of 2"),
-            (lambda: apply(torch.Tensor.add_, x, 1, out_sharding=P()), ValueError, "writes into a tensor, which already has a layout"),
-            (lambda: apply(torch.add, x, 1, out=x, out_sharding=P()), ValueError, "writes into a tensor, which already has a layout"),
-            (lambda: apply(F.relu, x, inplace=True, out_sharding=P()), ValueError, "writes into a tensor, which already has a layout"),
-            (lambda: apply(torch.numel, x, out_sharding=P()), TypeError, "the result is 16, which has no layout; call numel itself"),
-            (lambda: apply(torch.matmul, x, torch.ones(4, 4), out_sharding=P()), RuntimeError, "mixes a plain tensor"),
-            (lambda: apply(torch.matmul, x, elsewhere, out_sharding=P()), ValueError, "operands are on two meshes"),
-            (lambda: apply(torch.matmul, x, sm.ones((3, 3), mesh), out_sharding=P()), RuntimeError, "same reduction dim"),
+            (
+                lambda: apply(torch.add, x, 1, out_sharding=None),
+                TypeError,
+                r"for replicated write P\(\)",
+            ),
+            (
+                lambda: apply(torch.matmul, x, x, out_sharding=P("a", "b", None)),
+                ValueError,
+                "3 entries but the tensor has 2",
+            ),
+            (
+                lambda: apply(torch.max, x, 1, out_sharding=(P(), P())),
+                ValueError,
+                "the specs are a tuple of 2",
+            ),
+            (
+                lambda: apply(torch.Tensor.add_, x, 1, out_sharding=P()),
+                ValueError,
+                "writes into a tensor, which already has a layout",
+            ),
+            (
+                lambda: apply(torch.add, x, 1, out=x, out_sharding=P()),
+                ValueError,
+                "writes into a tensor, which already has a layout",
+            ),
+            (
+                lambda: apply(F.relu, x, inplace=True, out_sharding=P()),
+                ValueError,
+                "writes into a tensor, which already has a layout",
+            ),
+            (
+                lambda: apply(torch.numel, x, out_sharding=P()),
+                TypeError,
+                "the result is 16, which has no layout; call numel itself",
+            ),
+            (
+                lambda: apply(torch.matmul, x, torch.ones(4, 4), out_sharding=P()),
+                RuntimeError,
+                "mixes a plain tensor",
+            ),
+            (
+                lambda: apply(torch.matmul, x, elsewhere, out_sharding=P()),
+                ValueError,
+                "operands are on two meshes",
+            ),
+            (
+                lambda: apply(torch.matmul, x, sm.ones((3, 3), mesh), out_sharding=P()),
+                RuntimeError,
+                "same reduction dim",
+            ),
         ]:
             with sm.debug.comm_budget(launches=0), pytest.raises(error, match=text) as raised:
                 act()
@@ -259,7 +358,10 @@ def test_ranks_outside_the_mesh(everyone):
 
 def _on_processes():
     mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
-    x, w = sm.device_put(numbers(8, 6), mesh, P("a", "b")), sm.device_put(numbers(6, 4, seed=1), mesh, P("b"))
+    x, w = (
+        sm.device_put(numbers(8, 6), mesh, P("a", "b")),
+        sm.device_put(numbers(6, 4, seed=1), mesh, P("b")),
+    )
     with sm.ops.implicit_comm("forbid"), sm.debug.comm_budget() as used:
         y = apply(torch.matmul, x, w, out_sharding=P("a", "b"))
     return y.spec, list(used.by_op), y.full_tensor()

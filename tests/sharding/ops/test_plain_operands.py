@@ -13,7 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.parallel import colwise, data_parallel, distribute_module, fully_shard, parallelize, rowwise
+from shardmesh.parallel import (
+    colwise,
+    data_parallel,
+    distribute_module,
+    fully_shard,
+    parallelize,
+    rowwise,
+)
 from shardmesh.sharding.ops import plain_operands
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, every_rank, on_mesh, place, same_error
@@ -47,7 +54,9 @@ def _expected(kind=_Masked):
 
 PREPARED = {
     "parallelize": lambda m, mesh: parallelize(m, mesh, {"up": colwise(), "down": rowwise()}),
-    "parallelize_module": lambda m, mesh: sm.compat.parallelize_module(m, mesh, {"up": colwise(), "down": rowwise()}),
+    "parallelize_module": lambda m, mesh: sm.compat.parallelize_module(
+        m, mesh, {"up": colwise(), "down": rowwise()}
+    ),
     "fully_shard": lambda m, mesh: fully_shard(m, mesh, units=nn.Linear),
     "data_parallel": lambda m, mesh: data_parallel(m, mesh),
     "distribute_module": lambda m, mesh: distribute_module(m, mesh),
@@ -105,7 +114,9 @@ def test_outside_of_prepared_modules_it_raises(mesh):
 class _Random(nn.Module):
     def forward(self, x):
         seed = x.mesh.get_rank() if self.differs else 0
-        noise = torch.rand(4, generator=torch.Generator().manual_seed(seed), dtype=X.dtype).to(x.device)
+        noise = torch.rand(4, generator=torch.Generator().manual_seed(seed), dtype=X.dtype).to(
+            x.device
+        )
         return x + noise
 
     differs = True
@@ -178,10 +189,14 @@ class _PlainWeight(nn.Module):
 @every_rank(3)
 def test_the_gradient_of_a_plain_operand_is_reduced(mesh):
     made = PREPARED["distribute_module"](_PlainWeight(), mesh)
-    made.weight = nn.Parameter(torch.ones(4, 2, dtype=X.dtype, device=DEVICE))  # after it was prepared, so they are plain
+    made.weight = nn.Parameter(
+        torch.ones(4, 2, dtype=X.dtype, device=DEVICE)
+    )  # after it was prepared, so they are plain
     made.factor = nn.Parameter(torch.tensor(2.0, dtype=X.dtype, device=DEVICE))
     made(place(mesh, X.to(DEVICE), sm.Shard(0))).sum().backward()
-    torch.testing.assert_close(made.weight.grad, 2 * X.to(DEVICE).sum(0)[:, None].expand(4, 2), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        made.weight.grad, 2 * X.to(DEVICE).sum(0)[:, None].expand(4, 2), rtol=1e-12, atol=1e-12
+    )
     torch.testing.assert_close(made.factor.grad, 2 * X.to(DEVICE).sum(), rtol=1e-12, atol=1e-12)
 
 
@@ -215,7 +230,10 @@ def test_in_a_method_and_in_another_thread(mesh):
         def encode(self, x):
             return x + torch.ones(4, dtype=X.dtype, device=x.device)
 
-    made, x = PREPARED["distribute_module"](_model(Encoder), mesh), place(mesh, X.to(DEVICE), sm.Shard(0))
+    made, x = (
+        PREPARED["distribute_module"](_model(Encoder), mesh),
+        place(mesh, X.to(DEVICE), sm.Shard(0)),
+    )
     torch.testing.assert_close(made.encode(x).full_tensor(), X.to(DEVICE) + 1)
     made(x)
     found = []
@@ -244,9 +262,20 @@ class _Forms(nn.Module):
 def test_forms_of_operands(mesh):
     x, plain = place(mesh, X.to(DEVICE), sm.Shard(0)), X.to(DEVICE)
     ones = torch.ones_like(plain)
-    expected = [torch.cat([plain, ones]), plain, plain @ ones.T, plain[[0, 2]], plain + 1, plain + 1]
-    for found, wanted in zip(PREPARED["distribute_module"](_Forms(), mesh)(x), expected, strict=True):
-        whole = found.full_tensor() if isinstance(found, sm.ShardedTensor) else found  # what was written in place is plain
+    expected = [
+        torch.cat([plain, ones]),
+        plain,
+        plain @ ones.T,
+        plain[[0, 2]],
+        plain + 1,
+        plain + 1,
+    ]
+    for found, wanted in zip(
+        PREPARED["distribute_module"](_Forms(), mesh)(x), expected, strict=True
+    ):
+        whole = (
+            found.full_tensor() if isinstance(found, sm.ShardedTensor) else found
+        )  # what was written in place is plain
         torch.testing.assert_close(whole, wanted, rtol=1e-12, atol=1e-12)
 
 

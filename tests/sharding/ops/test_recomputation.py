@@ -36,7 +36,10 @@ def in_device_thread(run: Callable[[], Any]) -> None:
         raise errors[0]
 
 
-RUN: dict[str, Callable[[Callable[[], Any]], Any]] = {"here": lambda run: run(), "device thread": in_device_thread}
+RUN: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "here": lambda run: run(),
+    "device thread": in_device_thread,
+}
 
 
 def _recomputed(f: Any, *args: Any) -> Any:

@@ -10,7 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardmesh as sm
@@ -59,7 +63,11 @@ class Products(TorchDispatchMode):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(4),
+            nn.Linear(4, 8, bias=False),
+            nn.Linear(8, 4, bias=False),
+        )
 
     def forward(self, x):
         mask = torch.arange(4, device=x.device) > 0
@@ -69,10 +77,14 @@ class Block(nn.Module):
 def _model(policies, wrap=True, compiled=False):
     torch.manual_seed(0)
     blocks = [Block().double().to(DEVICE) for _ in policies]
-    contexts = [functools.partial(create_selective_checkpoint_contexts, policy) for policy in policies]
+    contexts = [
+        functools.partial(create_selective_checkpoint_contexts, policy) for policy in policies
+    ]
     if not wrap:
         return nn.Sequential(*blocks)
-    model = nn.Sequential(*[checkpoint_wrapper(b, context_fn=c) for b, c in zip(blocks, contexts, strict=True)])
+    model = nn.Sequential(
+        *[checkpoint_wrapper(b, context_fn=c) for b, c in zip(blocks, contexts, strict=True)]
+    )
     for block in model if compiled else ():
         block.compile(backend="aot_eager")
     return model
@@ -113,7 +125,9 @@ def _step(model, x):
     with Products() as products:
         loss = model(x).square().sum() / (x.shape[0] * 1.0)
         loss.backward()
-    return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()], products.count
+    return [
+        getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()
+    ], products.count
 
 
 def _in_one_process(saves, wrap=True, x=None):
@@ -132,7 +146,9 @@ def test_what_is_saved_and_what_is_recomputed(form, saves):
     def program(mesh):
         policies = [Policy(saves) for _ in range(2)]
         model = FORMS[form](_model(policies), mesh)
-        for _ in range(3):  # strategies are chosen, and plain operands compared, in the first step only
+        for _ in range(
+            3
+        ):  # strategies are chosen, and plain operands compared, in the first step only
             for policy in policies:
                 policy.seen.clear()
             model.zero_grad()
@@ -155,7 +171,9 @@ def test_operators_of_a_policy_are_on_local_tensors():
         _step(_tensor_parallel(_model([policy]), mesh), _input("parallelize", mesh))
         return {tuple(shapes): count for (op, *shapes), count in policy.seen.items() if op == MM}
 
-    assert on_mesh((1, 2), program) == [{((8, 4), (4, 4)): 2}] * 2  # up is [8, 4] and down [4, 8] in one process
+    assert (
+        on_mesh((1, 2), program) == [{((8, 4), (4, 4)): 2}] * 2
+    )  # up is [8, 4] and down [4, 8] in one process
 
 
 @pytest.mark.parametrize("form", ["fully_shard", "both"])
@@ -163,7 +181,9 @@ def test_compiled_blocks(form):
     expected = _in_one_process("all")[0]
 
     def program(mesh):
-        model = FORMS[form](_model([Policy("all") for _ in range(2)], compiled=form == "fully_shard"), mesh)
+        model = FORMS[form](
+            _model([Policy("all") for _ in range(2)], compiled=form == "fully_shard"), mesh
+        )
         for _ in range(2):
             model.zero_grad()
             found, _ = _step_plain(model, _input(form, mesh))
@@ -184,11 +204,19 @@ def test_redistribution_and_checks_inside_of_a_checkpoint(mesh):
 
     def f(x, w):
         y = (x @ w).redistribute(P())
-        part = sm.ShardedTensor.from_local(y.to_local(check="always")[: 2 - mesh.get_rank()] * 0, mesh, [sm.Shard(0)])
-        return part * torch.full((5,), 2.0, dtype=torch.float64, device=DEVICE) + sm.ops.apply(torch.mm, x, w, out_sharding=P())[:3]
+        part = sm.ShardedTensor.from_local(
+            y.to_local(check="always")[: 2 - mesh.get_rank()] * 0, mesh, [sm.Shard(0)]
+        )
+        return (
+            part * torch.full((5,), 2.0, dtype=torch.float64, device=DEVICE)
+            + sm.ops.apply(torch.mm, x, w, out_sharding=P())[:3]
+        )
 
     def run(again):
-        x, w = (place(mesh, t.to(DEVICE), sm.Shard(0), grad=True) for t in (X, torch.linspace(0, 1, 20, dtype=torch.float64).view(4, 5)))
+        x, w = (
+            place(mesh, t.to(DEVICE), sm.Shard(0), grad=True)
+            for t in (X, torch.linspace(0, 1, 20, dtype=torch.float64).view(4, 5))
+        )
         with sm.ops.implicit_replication():
             context = functools.partial(create_selective_checkpoint_contexts, Policy("every other"))
             y = checkpoint(f, x, w, use_reentrant=False, context_fn=context) if again else f(x, w)
@@ -250,5 +278,9 @@ def test_modes_are_active_again_in_their_order(mesh):
 def test_modes_of_torch_stay(mesh):
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    with FakeTensorMode(), FlopCounterMode(display=False), dispatch_modes.outside_of_program_modes():
+    with (
+        FakeTensorMode(),
+        FlopCounterMode(display=False),
+        dispatch_modes.outside_of_program_modes(),
+    ):
         assert isinstance(torch.ones(2), FakeTensor)

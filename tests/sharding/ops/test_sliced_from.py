@@ -76,7 +76,9 @@ def test_masks(spec):
     mask = X > 0
 
     def program(mesh):
-        x, here = (sm.distribute_tensor(t, mesh, spec, src_data_rank=None) for t in (X.clone(), mask))
+        x, here = (
+            sm.distribute_tensor(t, mesh, spec, src_data_rank=None) for t in (X.clone(), mask)
+        )
         plain = X.clone()
         for t, m in ((x, here), (plain, mask)):
             t[m] += 1
@@ -208,7 +210,9 @@ def test_a_slice_of_a_slice(mesh):
     ],
 )
 def test_lost_writes_raise(write, grad, words):
-    assert words in same_error((3,), lambda mesh: write(_sharded(mesh, grad)), RuntimeError, silent=False)
+    assert words in same_error(
+        (3,), lambda mesh: write(_sharded(mesh, grad)), RuntimeError, silent=False
+    )
 
 
 @every_rank(3)

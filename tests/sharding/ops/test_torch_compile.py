@@ -35,7 +35,11 @@ def test_rules_are_set_when_compiled_code_meets_a_sharded_tensor(order):
         "sm.simulate(1)(program)()\n"
         "assert trace_rules.check(strategy.choose_strategy) and trace_rules.check(group.Group.all_reduce)\n"
     )
-    done = subprocess.run([sys.executable, "-c", f"import sys\n{ORDERS[order]}\n{checks}"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{ORDERS[order]}\n{checks}"],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -142,7 +146,10 @@ def test_compiled_function_is_correct(program, backend):
 _OPERATORS = "Dynamo .*'?ShardedTensor"
 _MARKED = r"sm\.jit\(step\)"
 BREAKS = {
-    "function": (lambda x: torch.relu(x), "(?s)operators on ShardedTensors run eagerly.*" + _MARKED),
+    "function": (
+        lambda x: torch.relu(x),
+        "(?s)operators on ShardedTensors run eagerly.*" + _MARKED,
+    ),
     "operator": (lambda x: x @ x, _OPERATORS),
     "method": (lambda x: x.relu(), _OPERATORS),
     "in place": (lambda x: x.add_(1), _OPERATORS),
@@ -177,7 +184,15 @@ def test_plain_code_around_is_compiled():
         sizes = []
 
         def backend(graph, inputs):
-            sizes.append(len([node for node in graph.graph.nodes if node.op in ("call_function", "call_method")]))
+            sizes.append(
+                len(
+                    [
+                        node
+                        for node in graph.graph.nodes
+                        if node.op in ("call_function", "call_method")
+                    ]
+                )
+            )
             return graph.forward
 
         def program(x, t):
@@ -209,7 +224,9 @@ def test_trace_raises(make):
 
     def main(mesh):
         made = make(mesh).requires_grad_(False)
-        with pytest.raises(RuntimeError, match=r"torch.jit.trace records neither .* sm.checkpoint.full_state_dict"):
+        with pytest.raises(
+            RuntimeError, match=r"torch.jit.trace records neither .* sm.checkpoint.full_state_dict"
+        ):
             torch.jit.trace(made, torch.ones(2, 4), check_trace=False)
         assert made(torch.ones(2, 4)).shape == (2, 4), "afterwards the model works"
 

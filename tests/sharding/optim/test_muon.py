@@ -19,8 +19,18 @@ from tests.sharding.ranks import collectives, every_rank, on_mesh, same_error
 
 STEPS = 20
 PLACES = {
-    "fsdp": {"up": P("a"), "down": P("a", sizes={"a": (3, 0, 3, 1)}), "norm": P("a"), "embed": P("a")},
-    "tp and fsdp": {"up": P(("b", "a")), "down": P("a", "b", sizes={"a": (6, 1)}), "norm": P("a"), "embed": P(None, "b")},
+    "fsdp": {
+        "up": P("a"),
+        "down": P("a", sizes={"a": (3, 0, 3, 1)}),
+        "norm": P("a"),
+        "embed": P("a"),
+    },
+    "tp and fsdp": {
+        "up": P(("b", "a")),
+        "down": P("a", "b", sizes={"a": (6, 1)}),
+        "norm": P("a"),
+        "embed": P(None, "b"),
+    },
     "replicas": {"up": P(), "down": P("b"), "norm": P(), "embed": P()},
 }
 MESHES = {"fsdp": (4,), "tp and fsdp": (2, 2), "replicas": (2, 2)}
@@ -29,7 +39,9 @@ MESHES = {"fsdp": (4,), "tp and fsdp": (2, 2), "replicas": (2, 2)}
 class MuonModel(nn.Module):
     def __init__(self, dtype=torch.float64):
         super().__init__()
-        draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        draw = functools.partial(
+            torch.randn, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+        )
         for name, shape in {"embed": (6, 7), "up": (10, 6), "down": (7, 10), "norm": (10,)}.items():
             self.register_parameter(name, nn.Parameter((draw(shape) * 0.5).to(DEVICE, dtype)))
 
@@ -43,7 +55,9 @@ def data(step, dtype=torch.float64):
     return x.to(DEVICE, dtype)
 
 
-def reference_step(params, momenta, adam, step, *, lr, decay=0.1, momentum=0.95, rule=None, nesterov=True):
+def reference_step(
+    params, momenta, adam, step, *, lr, decay=0.1, momentum=0.95, rule=None, nesterov=True
+):
     """Run Muon as in the papers on full matrices, and AdamW for `norm` and `embed`."""
     for name, p in params.items():
         g = p.grad
@@ -97,7 +111,9 @@ def train_step(model, optimizer, mesh, step, dtype=torch.float64):
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=str
+)
 @pytest.mark.parametrize("where", PLACES)
 def test_equals_the_reference_over_20_steps(where, dtype, rtol):
     """Losses to 1e-5 relative (float64: 1e-10); two all_to_all a step, whatever the layouts."""
@@ -105,27 +121,49 @@ def test_equals_the_reference_over_20_steps(where, dtype, rtol):
 
     def program(mesh):
         model = placed(mesh, PLACES[where], dtype)
-        optimizer = Muon(model.named_parameters(), 0.02, ns_dtype=dtype, adamw="embed", adamw_lr=0.003)
+        optimizer = Muon(
+            model.named_parameters(), 0.02, ns_dtype=dtype, adamw="embed", adamw_lr=0.003
+        )
         for step in range(STEPS):
             loss, used = train_step(model, optimizer, mesh, step, dtype)
             assert loss == pytest.approx(losses[step], rel=rtol)
             assert set(used.by_op) == {"all_to_all"}
         for name, p in expected.named_parameters():
-            torch.testing.assert_close(model.get_parameter(name).detach().full_tensor(), p.detach(), rtol=rtol, atol=rtol)
+            torch.testing.assert_close(
+                model.get_parameter(name).detach().full_tensor(), p.detach(), rtol=rtol, atol=rtol
+            )
             state = optimizer.state[model.get_parameter(name)]
-            assert all(sm.typeof(x) is sm.typeof(model.get_parameter(name)) for x in state.values() if x.ndim)
+            assert all(
+                sm.typeof(x) is sm.typeof(model.get_parameter(name))
+                for x in state.values()
+                if x.ndim
+            )
 
     on_mesh(MESHES[where], program)
 
 
-@pytest.mark.parametrize("options", [{"adjust_lr_fn": "match_rms_adamw"}, {"nesterov": False}, {"momentum": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"adjust_lr_fn": "match_rms_adamw"}, {"nesterov": False}, {"momentum": 0.5}],
+    ids=str,
+)
 def test_options(options):
-    named = {"rule": options.get("adjust_lr_fn"), **{k: v for k, v in options.items() if k != "adjust_lr_fn"}}
+    named = {
+        "rule": options.get("adjust_lr_fn"),
+        **{k: v for k, v in options.items() if k != "adjust_lr_fn"},
+    }
     _, losses = trained_reference(torch.float64, **named)
 
     def program(mesh):
         model = placed(mesh, PLACES["tp and fsdp"])
-        optimizer = Muon(model.named_parameters(), 0.02, ns_dtype=torch.float64, adamw=["em*"], adamw_lr=0.003, **options)
+        optimizer = Muon(
+            model.named_parameters(),
+            0.02,
+            ns_dtype=torch.float64,
+            adamw=["em*"],
+            adamw_lr=0.003,
+            **options,
+        )
         found = [train_step(model, optimizer, mesh, step)[0] for step in range(STEPS)]
         assert found == pytest.approx(losses, rel=1e-10)
 
@@ -138,8 +176,12 @@ def test_bitwise_equal_to_torch(rule, where):
     """In bfloat16, as torch iterates, given the same gradients; also after its state is loaded in the middle."""
     names = ["up", "down"]
     plain = MuonModel(torch.float32)
-    theirs = torch.optim.Muon([plain.get_parameter(name) for name in names], 0.02, adjust_lr_fn=rule)
-    grads = [{name: torch.randn_like(plain.get_parameter(name)) for name in names} for _ in range(STEPS)]
+    theirs = torch.optim.Muon(
+        [plain.get_parameter(name) for name in names], 0.02, adjust_lr_fn=rule
+    )
+    grads = [
+        {name: torch.randn_like(plain.get_parameter(name)) for name in names} for _ in range(STEPS)
+    ]
     middle = None
     for step, grad in enumerate(grads):
         if step == 10:
@@ -158,7 +200,9 @@ def test_bitwise_equal_to_torch(rule, where):
                     model.get_parameter(name).grad = put(grad[name], name)
                 optimizer.step()
             for name in names:
-                assert torch.equal(model.get_parameter(name).detach().full_tensor(), plain.get_parameter(name))
+                assert torch.equal(
+                    model.get_parameter(name).detach().full_tensor(), plain.get_parameter(name)
+                )
 
         model = placed(mesh, PLACES[where], torch.float32)
         stepped(model, Muon([model.up, model.down], 0.02, adjust_lr_fn=rule), grads)
@@ -196,7 +240,12 @@ def test_bytes_of_a_step():
 def test_matrices_with_an_owner_communicate_nothing():
     def program(mesh):
         params = [
-            nn.Parameter(sm.ones((6, 4), mesh, P("a", sizes={"a": tuple(6 * (r == owner) for r in range(4))}))) for owner in (3, 1)
+            nn.Parameter(
+                sm.ones(
+                    (6, 4), mesh, P("a", sizes={"a": tuple(6 * (r == owner) for r in range(4))})
+                )
+            )
+            for owner in (3, 1)
         ]
         for p in params:
             p.grad = torch.ones_like(p.detach())
@@ -208,16 +257,27 @@ def test_matrices_with_an_owner_communicate_nothing():
 
 
 def test_several_meshes_and_plain_matrices():
-    grads = [torch.randn(5, 4, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(3)]
+    grads = [
+        torch.randn(5, 4, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(3)
+    ]
     plain = [nn.Parameter(torch.zeros_like(g)) for g in grads]
     for p, g in zip(plain, grads, strict=True):
         p.grad = g
     torch.optim.Muon(plain, 0.1).step()
 
     def program():
-        meshes = [sm.init_device_mesh(DEVICE, (4,), axis_names=("a",)), sm.DeviceMesh(DEVICE, [1, 2], axis_names=("b",))]
+        meshes = [
+            sm.init_device_mesh(DEVICE, (4,), axis_names=("a",)),
+            sm.DeviceMesh(DEVICE, [1, 2], axis_names=("b",)),
+        ]
         places = [(meshes[0], P("a")), (meshes[1], P(None, "b"))]
-        grads_here = [*(sm.distribute_tensor(g, *at, src_data_rank=None) for g, at in zip(grads, places, strict=False)), grads[2]]
+        grads_here = [
+            *(
+                sm.distribute_tensor(g, *at, src_data_rank=None)
+                for g, at in zip(grads, places, strict=False)
+            ),
+            grads[2],
+        ]
         params = [nn.Parameter(torch.zeros_like(g)) for g in grads_here]
         for p, g in zip(params, grads_here, strict=True):
             p.grad = g.clone()
@@ -225,7 +285,10 @@ def test_several_meshes_and_plain_matrices():
             Muon(params, 0.1).step()
         for p, q in zip(params, plain, strict=True):
             if not isinstance(p, sm.ShardedTensor) or p.mesh.coordinate is not None:
-                assert torch.equal(p.detach().full_tensor() if isinstance(p, sm.ShardedTensor) else p.detach(), q.detach())
+                assert torch.equal(
+                    p.detach().full_tensor() if isinstance(p, sm.ShardedTensor) else p.detach(),
+                    q.detach(),
+                )
         return len(records)
 
     assert sm.simulate(4)(program)() == [2, 4, 4, 2]
@@ -236,7 +299,10 @@ def test_schedulers_closures_state_and_frozen_parameters(mesh):
     model = placed(mesh, PLACES["tp and fsdp"])
     model.up.requires_grad_(False)
     optimizer = Muon(model.named_parameters(), lr=0.4, adamw=["embed"], adamw_lr=0.2)
-    assert [(g["algorithm"], g["param_names"]) for g in optimizer.param_groups] == [("muon", ["up", "down"]), ("adamw", ["embed", "norm"])]
+    assert [(g["algorithm"], g["param_names"]) for g in optimizer.param_groups] == [
+        ("muon", ["up", "down"]),
+        ("adamw", ["embed", "norm"]),
+    ]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     x = sm.distribute_tensor(data(0), mesh, P("a"), src_data_rank=None)
 
@@ -275,7 +341,10 @@ def test_errors():
     vector = nn.Parameter(torch.zeros(3))
     for make, said in [
         (lambda: Muon([{"params": [vector], "algorithm": "muon"}]), "shape [3]"),
-        (lambda: Muon([("w", vector)], adamw=["embed*"]), "no parameter matches ['embed*']; the names are ['w']"),
+        (
+            lambda: Muon([("w", vector)], adamw=["embed*"]),
+            "no parameter matches ['embed*']; the names are ['w']",
+        ),
         (lambda: Muon([vector], adamw=["embed*"]), "model.named_parameters()"),
         (lambda: Muon([{"params": [vector], "algorithm": "sgd"}]), "'muon' or 'adamw', got 'sgd'"),
         (lambda: Muon([vector], lr=-1), "Muon(lr=-1)"),
@@ -300,7 +369,9 @@ def test_newton_schulz_makes_singular_values_about_one(shape):
 def _on_processes():
     mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
     model = placed(mesh, PLACES["tp and fsdp"])
-    optimizer = Muon(model.named_parameters(), 0.02, ns_dtype=torch.float64, adamw="embed", adamw_lr=0.003)
+    optimizer = Muon(
+        model.named_parameters(), 0.02, ns_dtype=torch.float64, adamw="embed", adamw_lr=0.003
+    )
     return [train_step(model, optimizer, mesh, step)[0] for step in range(5)]
 
 

@@ -53,25 +53,37 @@ def step(params, shapes, specs, **options):
     for number in range(1, STEPS + 1):
         for p, shape, spec in zip(params, shapes, specs, strict=True):
             grad = drawn(shape, number)
-            p.grad = grad if spec is None else sm.distribute_tensor(grad, p.mesh, spec, src_data_rank=None)
+            p.grad = (
+                grad
+                if spec is None
+                else sm.distribute_tensor(grad, p.mesh, spec, src_data_rank=None)
+            )
         optimizer.step()
-    return [p.detach() if spec is None else p.full_tensor().detach() for p, spec in zip(params, specs, strict=True)]
+    return [
+        p.detach() if spec is None else p.full_tensor().detach()
+        for p, spec in zip(params, specs, strict=True)
+    ]
 
 
-@pytest.mark.parametrize("options", [{}, {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}], ids=["default", "rms"])
+@pytest.mark.parametrize(
+    "options", [{}, {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}], ids=["default", "rms"]
+)
 def test_each_matrix_is_stepped_as_by_torch(options):
     shapes, specs = zip(*STACKS.values(), strict=True)
 
     def program(mesh):
         params = [
-            sm.distribute_tensor(drawn(shape, 0), mesh, spec, src_data_rank=None).requires_grad_() for shape, spec in STACKS.values()
+            sm.distribute_tensor(drawn(shape, 0), mesh, spec, src_data_rank=None).requires_grad_()
+            for shape, spec in STACKS.values()
         ]
         return step(params, shapes, specs, **options)
 
     expected = [stepped_by_torch(shape, each_of_stack, **options) for shape in shapes]
     for found in on_mesh((4,), program):
         for name, x, y in zip(STACKS, found, expected, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                x, y, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def test_plain_stacks_are_stepped_matrix_by_matrix():
@@ -86,8 +98,14 @@ def test_flattened_weights_of_convolutions_are_one_matrix(spec):
     expected = stepped_by_torch(shape, lambda x: [x.flatten(1)])
 
     def program(mesh):
-        p = drawn(shape, 0) if spec is None else sm.distribute_tensor(drawn(shape, 0), mesh, spec, src_data_rank=None)
-        return step([nn.Parameter(p) if spec is None else p.requires_grad_()], [shape], [spec], flatten=True)[0]
+        p = (
+            drawn(shape, 0)
+            if spec is None
+            else sm.distribute_tensor(drawn(shape, 0), mesh, spec, src_data_rank=None)
+        )
+        return step(
+            [nn.Parameter(p) if spec is None else p.requires_grad_()], [shape], [spec], flatten=True
+        )[0]
 
     for found in on_mesh((2, 2), program):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -95,7 +113,13 @@ def test_flattened_weights_of_convolutions_are_one_matrix(spec):
 
 @pytest.mark.parametrize(
     ("mesh_shape", "spec", "most"),
-    [((4,), P("a"), 4), ((4,), P(None, "a"), 4), ((4,), P(), 4), ((2, 2), P("a"), 4), ((2, 2), P("a", "b"), 4)],
+    [
+        ((4,), P("a"), 4),
+        ((4,), P(None, "a"), 4),
+        ((4,), P(), 4),
+        ((2, 2), P("a"), 4),
+        ((2, 2), P("a", "b"), 4),
+    ],
     ids=["experts", "rows", "replicated", "experts and replicas", "experts and rows"],
 )
 def test_owners_share_the_matrices_of_a_stack(mesh_shape, spec, most, monkeypatch):
@@ -110,7 +134,9 @@ def test_owners_share_the_matrices_of_a_stack(mesh_shape, spec, most, monkeypatc
     monkeypatch.setattr(muon, "_orthogonal", counted)
 
     def program(mesh):
-        p = sm.distribute_tensor(drawn((16, 8, 4), 0), mesh, spec, src_data_rank=None).requires_grad_()
+        p = sm.distribute_tensor(
+            drawn((16, 8, 4), 0), mesh, spec, src_data_rank=None
+        ).requires_grad_()
         p.grad = torch.ones_like(p.detach())
         sm.optim.Muon([p]).step()
 
@@ -130,7 +156,10 @@ def test_experts_that_stay_on_their_rank_are_not_moved(mesh):
 def test_shampoo_leaves_stacks_to_adamw():
     p, matrix = nn.Parameter(torch.ones(2, 3, 4)), nn.Parameter(torch.ones(3, 4))
     groups = sm.optim.Shampoo([p, matrix]).param_groups
-    assert [(group["algorithm"], len(group["params"])) for group in groups] == [("shampoo", 1), ("adamw", 1)]
+    assert [(group["algorithm"], len(group["params"])) for group in groups] == [
+        ("shampoo", 1),
+        ("adamw", 1),
+    ]
     with pytest.raises(ValueError, match="is not a real matrix;"):
         sm.optim.Shampoo([{"params": [p], "algorithm": "shampoo"}])
     with pytest.raises(ValueError, match="is not a real matrix or a stack of them"):

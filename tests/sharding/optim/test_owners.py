@@ -28,7 +28,9 @@ def test_owners_have_balanced_work(works, ranks):
     """Within Graham's bound: the average and one unit more at most."""
     units = [MatrixUnit(i, ((0, 4), (0, 4)), w) for i, w in enumerate(works)]
     owner = assign(units, [[None] * ranks for _ in works])
-    loads = [sum(w for w, o in zip(works, owner, strict=True) if o == rank) for rank in range(ranks)]
+    loads = [
+        sum(w for w, o in zip(works, owner, strict=True) if o == rank) for rank in range(ranks)
+    ]
     assert max(loads) <= sum(works) / ranks + max(works) * (1 - 1 / ranks) + 1e-9
 
 
@@ -48,11 +50,17 @@ def test_round_trip_from_any_layouts(data):
     mesh_shape = data.draw(st.sampled_from([(4,), (2, 2), (3, 2)]))
     abstract = sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)])
     specs = [data.draw(ragged_specs(abstract, shape, kinds=())) for shape in SHAPES]
-    plain = [torch.arange(math.prod(shape), dtype=torch.float64, device=DEVICE).view(shape) for shape in SHAPES]
+    plain = [
+        torch.arange(math.prod(shape), dtype=torch.float64, device=DEVICE).view(shape)
+        for shape in SHAPES
+    ]
     units = matrix_units(SHAPES, [False] * len(SHAPES), work)
 
     def program(mesh):
-        placed = [sm.distribute_tensor(x, mesh, spec, src_data_rank=None) for x, spec in zip(plain, specs, strict=True)]
+        placed = [
+            sm.distribute_tensor(x, mesh, spec, src_data_rank=None)
+            for x, spec in zip(plain, specs, strict=True)
+        ]
         owners = owners_of(tuple(sm.typeof(x) for x in placed), units, torch.float64)
         with sm.debug.comm_budget(launches=1) as there:
             wholes = owners.gather([x._local for x in placed])
@@ -76,9 +84,15 @@ def test_round_trip_from_any_layouts(data):
 
 def test_matrices_already_at_their_owner_are_not_moved():
     def program(mesh):
-        specs = [P("a", sizes={"a": tuple(6 * (r == owner) for r in range(4))}) for owner in (2, 0, 0)]
+        specs = [
+            P("a", sizes={"a": tuple(6 * (r == owner) for r in range(4))}) for owner in (2, 0, 0)
+        ]
         placed = [sm.zeros((6, 2), mesh, spec) for spec in specs]
-        owners = owners_of(tuple(sm.typeof(x) for x in placed), matrix_units([(6, 2)] * 3, [False] * 3, work), torch.float32)
+        owners = owners_of(
+            tuple(sm.typeof(x) for x in placed),
+            matrix_units([(6, 2)] * 3, [False] * 3, work),
+            torch.float32,
+        )
         with sm.debug.comm_budget(launches=0):
             wholes = owners.gather([x._local for x in placed])
             owners.scatter(wholes, [x._local for x in placed])
@@ -105,7 +119,9 @@ def test_the_layout_at_an_owner_on_a_mesh_of_ranks_in_another_order():
 
 def test_blocks_of_a_matrix_have_separate_owners():
     x = torch.arange(42.0, device=DEVICE).view(6, 7)
-    units = tuple(MatrixUnit(0, ((a, b), (c, d)), 1) for a, b in ((0, 4), (4, 6)) for c, d in ((0, 3), (3, 7)))
+    units = tuple(
+        MatrixUnit(0, ((a, b), (c, d)), 1) for a, b in ((0, 4), (4, 6)) for c, d in ((0, 3), (3, 7))
+    )
 
     def program(mesh):
         placed = sm.distribute_tensor(x, mesh, P("a", sizes={"a": (1, 0, 5)}), src_data_rank=None)

@@ -22,10 +22,30 @@ STEPS = 20
 class Reference:
     """Algorithm 1 of the paper, on whole matrices cut into blocks; roots by singular values. AdamW is torch's."""
 
-    def __init__(self, model, lr, momentum=0.0, weight_decay=0.0, epsilon=1e-4, update_freq=1, block_size=1024):
+    def __init__(
+        self,
+        model,
+        lr,
+        momentum=0.0,
+        weight_decay=0.0,
+        epsilon=1e-4,
+        update_freq=1,
+        block_size=1024,
+    ):
         self.matrices = [model.up, model.down]
-        self.lr, self.momentum, self.decay, self.every, self.size = lr, momentum, weight_decay, update_freq, block_size
-        self.epsilon, self.time, self.kept, self.buffers = epsilon, 0, {}, [torch.zeros_like(p) for p in self.matrices]
+        self.lr, self.momentum, self.decay, self.every, self.size = (
+            lr,
+            momentum,
+            weight_decay,
+            update_freq,
+            block_size,
+        )
+        self.epsilon, self.time, self.kept, self.buffers = (
+            epsilon,
+            0,
+            {},
+            [torch.zeros_like(p) for p in self.matrices],
+        )
         self.adamw = torch.optim.AdamW([model.embed, model.norm], 0.003, weight_decay=weight_decay)
 
     def root(self, x):
@@ -33,7 +53,9 @@ class Reference:
         return u @ torch.diag(s**-0.25) @ u.T
 
     def direction(self, key, g):
-        left, right, roots = self.kept.get(key, (self.epsilon * torch.eye(len(g)), self.epsilon * torch.eye(g.shape[1]), None))
+        left, right, roots = self.kept.get(
+            key, (self.epsilon * torch.eye(len(g)), self.epsilon * torch.eye(g.shape[1]), None)
+        )
         left, right = left.to(g) + g @ g.T, right.to(g) + g.T @ g
         if self.time % self.every == 0:
             roots = self.root(left), self.root(right)
@@ -46,7 +68,9 @@ class Reference:
             found, k = torch.zeros_like(p), self.size
             for a in range(0, p.shape[0], k):
                 for b in range(0, p.shape[1], k):
-                    found[a : a + k, b : b + k] = self.direction((i, a, b), p.grad[a : a + k, b : b + k])
+                    found[a : a + k, b : b + k] = self.direction(
+                        (i, a, b), p.grad[a : a + k, b : b + k]
+                    )
             self.buffers[i] = self.momentum * self.buffers[i] + found
             p.copy_(p - self.lr * self.decay * p - self.lr * self.buffers[i])
         self.time += 1
@@ -82,10 +106,14 @@ def test_equals_the_reference_over_20_steps(where, options):
     def program(mesh):
         mine = placed(mesh, PLACES[where])
         optimizer = Shampoo(mine.named_parameters(), 0.02, adamw="embed", adamw_lr=0.003, **options)
-        losses = train(mine, optimizer, lambda x: sm.distribute_tensor(x, mesh, P("a"), src_data_rank=None))
+        losses = train(
+            mine, optimizer, lambda x: sm.distribute_tensor(x, mesh, P("a"), src_data_rank=None)
+        )
         assert losses == pytest.approx(expected, rel=1e-9)
         for name, p in model.named_parameters():
-            torch.testing.assert_close(mine.get_parameter(name).detach().full_tensor(), p.detach(), rtol=1e-8, atol=1e-9)
+            torch.testing.assert_close(
+                mine.get_parameter(name).detach().full_tensor(), p.detach(), rtol=1e-8, atol=1e-9
+            )
 
     on_mesh(MESHES[where], program)
 
@@ -94,7 +122,9 @@ def test_plain_parameters():
     model, mine = MuonModel(), MuonModel()
     options = {"block_size": 4, "update_freq": 2, "momentum": 0.5}
     optimizer = Shampoo(mine.named_parameters(), 0.02, adamw="embed", adamw_lr=0.003, **options)
-    assert train(mine, optimizer) == pytest.approx(train(model, Reference(model, 0.02, **options)), rel=1e-9)
+    assert train(mine, optimizer) == pytest.approx(
+        train(model, Reference(model, 0.02, **options)), rel=1e-9
+    )
 
 
 def test_two_collectives_and_memory_per_rank():
@@ -109,7 +139,12 @@ def test_two_collectives_and_memory_per_rank():
             with sm.debug.comm_budget(launches=2) as used:
                 optimizer.step()
             assert used.by_op == {"all_to_all": (2, 2 * 3 * 8 * 6 * 4 // 4)}
-        return sum(x._local.numel() for p in params for name, x in optimizer.state[p].items() if name != "step")
+        return sum(
+            x._local.numel()
+            for p in params
+            for name, x in optimizer.state[p].items()
+            if name != "step"
+        )
 
     assert on_mesh((4,), program) == [8 * 8 + 6 * 6] * 4
 
@@ -117,7 +152,13 @@ def test_two_collectives_and_memory_per_rank():
 @pytest.mark.parametrize("other", PLACES)
 def test_resumes_from_its_state_with_other_owners(other):
     """Saved in the middle from one layout, loaded into another, between two computations of roots."""
-    options = {"block_size": 5, "update_freq": 4, "momentum": 0.9, "adamw": ["embed"], "adamw_lr": 0.003}
+    options = {
+        "block_size": 5,
+        "update_freq": 4,
+        "momentum": 0.9,
+        "adamw": ["embed"],
+        "adamw_lr": 0.003,
+    }
     model = MuonModel()
     expected = train(model, Shampoo(model.named_parameters(), 0.02, **options))
 
@@ -136,7 +177,9 @@ def test_resumes_from_its_state_with_other_owners(other):
         state = copy.copy(optimizer.state_dict())
         for p, (index, kept) in zip(optimizer.state, list(state["state"].items()), strict=True):
             target = two.get_parameter(next(name for name, q in one.named_parameters() if q is p))
-            state["state"][index] = {n: x.redistribute(target.spec) if x.shape == p.shape else x for n, x in kept.items()}
+            state["state"][index] = {
+                n: x.redistribute(target.spec) if x.shape == p.shape else x for n, x in kept.items()
+            }
         loaded = Shampoo(two.named_parameters(), 9.0, **options)
         loaded.load_state_dict(state)
         assert train(two, loaded, put, range(10, STEPS)) == pytest.approx(expected[10:], rel=1e-9)
@@ -167,7 +210,11 @@ def test_errors():
     text = same_error((2,), pending, ValueError)
     assert "Shampoo.step: param_groups[0]['params'][0].grad is f32[4, 2]" in text
     w = nn.Parameter(torch.zeros(2, 2))
-    for options, said in [({"lr": -1.0}, "lr=-1.0"), ({"update_freq": 0}, "update_freq=0"), ({"block_size": 0}, "block_size=0")]:
+    for options, said in [
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"update_freq": 0}, "update_freq=0"),
+        ({"block_size": 0}, "block_size=0"),
+    ]:
         with pytest.raises(ValueError, match=said):
             Shampoo([w], **options)
 
@@ -175,7 +222,11 @@ def test_errors():
 def test_blocks_and_roots():
     assert list(blocks((5, 3), 3)) == [((0, 3), (0, 3)), ((3, 5), (0, 3))]
     assert list(blocks((0, 3), 3)) == []
-    x = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    x = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(
+        DEVICE
+    )
     x = x @ x.T + 0.1 * torch.eye(5, dtype=torch.float64, device=DEVICE)
     root = inverse_fourth_root(x, 1e-4)
-    torch.testing.assert_close(torch.linalg.matrix_power(root, 4) @ x, torch.eye(5, dtype=torch.float64, device=DEVICE))
+    torch.testing.assert_close(
+        torch.linalg.matrix_power(root, 4) @ x, torch.eye(5, dtype=torch.float64, device=DEVICE)
+    )

@@ -25,7 +25,11 @@ from tests.sharding.ranks import collectives
 
 Used = dict[str, tuple[int, int]]  # by collective: calls, and bytes that a rank receives
 
-STEPS, BATCHES, S = 20, 3, 5  # another batch in each of three steps; sequences are odd, so uneven over tp
+STEPS, BATCHES, S = (
+    20,
+    3,
+    5,
+)  # another batch in each of three steps; sequences are odd, so uneven over tp
 EVEN = Config()
 UNEVEN = Config(vocabulary=13, d=10, heads=3, f=15, bias=True)
 
@@ -70,14 +74,18 @@ class Composition:
 
     def __str__(self) -> str:
         sizes = "even" if self.config == EVEN else "uneven"
-        return "-".join([self.form, self.tp or "alone", self.inputs, sizes, "x".join(map(str, self.shape))])
+        return "-".join(
+            [self.form, self.tp or "alone", self.inputs, sizes, "x".join(map(str, self.shape))]
+        )
 
 
 # -- making it ---------------------------------------------------------------------------------------------------------
 
 Split = Callable[..., Any]
 
-FORMS: dict[str, Callable[[tuple[str, ...]], dict[str, Any]]] = {  # from the data axes to what `data_parallel` is told
+FORMS: dict[
+    str, Callable[[tuple[str, ...]], dict[str, Any]]
+] = {  # from the data axes to what `data_parallel` is told
     "ddp": lambda _: {},
     "zero1": lambda axes: {"optimizer": axes},
     "zero2": lambda axes: {"optimizer": axes, "gradient": axes},
@@ -87,7 +95,9 @@ FORMS: dict[str, Callable[[tuple[str, ...]], dict[str, Any]]] = {  # from the da
 }
 
 
-def split(model: nn.Module, mesh: sm.DeviceMesh, form: str, axes: tuple[str, ...], **options: Any) -> nn.Module:
+def split(
+    model: nn.Module, mesh: sm.DeviceMesh, form: str, axes: tuple[str, ...], **options: Any
+) -> nn.Module:
     said = FORMS[form](axes)
     layer: Split = fully_shard if "axes" in said else data_parallel
     return layer(model, mesh, units=TransformerBlock, src_data_rank=None, **said, **options)
@@ -97,7 +107,12 @@ def made(case: Composition, mesh: sm.DeviceMesh, **options: Any) -> SmallGPT:
     """Return the model, parallelized for the case; `options` are those of data parallelism."""
     model = gpt(case.config).to(DEVICE)
     if case.tp and case.inputs == "global":
-        parallelize(model, mesh, megatron(case.config, SPLIT if case.tp == "sp" else P()), src_data_rank=None)
+        parallelize(
+            model,
+            mesh,
+            megatron(case.config, SPLIT if case.tp == "sp" else P()),
+            src_data_rank=None,
+        )
     elif case.tp:
         sm.compat.parallelize_module(model, mesh["tp"], torch_plan(case.tp), src_data_rank=None)
     return split(model, mesh, case.form, case.data, **options)  # type: ignore[return-value]
@@ -122,7 +137,9 @@ def torch_plan(tp: str) -> dict[str, Any]:
         "norm": sm.compat.SequenceParallel(),
         "layers.*.*_layernorm": sm.compat.SequenceParallel(),
         "layers.*.self_attn": sm.compat.PrepareModuleInput(**whole),
-        "layers.*.mlp": sm.compat.PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate()),
+        "layers.*.mlp": sm.compat.PrepareModuleInput(
+            input_layouts=stream, desired_input_layouts=Replicate()
+        ),
     }
 
 
@@ -173,7 +190,9 @@ def stepped(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
     return whole(loss)
 
 
-def train(case: Composition, mesh: sm.DeviceMesh, model: nn.Module) -> tuple[Tensor, list[Used], dict[str, int]]:
+def train(
+    case: Composition, mesh: sm.DeviceMesh, model: nn.Module
+) -> tuple[Tensor, list[Used], dict[str, int]]:
     """Return the losses, the communication of each step's forward and backward, and the rank's position."""
     optimizer, losses, all_used = adamw(model), [], []
     for step in range(STEPS):
@@ -184,7 +203,11 @@ def train(case: Composition, mesh: sm.DeviceMesh, model: nn.Module) -> tuple[Ten
         optimizer.step()
         optimizer.zero_grad()
         losses.append(whole(loss))
-    return torch.stack(losses), all_used, dict(zip(mesh.axis_names, mesh.coordinate or (), strict=True))
+    return (
+        torch.stack(losses),
+        all_used,
+        dict(zip(mesh.axis_names, mesh.coordinate or (), strict=True)),
+    )
 
 
 def by_one_process(case: Composition) -> Tensor:

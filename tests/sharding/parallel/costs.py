@@ -48,8 +48,19 @@ def chunk(size: int, parts: int, part: int) -> int:
 class StepCosts:
     """The costs of a composition on one rank."""
 
-    def __init__(self, case: Composition, coordinate: dict[str, int], param_bytes: int = 8, sum_bytes: int = 8) -> None:
-        self.case, self.coordinate, self.param_bytes, self.sum_bytes = case, coordinate, param_bytes, sum_bytes
+    def __init__(
+        self,
+        case: Composition,
+        coordinate: dict[str, int],
+        param_bytes: int = 8,
+        sum_bytes: int = 8,
+    ) -> None:
+        self.case, self.coordinate, self.param_bytes, self.sum_bytes = (
+            case,
+            coordinate,
+            param_bytes,
+            sum_bytes,
+        )
         self.tp = case.sizes.get("tp", 1)
         self.units = list(self._units(case.config))
 
@@ -93,7 +104,9 @@ class StepCosts:
     def shards(self) -> tuple[str, ...]:
         """Return the axes over which the optimizer's state is sharded, major to minor."""
         data = self.case.data
-        return {"ddp": (), "hsdp": data[-1:], "hybrid": (*data[-1:], *data[:-1])}.get(self.case.form, data)
+        return {"ddp": (), "hsdp": data[-1:], "hybrid": (*data[-1:], *data[:-1])}.get(
+            self.case.form, data
+        )
 
     @property
     def part(self) -> int:
@@ -115,15 +128,22 @@ class StepCosts:
 
     def gathered(self, micro_batches: int = 1) -> list[int]:
         """Return the bytes of each all_gather of parameters: all once per step, or of blocks twice per micro-batch."""
-        n, pieces = self.size(*self.shards), [layout.piece * self.param_bytes for layout in self.layouts()]
+        n, pieces = (
+            self.size(*self.shards),
+            [layout.piece * self.param_bytes for layout in self.layouts()],
+        )
         form, root, blocks = self.case.form, pieces[0], pieces[1:]
         if form in ("zero1", "zero2"):
             return [(n - 1) * piece for piece in pieces]
         if form == "ddp":
             return []
-        kept = self.size(self.shards[0]) if form == "hybrid" else n  # over so many ranks parameters stay split between steps
+        kept = (
+            self.size(self.shards[0]) if form == "hybrid" else n
+        )  # over so many ranks parameters stay split between steps
         once = [(n // kept - 1) * piece for piece in pieces]
-        return once + micro_batches * [(kept - 1) * (n // kept) * piece for piece in (root, *blocks, *blocks)]
+        return once + micro_batches * [
+            (kept - 1) * (n // kept) * piece for piece in (root, *blocks, *blocks)
+        ]
 
     def summed(self, micro_batches: int = 1) -> list[int]:
         """Return the bytes of each reduce_scatter of gradients."""
@@ -137,10 +157,15 @@ class StepCosts:
         With DDP the blocks, which are small, are summed together, where one number of copies is all that they have.
         """
         outermost, *blocks = self._held()
-        if self.case.form == "ddp" and len(kinds := {copies for block in blocks for copies in block}) == 1:
+        if (
+            self.case.form == "ddp"
+            and len(kinds := {copies for block in blocks for copies in block}) == 1
+        ):
             blocks = [{copies: sum(block[copies] for block in blocks) for copies in kinds}]
         for found in (outermost, *blocks):
-            yield from ((copies, 2 * (copies - 1) * held // copies) for copies, held in found.items())
+            yield from (
+                (copies, 2 * (copies - 1) * held // copies) for copies, held in found.items()
+            )
 
     def _held(self) -> Iterator[dict[int, int]]:
         """Return the bytes of stored gradients per unit, by their number of copies if there are several."""
@@ -167,7 +192,9 @@ class StepCosts:
         times, whole = 2 * self.case.config.layers + 1, self.tokens_here() * self.case.config.d * 8
         if self.case.tp == "tp":
             return {"all_reduce": (2 * times, 2 * times * 2 * (self.tp - 1) * whole // self.tp)}
-        mine = whole // S * chunk(S, self.tp, self.coordinate["tp"])  # uneven: exchanges take the places of both collectives
+        mine = (
+            whole // S * chunk(S, self.tp, self.coordinate["tp"])
+        )  # uneven: exchanges take the places of both collectives
         return {"all_to_all": (4 * times, 2 * times * (whole - mine + (self.tp - 1) * mine))}
 
     def with_torch_styles(self, first: bool) -> Used:
@@ -178,13 +205,19 @@ class StepCosts:
         sp: the sums are scattered along the sequence, and gathered before attention, the MLP and the head, when ranks have told each other
             how long their parts are, which are uneven; backward the other way.
         """
-        n, layers, whole = self.tp, self.case.config.layers, self.tokens_here() * self.case.config.d * 8
+        n, layers, whole = (
+            self.tp,
+            self.case.config.layers,
+            self.tokens_here() * self.case.config.d * 8,
+        )
         sums = 2 * layers + 1
         outputs = sums + 1 if self.case.tp == "tp" else 1
         checks = {"all_reduce": (outputs, outputs * 19 * _scalar(n))} if first else {}
         if self.case.tp == "tp":
             times = sums + (5 * layers + 1)
-            return plus(self._logits(), {"all_reduce": (times, times * 2 * (n - 1) * whole // n)}, checks)
+            return plus(
+                self._logits(), {"all_reduce": (times, times * 2 * (n - 1) * whole // n)}, checks
+            )
         lengths = {"all_gather_object": (sums, sums * (n - 1) * SHAPE)}
         return plus(self._logits(), self.activations(), lengths, checks)
 
@@ -230,7 +263,11 @@ def of_data(costs: StepCosts, micro_batches: int = 0) -> Used:
     copies: dict[int, list[int]] = {}
     for number, received in costs.reduced():
         copies.setdefault(number, []).append(received)
-    reduced = [sum(one) for one in copies.values()] if micro_batches else [x for one in copies.values() for x in one]
+    reduced = (
+        [sum(one) for one in copies.values()]
+        if micro_batches
+        else [x for one in copies.values() for x in one]
+    )
     return plus(
         collective("all_gather", costs.gathered(micro_batches or 1)),
         collective("reduce_scatter", costs.summed(micro_batches or 1)),

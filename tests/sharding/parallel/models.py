@@ -63,7 +63,9 @@ class RotaryAttention(nn.Module):
 
 def rotary_tables(config: Config) -> Rotary:
     """Return cosines and sines by position (Su et al. 2021, arXiv:2104.09864)."""
-    rates = 10_000.0 ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
+    rates = 10_000.0 ** (
+        -torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    )
     angles_pe = torch.outer(torch.arange(config.positions, dtype=torch.float64), rates).repeat(1, 2)
     return angles_pe.cos().to(config.dtype), angles_pe.sin().to(config.dtype)
 
@@ -145,14 +147,20 @@ def gpt(config: Config = Config(), seed: int = 0) -> SmallGPT:
     model, generator = SmallGPT(config), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64, device="cpu")
-            parameter.copy_(1 + drawn / 8 if parameter.ndim == 1 else drawn / parameter.shape[1] ** 0.5)
+            drawn = torch.randn(
+                parameter.shape, generator=generator, dtype=torch.float64, device="cpu"
+            )
+            parameter.copy_(
+                1 + drawn / 8 if parameter.ndim == 1 else drawn / parameter.shape[1] ** 0.5
+            )
     return model
 
 
 def tokens(b: int = 4, s: int = 8, vocabulary: int = 32, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return inputs and targets, each of shape [b, s]."""
-    drawn = torch.randint(0, vocabulary, (2, b, s), generator=torch.Generator().manual_seed(seed), device="cpu").to(DEVICE)
+    drawn = torch.randint(
+        0, vocabulary, (2, b, s), generator=torch.Generator().manual_seed(seed), device="cpu"
+    ).to(DEVICE)
     return drawn[0], drawn[1]
 
 

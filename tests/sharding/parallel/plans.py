@@ -8,7 +8,12 @@ import torch
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel.tensor.styles import colwise, rowwise, sequence_parallel, shard_params
+from shardmesh.sharding.parallel.tensor.styles import (
+    colwise,
+    rowwise,
+    sequence_parallel,
+    shard_params,
+)
 from tests.device import DEVICE, on_device
 from tests.sharding.parallel.models import gpt, loss_of, tokens
 
@@ -55,7 +60,9 @@ def check_equal(loss, model, reference):
     assert set(dict(model.named_parameters())) == set(reference[1])
     for name, parameter in model.named_parameters():
         assert sm.typeof(parameter.grad) is sm.typeof(parameter)
-        torch.testing.assert_close(parameter.grad.full_tensor(), reference[1][name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            parameter.grad.full_tensor(), reference[1][name], rtol=1e-12, atol=1e-12
+        )
 
 
 def on_axes(shape, names, program):

@@ -11,7 +11,15 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import Experts, context_parallel, data_parallel, fully_shard, top_k_routing
 from tests.device import DEVICE
-from tests.sharding.parallel.compositions import EVEN, STEPS, Composition, adamw, split, stepped, used
+from tests.sharding.parallel.compositions import (
+    EVEN,
+    STEPS,
+    Composition,
+    adamw,
+    split,
+    stepped,
+    used,
+)
 from tests.sharding.parallel.costs import StepCosts, of_data, plus
 from tests.sharding.parallel.models import Config, gpt, tokens
 from tests.sharding.parallel.plans import on_axes
@@ -37,7 +45,10 @@ def _loss(logits_bsv, targets_bs):
 
 
 def _split_by_sequence(model, mesh, step, config, s):
-    placed = [sm.device_put(x, mesh, P("fsdp", "cp"), src_data_rank=None) for x in tokens(B, s, config.vocabulary, seed=step % 3)]
+    placed = [
+        sm.device_put(x, mesh, P("fsdp", "cp"), src_data_rank=None)
+        for x in tokens(B, s, config.vocabulary, seed=step % 3)
+    ]
     return _loss(model(placed[0]), placed[1])
 
 
@@ -56,7 +67,9 @@ def test_fsdp_and_context_parallelism(method, axes, config, s):
     def program(mesh):
         model = split(gpt(config).to(DEVICE), mesh, "fsdp", axes)
         with context_parallel("cp", method=method):
-            return losses_of(model, lambda model, step: _split_by_sequence(model, mesh, step, config, s))
+            return losses_of(
+                model, lambda model, step: _split_by_sequence(model, mesh, step, config, s)
+            )
 
     def alone(model, step):
         inputs, targets = tokens(B, s, config.vocabulary, seed=step % 3)
@@ -65,10 +78,16 @@ def test_fsdp_and_context_parallelism(method, axes, config, s):
     close(on_axes((2, 2), ("fsdp", "cp"), program), losses_of(gpt(config).to(DEVICE), alone))
 
 
-PART = B // 2 * EVEN.heads * S // 2 * EVEN.head_dim * 8  # bytes of a rank's part of q, k, v or the output
+PART = (
+    B // 2 * EVEN.heads * S // 2 * EVEN.head_dim * 8
+)  # bytes of a rank's part of q, k, v or the output
 ATTENTION = {  # forward and backward of a layer on 2 ranks of "cp"
-    "ring": {"permute": (3, 3 * 2 * PART)},  # keys and values come; in backward again, and their gradients
-    "all_to_all": {"all_to_all": (4, 2 * 4 * PART // 2)},  # half of q, k and v comes, half of the output, and of their gradients
+    "ring": {
+        "permute": (3, 3 * 2 * PART)
+    },  # keys and values come; in backward again, and their gradients
+    "all_to_all": {
+        "all_to_all": (4, 2 * 4 * PART // 2)
+    },  # half of q, k and v comes, half of the output, and of their gradients
 }
 COUNT_OF_TARGETS = {"all_reduce": (1, 2 * 3 * 8 // 4)}
 
@@ -99,7 +118,11 @@ class Mixture(nn.Module):
         self.embed = nn.Embedding(11, d, dtype=torch.float64)
         self.router = nn.Linear(d, count, bias=False, dtype=torch.float64)
         self.experts: nn.Module = nn.ModuleList(
-            nn.Sequential(nn.Linear(d, f, dtype=torch.float64), nn.Tanh(), nn.Linear(f, d, bias=False, dtype=torch.float64))
+            nn.Sequential(
+                nn.Linear(d, f, dtype=torch.float64),
+                nn.Tanh(),
+                nn.Linear(f, d, bias=False, dtype=torch.float64),
+            )
             for _ in range(count)
         )
         self.head = nn.Linear(d, 11, dtype=torch.float64)
@@ -113,7 +136,9 @@ class Mixture(nn.Module):
         if isinstance(self.experts, Experts):
             return self.experts(x_td, routing)
         made_ted = torch.stack([expert(x_td) for expert in self.experts], 1)
-        chosen = made_ted.gather(1, routing.experts[..., None].expand(*routing.experts.shape, x_td.shape[-1]))
+        chosen = made_ted.gather(
+            1, routing.experts[..., None].expand(*routing.experts.shape, x_td.shape[-1])
+        )
         return (chosen * routing.weights[..., None]).sum(1)
 
 
@@ -126,7 +151,9 @@ def _mixture():
 
 
 def _numbers(step, count):
-    drawn = torch.randint(0, 11, (2, count), generator=torch.Generator().manual_seed(step % 3), device="cpu").to(DEVICE)
+    drawn = torch.randint(
+        0, 11, (2, count), generator=torch.Generator().manual_seed(step % 3), device="cpu"
+    ).to(DEVICE)
     return drawn[0], drawn[1]
 
 
@@ -174,7 +201,9 @@ def test_data_and_expert_parallelism(form, inputs, where):
 def _split_mixture(model, mesh, form):
     if form == "fsdp":
         return fully_shard(model, mesh, axes="dp", units=Experts, src_data_rank=None)
-    return data_parallel(model, mesh, optimizer="dp" if form == "zero1" else (), units=Experts, src_data_rank=None)
+    return data_parallel(
+        model, mesh, optimizer="dp" if form == "zero1" else (), units=Experts, src_data_rank=None
+    )
 
 
 ROW = 6 * 8  # bytes of a token on its way

@@ -71,7 +71,11 @@ def _clipped_by_one_process(case):
     optimizer, found = adamw(model), []
     for step in range(STEPS):
         batches = (batch_of(case.config, case.b, MICRO * step + i) for i in range(MICRO))
-        found.append(_accumulated(optimizer, model, (loss_of(model(inputs), targets) for inputs, targets in batches)))
+        found.append(
+            _accumulated(
+                optimizer, model, (loss_of(model(inputs), targets) for inputs, targets in batches)
+            )
+        )
     return found
 
 
@@ -125,7 +129,9 @@ def test_float32():
 
 
 HALF = torch.bfloat16
-MIXED = sm.parallel.MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32, output_dtype=torch.float32)  # the logits, no block
+MIXED = sm.parallel.MixedPrecisionPolicy(
+    param_dtype=HALF, reduce_dtype=torch.float32, output_dtype=torch.float32
+)  # the logits, no block
 
 
 def _mixed_by_hand(case, ranks):
@@ -137,9 +143,13 @@ def _mixed_by_hand(case, ranks):
         parts = zip(*[x.chunk(ranks) for x in batch_of(case.config, case.b, step)], strict=True)
         losses, sums = [], {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         for inputs, targets in parts:
-            halves = {name: p.detach().to(HALF).requires_grad_() for name, p in model.named_parameters()}
+            halves = {
+                name: p.detach().to(HALF).requires_grad_() for name, p in model.named_parameters()
+            }
             losses.append(loss_of(functional_call(model, halves, (inputs,)).float(), targets))
-            for (name, _), grad in zip(halves.items(), torch.autograd.grad(losses[-1], list(halves.values())), strict=True):
+            for (name, _), grad in zip(
+                halves.items(), torch.autograd.grad(losses[-1], list(halves.values())), strict=True
+            ):
                 sums[name] += grad.float()
         for name, p in model.named_parameters():
             p.grad = sums[name] / ranks
@@ -149,7 +159,9 @@ def _mixed_by_hand(case, ranks):
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize(("form", "shape"), [("ddp", (4,)), ("zero1", (4,)), ("hsdp", (2, 2)), ("hybrid", (2, 2))])
+@pytest.mark.parametrize(
+    ("form", "shape"), [("ddp", (4,)), ("zero1", (4,)), ("hsdp", (2, 2)), ("hybrid", (2, 2))]
+)
 def test_mixed_precision_equals_manual_computation(form, shape):
     case = Composition(form, "", "plain", replace(EVEN, dtype=torch.float32), shape)
     case = replace(case, config=replace(case.config, vocabulary=31))
@@ -178,7 +190,9 @@ def test_bytes_of_mixed_precision(form, shape):
 
 def _muon(model):
     named = list(model.named_parameters())
-    return sm.optim.Muon(named, lr=0.02, adamw=["*embed*", "lm_head*"], adamw_lr=1e-2, ns_dtype=torch.float64)
+    return sm.optim.Muon(
+        named, lr=0.02, adamw=["*embed*", "lm_head*"], adamw_lr=1e-2, ns_dtype=torch.float64
+    )
 
 
 def _by_muon(model, losses):
@@ -211,8 +225,14 @@ def test_muon(case):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (Composition("fsdp", "tp", "global", UNEVEN, (2, 2)), Composition("zero1", "", "global", UNEVEN, (2, 1))),
-        (Composition("hsdp", "", "plain", EVEN, (2, 2)), Composition("fsdp", "sp", "global", EVEN, (2, 2))),
+        (
+            Composition("fsdp", "tp", "global", UNEVEN, (2, 2)),
+            Composition("zero1", "", "global", UNEVEN, (2, 1)),
+        ),
+        (
+            Composition("hsdp", "", "plain", EVEN, (2, 2)),
+            Composition("fsdp", "sp", "global", EVEN, (2, 2)),
+        ),
     ],
     ids=str,
 )
@@ -233,9 +253,16 @@ def test_another_composition_resumes_from_a_checkpoint(before, after, tmp_path):
     def second(mesh):
         model = made(after, mesh)
         optimizer = adamw(model)
-        sm.checkpoint.load_state_dict(model, sm.checkpoint.load(tmp_path, like=sm.checkpoint.state_dict(model, optimizer)), optimizer)
+        sm.checkpoint.load_state_dict(
+            model,
+            sm.checkpoint.load(tmp_path, like=sm.checkpoint.state_dict(model, optimizer)),
+            optimizer,
+        )
         return losses(after, mesh, model, optimizer, range(half, STEPS))
 
     assert before.b == after.b
-    found = [torch.stack(on(case, program)).mean(0) for case, program in ((before, first), (after, second))]
+    found = [
+        torch.stack(on(case, program)).mean(0)
+        for case, program in ((before, first), (after, second))
+    ]
     torch.testing.assert_close(torch.cat(found), by_one_process(before), rtol=1e-12, atol=0)

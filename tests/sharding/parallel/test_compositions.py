@@ -7,7 +7,16 @@ import torch
 
 import shardmesh as sm
 from tests.device import DEVICE
-from tests.sharding.parallel.compositions import EVEN, STEPS, UNEVEN, Composition, by_one_process, made, on, train
+from tests.sharding.parallel.compositions import (
+    EVEN,
+    STEPS,
+    UNEVEN,
+    Composition,
+    by_one_process,
+    made,
+    on,
+    train,
+)
 from tests.sharding.parallel.costs import StepCosts, expected, expected_of_plain
 from tests.sharding.parallel.models import Config
 
@@ -42,10 +51,18 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_twenty_steps(case):
     found = on(case, lambda mesh: train(case, mesh, made(case, mesh)))
-    torch.testing.assert_close(torch.stack([losses for losses, *_ in found]).mean(0), by_one_process(case), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        torch.stack([losses for losses, *_ in found]).mean(0),
+        by_one_process(case),
+        rtol=1e-12,
+        atol=0,
+    )
     for _, used, coordinate in found:
         costs = StepCosts(case, coordinate)
-        steps = [expected(costs) if case.inputs == "global" else expected_of_plain(costs, first=i == 0) for i in range(STEPS)]
+        steps = [
+            expected(costs) if case.inputs == "global" else expected_of_plain(costs, first=i == 0)
+            for i in range(STEPS)
+        ]
         assert used == steps, coordinate
 
 

@@ -76,7 +76,9 @@ def test_buffers_and_frozen_parameters():
 
 def test_unknown_parameter_lists_the_known_ones():
     mesh = sm.simulate(1)(lambda: sm.init_device_mesh(DEVICE, (1,)))()[0]
-    with pytest.raises(AttributeError, match=r"no parameter or buffer 'wieght'; it has \['weight', 'bias'\]"):
+    with pytest.raises(
+        AttributeError, match=r"no parameter or buffer 'wieght'; it has \['weight', 'bias'\]"
+    ):
         shard_parameter(nn.Linear(2, 2), "wieght", mesh)
 
 
@@ -87,7 +89,9 @@ def _language_model():
     return model
 
 
-@pytest.mark.parametrize("where", [{}, {"0": sm.P("tp")}, {"1": sm.P(None, "tp")}, {"0": sm.P("tp"), "1": sm.P("tp")}])
+@pytest.mark.parametrize(
+    "where", [{}, {"0": sm.P("tp")}, {"1": sm.P(None, "tp")}, {"0": sm.P("tp"), "1": sm.P("tp")}]
+)
 def test_tied_parameters_stay_tied(where):
     """Whichever name partition_fn shards, or none; the gradient is that of both uses."""
     tokens = torch.tensor([0, 1, 5, 1])
@@ -121,7 +125,10 @@ def test_conflicting_layouts_of_tied_parameters_raise():
             if name in specs:
                 shard_parameter(module, "weight", mesh, specs[name])
 
-        with pytest.raises(ValueError, match=r"\['weight', 'weight'\] share was sharded as .*P\('tp', None\).* and "):
+        with pytest.raises(
+            ValueError,
+            match=r"\['weight', 'weight'\] share was sharded as .*P\('tp', None\).* and ",
+        ):
             distribute_module(_language_model(), mesh, place)
 
     sm.simulate(2)(rank)()

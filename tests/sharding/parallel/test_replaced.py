@@ -35,7 +35,9 @@ REPLACING = {
     "units": lambda model, mesh: fully_shard(model, mesh, units=nn.Linear),
     "data_parallel": data_parallel,
     "parallelize": lambda model, mesh: parallelize(model, mesh, {"0": colwise(), "1": rowwise()}),
-    "parallelize_module": lambda model, mesh: sm.compat.parallelize_module(model, mesh, {"0": sm.compat.ColwiseParallel()}),
+    "parallelize_module": lambda model, mesh: sm.compat.parallelize_module(
+        model, mesh, {"0": sm.compat.ColwiseParallel()}
+    ),
     "distribute_module": _distribute,
     "shard_parameter": _shard_parameter,
 }
@@ -52,7 +54,10 @@ def test_optimizer_created_before_sharding_raises(replace):
         made = model()
         optimizer = torch.optim.AdamW(made.parameters())
         made = REPLACING[replace](made, mesh)
-        with pytest.raises(RuntimeError, match=r"AdamW.step\(\): parameter 0 of group 0, of shape \[6, 4\], is no longer in its module"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"AdamW.step\(\): parameter 0 of group 0, of shape \[6, 4\], is no longer in its module",
+        ):
             optimizer.step()
         torch.optim.AdamW(made.parameters()).step()
 

@@ -11,7 +11,13 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import Replicate, Shard, init_device_mesh
-from shardmesh.compat import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from shardmesh.compat import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from shardmesh.parallel import fully_shard
 from tests.device import DEVICE
 
@@ -61,7 +67,9 @@ def parallelize(model: Any, mesh: sm.DeviceMesh, whole_model: bool) -> nn.Module
         model = parallelize_module(model, tp, plan)
     for layer in model.layers.values():
         plan = {
-            "feed_forward": PrepareModuleInput(input_layouts=(outside,), desired_input_layouts=(Replicate(),)),
+            "feed_forward": PrepareModuleInput(
+                input_layouts=(outside,), desired_input_layouts=(Replicate(),)
+            ),
             "feed_forward.w1": ColwiseParallel(),
             "feed_forward.w2": RowwiseParallel(output_layouts=outside),
             "feed_forward.w3": ColwiseParallel(),
@@ -81,7 +89,9 @@ def test_training_equals_one_process(whole_model):
         plain.load_state_dict(model.state_dict())
         mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
         parallel = parallelize(model, mesh, whole_model)
-        optimizer, expected = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain))
+        optimizer, expected = (
+            torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)
+        )
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
             tokens = torch.randint(16, (4, 6), generator=generator)

@@ -25,7 +25,12 @@ from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched, on_mesh, same_error
 
 FEATURES, HIDDEN, CLASSES, RATE = 5, 6, 6, 0.5  # 6: to be split over 2 or 3 ranks
-WEIGHTS = {"w_up": (HIDDEN, FEATURES), "b_up": (HIDDEN,), "w_down": (CLASSES, HIDDEN), "b_down": (CLASSES,)}
+WEIGHTS = {
+    "w_up": (HIDDEN, FEATURES),
+    "b_up": (HIDDEN,),
+    "w_down": (CLASSES, HIDDEN),
+    "b_down": (CLASSES,),
+}
 
 # -- training, against one process that has all samples of a step --------------------------------------------------------
 
@@ -39,7 +44,9 @@ def feed_of(rows_of_places):
 
     def batch(rows):
         x = torch.randn(rows, FEATURES, generator=random, dtype=torch.float64, device="cpu")
-        return x.to(DEVICE), torch.randint(CLASSES, (rows,), generator=random, device="cpu").to(DEVICE)
+        return x.to(DEVICE), torch.randint(CLASSES, (rows,), generator=random, device="cpu").to(
+            DEVICE
+        )
 
     return [[batch(rows) for rows in place] for place in rows_of_places]
 
@@ -88,7 +95,12 @@ STORED = {
     "dp": {},
     "fsdp": dict.fromkeys(WEIGHTS, P("a")),
     "tp": {"w_up": P("b"), "b_up": P("b"), "w_down": P(None, "b")},
-    "fsdp and tp": {"w_up": P(("b", "a")), "b_up": P(("b", "a")), "w_down": P("a", "b"), "b_down": P("a")},
+    "fsdp and tp": {
+        "w_up": P(("b", "a")),
+        "b_up": P(("b", "a")),
+        "w_down": P("a", "b"),
+        "b_down": P("a"),
+    },
 }
 USED = {"w_up": P("b"), "b_up": P("b"), "w_down": P(None, "b")}  # of those with tp
 
@@ -125,20 +137,30 @@ def test_empty_batches_have_no_weight(how, rows):
 def train_in_parts(mesh, feed, how):
     """Train with plain tensors: each rank has its own loss, averaged over the ranks."""
     specs = {name: STORED[how].get(name, P()) for name in WEIGHTS}
-    weights = {name: sm.device_put(w, mesh, specs[name], src_data_rank=None) for name, w in first_weights().items()}
+    weights = {
+        name: sm.device_put(w, mesh, specs[name], src_data_rank=None)
+        for name, w in first_weights().items()
+    }
     total = (lambda x: sm.psum(x, "b")) if "tp" in how else (lambda x: x)
 
     @sm.shard_map(mesh=mesh, out_specs=(specs, P()))
     def step(weights, x, y, weight):
         def loss(weights):
-            whole = {n: sm.all_gather(w, "a", tiled=True) if specs[n] == P("a") else w for n, w in weights.items()}
-            return sm.pmean(F.cross_entropy(logits_of(whole, x, norm=False, total=total), y) * weight.sum(), "a")
+            whole = {
+                n: sm.all_gather(w, "a", tiled=True) if specs[n] == P("a") else w
+                for n, w in weights.items()
+            }
+            return sm.pmean(
+                F.cross_entropy(logits_of(whole, x, norm=False, total=total), y) * weight.sum(), "a"
+            )
 
         value, grads = sm.value_and_grad(loss)(weights)
         return {name: w - RATE * grads[name] for name, w in weights.items()}, value
 
     losses = []
-    for batch, weight in uneven_inputs(feed[mesh.get_local_rank("a")], mesh, axes="a", mode="shadow"):
+    for batch, weight in uneven_inputs(
+        feed[mesh.get_local_rank("a")], mesh, axes="a", mode="shadow"
+    ):
         parts = (*batch, torch.tensor([weight], dtype=torch.float64))
         parts = (sm.make_array_from_process_local_data(mesh, P("a"), part) for part in parts)
         weights, loss = step(weights, *parts)
@@ -161,7 +183,10 @@ def test_a_language_model_on_short_and_missing_batches():
     """The example's model on (fsdp=3, tp=2): attention, a tied embedding, tokens flattened from a batch with empty parts."""
     size = train_lm.SIZES["tiny"]
     random = torch.Generator().manual_seed(0)
-    feed = [[torch.randint(256, (rows, 9), generator=random) for rows in place] for place in ([2], [4, 1], [])]
+    feed = [
+        [torch.randint(256, (rows, 9), generator=random) for rows in place]
+        for place in ([2], [4, 1], [])
+    ]
 
     def train(batches, mesh):
         torch.manual_seed(0)
@@ -171,15 +196,23 @@ def test_a_language_model_on_short_and_missing_batches():
             distribute_module(model, mesh, train_lm.place_weights, src_data_rank=None)
         losses = []
         for batch in batches:
-            ids = batch if mesh is None else sm.make_array_from_process_local_data(mesh, P("fsdp"), batch)
-            loss = F.cross_entropy(model(ids[:, :-1]), reshard(ids[:, 1:].flatten(), train_lm.TOKENS))
+            ids = (
+                batch
+                if mesh is None
+                else sm.make_array_from_process_local_data(mesh, P("fsdp"), batch)
+            )
+            loss = F.cross_entropy(
+                model(ids[:, :-1]), reshard(ids[:, 1:].flatten(), train_lm.TOKENS)
+            )
             descend(dict(model.named_parameters()), loss)
             losses.append(loss.item())
         return losses, [train_lm.whole(p).detach() for p in model.parameters()]
 
     def rank():
         mesh = sm.init_device_mesh("cpu", (3, 2), axis_names=("fsdp", "tp"))
-        return train(uneven_inputs(feed[mesh.get_local_rank("fsdp")], mesh, axes="fsdp", mode="empty"), mesh)
+        return train(
+            uneven_inputs(feed[mesh.get_local_rank("fsdp")], mesh, axes="fsdp", mode="empty"), mesh
+        )
 
     expected = train([torch.cat([feed[0][0], feed[1][0]]), feed[1][1]], None)
     for found in sm.simulate(6)(rank)():
@@ -215,12 +248,21 @@ def test_stop_is_like_zip(lengths):
 def test_shadows_take_all_steps(lengths):
     def program(mesh):
         rank = mesh.get_rank()
-        mine, shadows = batches_of(rank, lengths), list(uneven_inputs(batches_of(rank, lengths), mesh, mode="shadow"))
+        mine, shadows = (
+            batches_of(rank, lengths),
+            list(uneven_inputs(batches_of(rank, lengths), mesh, mode="shadow")),
+        )
         empty = list(uneven_inputs(batches_of(rank, lengths), mesh, mode="empty"))
         assert [len(batch) for batch in empty] == [2] * len(mine) + [0] * (max(lengths) - len(mine))
         assert {tuple(batch.shape[1:]) for batch in empty} <= {(3,)}
-        first = firsts(mine)[:1] or [10.0 * next(r for r, n in enumerate(lengths) if n)] if shadows else []
-        assert firsts(batch for batch, _ in shadows) == firsts(mine) + first * (max(lengths) - len(mine))
+        first = (
+            firsts(mine)[:1] or [10.0 * next(r for r, n in enumerate(lengths) if n)]
+            if shadows
+            else []
+        )
+        assert firsts(batch for batch, _ in shadows) == firsts(mine) + first * (
+            max(lengths) - len(mine)
+        )
         assert {tuple(batch.shape) for batch, _ in shadows} <= {(2, 3)}
         return [weight for _, weight in shadows]
 
@@ -232,8 +274,13 @@ def test_shadows_take_all_steps(lengths):
 def test_loops_without_end():
     def program(mesh):
         endless = (torch.ones(1) * i for i in count())
-        assert len(list(uneven_inputs([torch.ones(1)] * 3 if mesh.get_rank() == 1 else endless, mesh))) == 3
-        shadowing = uneven_inputs([torch.ones(1)] if mesh.get_rank() == 1 else endless, mesh, mode="shadow")
+        assert (
+            len(list(uneven_inputs([torch.ones(1)] * 3 if mesh.get_rank() == 1 else endless, mesh)))
+            == 3
+        )
+        shadowing = uneven_inputs(
+            [torch.ones(1)] if mesh.get_rank() == 1 else endless, mesh, mode="shadow"
+        )
         return [weight for _, weight in islice(shadowing, 3)]
 
     assert on_mesh((2,), program) == [[1.0, 2.0, 2.0], [1.0, 0.0, 0.0]]
@@ -243,7 +290,13 @@ def test_batches_of_any_kind_and_loops_that_change_them():
     """Loops that pop from dicts and write to tensors, on a rank with one batch and on one with none."""
 
     def program(mesh):
-        batch = {"x": torch.ones(2, 3), "name": ["p", "q"], "n": np.arange(2), "mask": torch.eye(3), "scale": torch.tensor(2.0)}
+        batch = {
+            "x": torch.ones(2, 3),
+            "name": ["p", "q"],
+            "n": np.arange(2),
+            "mask": torch.eye(3),
+            "scale": torch.tensor(2.0),
+        }
         found = []
         for got, _ in uneven_inputs([batch] * [3, 1, 0][mesh.get_rank()], mesh, mode="shadow"):
             found.append((got["name"], *(got[key].tolist() for key in ("x", "n", "mask", "scale"))))
@@ -271,7 +324,9 @@ def test_empty_batch_keeps_all_other_dims():
 def test_placeholder_batches_do_not_copy_storages():
     def program(mesh):
         batches = torch.ones(1000, 3).split(2)
-        *_, (last, _) = islice(uneven_inputs(batches[: 1 + mesh.get_rank()], mesh, mode="shadow"), 2)
+        *_, (last, _) = islice(
+            uneven_inputs(batches[: 1 + mesh.get_rank()], mesh, mode="shadow"), 2
+        )
         return last.untyped_storage().nbytes()
 
     assert on_mesh((2,), program)[0] == 2 * 3 * 4
@@ -284,7 +339,12 @@ def test_count_gives_the_weight_of_a_batch():
 
     def program(mesh):
         batches = [Batch(tokens) for tokens in ([3, 2], [1])[mesh.get_rank()]]
-        return [(b.tokens, w) for b, w in uneven_inputs(batches, mesh, mode="shadow", count=lambda batch: batch.tokens)]
+        return [
+            (b.tokens, w)
+            for b, w in uneven_inputs(
+                batches, mesh, mode="shadow", count=lambda batch: batch.tokens
+            )
+        ]
 
     assert on_mesh((2,), program) == [[(3, 1.5), (2, 2.0)], [(1, 0.5), (1, 0.0)]]
 
@@ -320,7 +380,9 @@ def test_one_small_collective_per_step():
 
 def test_skipped_batches_are_logged(caplog):
     with caplog.at_level(logging.INFO, logger="shardmesh"):
-        on_mesh((3,), lambda mesh: list(uneven_inputs(batches_of(mesh.get_rank(), [4, 2, 3]), mesh)))
+        on_mesh(
+            (3,), lambda mesh: list(uneven_inputs(batches_of(mesh.get_rank(), [4, 2, 3]), mesh))
+        )
         on_mesh((2,), lambda mesh: list(uneven_inputs(batches_of(mesh.get_rank(), [2, 2]), mesh)))
     assert {record.getMessage() for record in caplog.records} == {
         "join: rank 1 had 2 batches, after which all ranks stop; ranks 0, 2 had more"
@@ -329,7 +391,10 @@ def test_skipped_batches_are_logged(caplog):
 
 def test_current_mesh_and_single_rank():
     with sm.set_mesh(sm.init_device_mesh(DEVICE, (1,))):
-        assert [weight for _, weight in uneven_inputs([torch.ones(2)] * 2, mode="shadow")] == [1.0, 1.0]
+        assert [weight for _, weight in uneven_inputs([torch.ones(2)] * 2, mode="shadow")] == [
+            1.0,
+            1.0,
+        ]
         assert check_lengths([1, 2, 3]) == 3
     dist.destroy_process_group()  # or later tests would find themselves in a job
 
@@ -359,7 +424,11 @@ def caught_by(mesh, mode, spoilt_ranks):
     """Return the batches and the error of a rank whose loader may fail, after a further collective."""
     given, caught, rank = 0, None, mesh.get_rank()
     try:
-        for _ in uneven_inputs(spoilt([torch.ones(1)] * 3) if rank in spoilt_ranks else [torch.ones(1)] * 5, mesh, mode=mode):
+        for _ in uneven_inputs(
+            spoilt([torch.ones(1)] * 3) if rank in spoilt_ranks else [torch.ones(1)] * 5,
+            mesh,
+            mode=mode,
+        ):
             given += 1
     except (OSError, PeerError) as error:
         caught = error
@@ -409,13 +478,23 @@ def test_invalid_loaders_raise():
     ("rows", "mode", "words"),
     [
         ([[2, 2], [2, 2], [2, 2], [2]], "stop", "in step 1 rank 2 has a batch; rank 3 has none"),
-        ([[2, 2], [2], [2], [2]], "shadow", "in step 1 rank 0 has a batch of 2 samples; rank 1 has none"),
-        ([[2], [2], [2], [3]], "empty", "in step 0 rank 2 has a batch of 2 samples; rank 3 has a batch of 3 samples"),
+        (
+            [[2, 2], [2], [2], [2]],
+            "shadow",
+            "in step 1 rank 0 has a batch of 2 samples; rank 1 has none",
+        ),
+        (
+            [[2], [2], [2], [3]],
+            "empty",
+            "in step 0 rank 2 has a batch of 2 samples; rank 3 has a batch of 3 samples",
+        ),
     ],
 )
 def test_ranks_that_must_have_the_same_batches(rows, mode, words):
     def program(mesh):
-        list(uneven_inputs([torch.ones(n) for n in rows[mesh.get_rank()]], mesh, axes="a", mode=mode))
+        list(
+            uneven_inputs([torch.ones(n) for n in rows[mesh.get_rank()]], mesh, axes="a", mode=mode)
+        )
 
     text = same_error((2, 2), program, ValueError, silent=False)
     assert words in text
@@ -428,7 +507,11 @@ def test_ranks_that_must_have_the_same_batches(rows, mode, words):
     ("arguments", "kind", "words"),
     [
         ({"mode": "repeat"}, ValueError, ["mode='repeat'", "'stop', 'shadow', 'empty'"]),
-        ({"count": len, "axes": "a"}, ValueError, ["mode='stop'", "only mode='shadow' has weights"]),
+        (
+            {"count": len, "axes": "a"},
+            ValueError,
+            ["mode='stop'", "only mode='shadow' has weights"],
+        ),
         ({}, MeshError, ["a=2, b=2", "axes='a'"]),
         ({"axes": "dp"}, MeshError, ["'dp'", "['a', 'b']"]),
         ({"axes": ("a", "c")}, MeshError, ["'c'"]),
@@ -450,21 +533,44 @@ def test_invalid_arguments_raise(arguments, kind, words):
     [
         (
             [100, 100, 97, 100],
-            ["rank 2 has 97, ranks 0, 1, 3 have 100", "after 97", "run 100 steps", "sm.parallel.uneven_inputs(loader, mesh)"],
+            [
+                "rank 2 has 97, ranks 0, 1, 3 have 100",
+                "after 97",
+                "run 100 steps",
+                "sm.parallel.uneven_inputs(loader, mesh)",
+            ],
         ),
         ([3, 4], ["rank 0 has 3, rank 1 has 4"]),
         ([5, 5, 6, 7], ["rank 2 has 6, rank 3 has 7, ranks 0, 1 have 5"]),
     ],
 )
 def test_different_lengths(lengths, words):
-    text = same_error((len(lengths),), lambda mesh: check_lengths(range(lengths[mesh.get_rank()]), mesh), ValueError, silent=False)
+    text = same_error(
+        (len(lengths),),
+        lambda mesh: check_lengths(range(lengths[mesh.get_rank()]), mesh),
+        ValueError,
+        silent=False,
+    )
     for word in words:
         assert word in text
 
 
 def test_lengths():
-    assert on_mesh((2, 2), lambda mesh: check_lengths(torch.utils.data.DataLoader(torch.arange(7), batch_size=2), mesh)) == [4] * 4
-    text = same_error((3,), lambda mesh: check_lengths([] if mesh.get_rank() == 1 else iter([]), mesh), TypeError, silent=False)
+    assert (
+        on_mesh(
+            (2, 2),
+            lambda mesh: check_lengths(
+                torch.utils.data.DataLoader(torch.arange(7), batch_size=2), mesh
+            ),
+        )
+        == [4] * 4
+    )
+    text = same_error(
+        (3,),
+        lambda mesh: check_lengths([] if mesh.get_rank() == 1 else iter([]), mesh),
+        TypeError,
+        silent=False,
+    )
     assert "no len() on ranks 0, 2," in text
     assert "sm.parallel.uneven_inputs(loader, mesh)" in text
 

@@ -66,7 +66,9 @@ def test_gradient_is_the_dual_redistribution(move):
 
     def program(mesh):
         src, dst = layout_of(mesh, before, shape), layout_of(mesh, after, shape)
-        local = reference.local_part(reference.contributions(mesh, src.spec, shape), src).requires_grad_()
+        local = reference.local_part(
+            reference.contributions(mesh, src.spec, shape), src
+        ).requires_grad_()
         moved = redistribute_local(local, src, dst)
         whole = layout_of(mesh, sm.P(), shape)
         seed = redistribute_local(weight, whole, dst.dual)
@@ -95,7 +97,9 @@ def test_gradient_of_every_kind_equals_autograd_on_the_stack(move):
         (stacked,) = torch.autograd.grad(reference.value(parts, src.spec), parts, weight)
         box = tuple(slice(a, b) for a, b in src.box)
         mine = stacked[reference.my_contribution(mesh, src.spec)][box]
-        summed = src.replace(sm.P(*src.spec.dims, unreduced=dict.fromkeys(src.replicated_axes, "sum")))
+        summed = src.replace(
+            sm.P(*src.spec.dims, unreduced=dict.fromkeys(src.replicated_axes, "sum"))
+        )
         reduced = src.replace(sm.P(*src.spec.dims))
         total = redistribute_local(grad, summed, reduced) if src.replicated_axes else grad
         torch.testing.assert_close(total, mine, rtol=1e-9, atol=1e-9)
@@ -112,15 +116,22 @@ def test_twice_differentiable(move):
     def program(mesh):
         src, dst = layout_of(mesh, before, shape), layout_of(mesh, after, shape)
         x = sm.ShardedTensor._make(
-            reference.local_part(reference.contributions(mesh, src.spec, shape), src).requires_grad_(), src
+            reference.local_part(
+                reference.contributions(mesh, src.spec, shape), src
+            ).requires_grad_(),
+            src,
         )
-        expected = reference.value(reference.contributions(mesh, src.spec, shape), src.spec).requires_grad_()
+        expected = reference.value(
+            reference.contributions(mesh, src.spec, shape), src.spec
+        ).requires_grad_()
         loss = (x.redistribute(dst.spec) ** 3).sum()
         (first,) = torch.autograd.grad(loss, x, create_graph=True)
         (second,) = torch.autograd.grad((first * first).sum(), x)
         (whole_first,) = torch.autograd.grad((expected**3).sum(), expected, create_graph=True)
         (whole_second,) = torch.autograd.grad((whole_first * whole_first).sum(), expected)
-        torch.testing.assert_close(first.full_tensor().detach(), whole_first.detach(), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            first.full_tensor().detach(), whole_first.detach(), rtol=1e-9, atol=1e-9
+        )
         torch.testing.assert_close(second.full_tensor(), whole_second, rtol=1e-9, atol=1e-9)
 
     on_mesh(mesh_shape, program)
@@ -200,7 +211,9 @@ def test_forward_and_backward_dtype():
         mesh.world.observers.append(lambda record: dtypes.append(record.dtype))
         local = torch.ones(2, 3, requires_grad=True)
         x = sm.ShardedTensor.from_local(local, mesh, [sm.Shard(0)], shape=(4, 3))
-        y = x.redistribute([sm.Replicate()], forward_dtype=torch.bfloat16, backward_dtype=torch.float64)
+        y = x.redistribute(
+            [sm.Replicate()], forward_dtype=torch.bfloat16, backward_dtype=torch.float64
+        )
         assert y.dtype == torch.bfloat16
         assert y.shape == (4, 3)
         y.float().sum().backward()

@@ -52,7 +52,10 @@ def layouts(crossing):
     """Return the two layouts in the current world."""
     shape, *sides = crossing
     meshes = [sm.DeviceMesh(DEVICE, ranks, axis_names=names) for ranks, names, _ in sides]
-    return [Layout.of(mesh, spec, shape, torch.float64) for mesh, (*_, spec) in zip(meshes, sides, strict=True)]
+    return [
+        Layout.of(mesh, spec, shape, torch.float64)
+        for mesh, (*_, spec) in zip(meshes, sides, strict=True)
+    ]
 
 
 def inside(layout):
@@ -60,7 +63,11 @@ def inside(layout):
 
 
 def part_of(parts, layout):
-    return reference.local_part(parts, layout) if inside(layout) else torch.empty(0, dtype=torch.float64)
+    return (
+        reference.local_part(parts, layout)
+        if inside(layout)
+        else torch.empty(0, dtype=torch.float64)
+    )
 
 
 def everywhere(program):
@@ -100,7 +107,9 @@ def test_bytes_are_those_of_the_plan_and_of_the_bound(crossing):
         assert plan.pad.launches == 0
         takes_part = bool(plan.transfers) and rank in plan.ranks
         assert len(records) == inside(src) * plan.reduce.launches + takes_part
-        if not any(src.mesh.size(a) > 1 for a in src.pending) and not any(dst.mesh.size(a) > 1 for a in dst.pending):
+        if not any(src.mesh.size(a) > 1 for a in src.pending) and not any(
+            dst.mesh.size(a) > 1 for a in dst.pending
+        ):
             assert received == plan.rank_bound(rank)
 
     everywhere(program)
@@ -113,17 +122,25 @@ def test_gradient_equals_autograd_on_the_stack(crossing):
 
     def program():
         src, dst = layouts(crossing)
-        weight = torch.randn(src.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        weight = torch.randn(
+            src.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        )
         parts = reference.contributions(src.mesh, src.spec, src.shape).requires_grad_()
         local = part_of(parts.detach(), src).requires_grad_()
         result = redistribute_local(redistribute_cross_mesh(local, src, dst), dst, dst.replicated)
-        seed = redistribute_local(weight, dst.replicated, dst.replicated.dual) if inside(dst) else weight.new_empty(0)
+        seed = (
+            redistribute_local(weight, dst.replicated, dst.replicated.dual)
+            if inside(dst)
+            else weight.new_empty(0)
+        )
         (grad,) = torch.autograd.grad(result, local, seed)
         assert grad.shape == src.local_shape
         if not inside(src):
             return
         (stacked,) = torch.autograd.grad(reference.value(parts, src.spec), parts, weight)
-        mine = stacked[reference.my_contribution(src.mesh, src.spec)][tuple(slice(a, b) for a, b in src.box)]
+        mine = stacked[reference.my_contribution(src.mesh, src.spec)][
+            tuple(slice(a, b) for a, b in src.box)
+        ]
         summed = src.replace(src.spec.with_unreduced(dict.fromkeys(src.replicated_axes, "sum")))
         total = redistribute_local(grad, summed, src.replace(src.spec.with_unreduced({})))
         torch.testing.assert_close(total, mine, rtol=1e-9, atol=1e-9)
@@ -172,7 +189,9 @@ def test_a_plan_needs_no_devices():
     assert plan.ranks == (0, 1, 2, 3)
     assert plan.launches == 1
     assert [plan.bytes_received(rank) for rank in range(5)] == [0, 16 * 8, 16 * 8, 16 * 8, 0]
-    assert [plan.rank_bound(rank) for rank in range(5)] == [plan.bytes_received(rank) for rank in range(5)]
+    assert [plan.rank_bound(rank) for rank in range(5)] == [
+        plan.bytes_received(rank) for rank in range(5)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +223,12 @@ def test_choice_of_the_cross_mesh_plan(src, dst, text):
 def test_replicas_share_the_sending():
     """Four ranks hold everything; each sends a part of what four others lack."""
     plan = plan_cross_mesh(abstract((4,), P()), abstract((8,), P()))
-    assert sorted((t.sender, t.receiver) for t in plan.transfers) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert sorted((t.sender, t.receiver) for t in plan.transfers) == [
+        (0, 4),
+        (1, 5),
+        (2, 6),
+        (3, 7),
+    ]
 
 
 def test_the_nearest_holder_sends():
@@ -310,7 +334,10 @@ def test_result_is_a_view_if_nothing_moves():
             {"shape": (6, 5)},
             "the shape must be the same, got torch.Size([6, 4]) and torch.Size([6, 5]); pass a layout of the tensor's own shape",
         ),
-        ({"dtype": torch.float32}, "the dtype must be the same, got torch.float64 and torch.float32; write x.to(dtype) first"),
+        (
+            {"dtype": torch.float32},
+            "the dtype must be the same, got torch.float64 and torch.float32; write x.to(dtype) first",
+        ),
     ],
 )
 def test_incompatible_layouts_raise(change, text):
@@ -325,7 +352,9 @@ def test_incompatible_layouts_raise(change, text):
 def test_slices_of_one_mesh_on_other_ranks_are_other_meshes(parts):
     def program(_):
         whole = sm.DeviceMesh(DEVICE, [[0, 1], [2, 3]], axis_names=("x", "y"))
-        src, dst = (Layout.of(whole if part == "whole" else whole[part], P(), (4,)) for part in parts)
+        src, dst = (
+            Layout.of(whole if part == "whole" else whole[part], P(), (4,)) for part in parts
+        )
         redistribute_cross_mesh(torch.ones(4), src, dst)
 
     text = same_error((4,), program, ValueError)
@@ -339,10 +368,13 @@ def test_other_orders_of_the_axes_of_one_mesh():
         src, dst = (Layout.of(part, P("x"), (6,)) for part in (whole["x", "y"], whole["y", "x"]))
         x = torch.arange(6.0)
         assert torch.equal(
-            redistribute_cross_mesh(x[src.box[0][0] : src.box[0][1]], src, dst), x[dst.box[0][0] : dst.box[0][1]]
+            redistribute_cross_mesh(x[src.box[0][0] : src.box[0][1]], src, dst),
+            x[dst.box[0][0] : dst.box[0][1]],
         )
         flat = Layout.of(whole.flatten(("y", "x")), P("y_x"), (6,))
-        assert torch.equal(redistribute_cross_mesh(x, src.replicated, flat), x[flat.box[0][0] : flat.box[0][1]])
+        assert torch.equal(
+            redistribute_cross_mesh(x, src.replicated, flat), x[flat.box[0][0] : flat.box[0][1]]
+        )
 
     sm.simulate(4)(program)()
 

@@ -198,7 +198,9 @@ def test_communication_dtypes():
     def program():
         x = sm.distribute_tensor(X, mesh_of([0]), P()).requires_grad_()
         with collectives() as records:
-            y = x.redistribute(mesh_of([1]), P(), forward_dtype=torch.float32, backward_dtype=torch.bfloat16)
+            y = x.redistribute(
+                mesh_of([1]), P(), forward_dtype=torch.float32, backward_dtype=torch.bfloat16
+            )
             y.double().sum().backward()
         assert y.dtype == torch.float32
         assert x.grad.dtype == torch.float64

@@ -27,7 +27,9 @@ def test_a_list_of_one_is_the_single_case(mesh):
     assert tensors == []
     (moved,) = wait()
     assert torch.equal(moved, executor(src, dst)(local))
-    assert torch.equal(moved, torch.arange(32.0, device=mesh.device).view(8, 4)[:, dst.box[1][0] : dst.box[1][1]])
+    assert torch.equal(
+        moved, torch.arange(32.0, device=mesh.device).view(8, 4)[:, dst.box[1][0] : dst.box[1][1]]
+    )
 
 
 @every_rank(4)
@@ -39,7 +41,10 @@ def test_averages_and_sums_share_a_reduce_scatter(mesh):
         compiled = executor_of_many(pairs)
         assert compiled.launches == 1
         found = compiled.start([part, part])()
-        expected = [torch.full((2, 4), 1.5 if pair is average else 6.0, device=mesh.device) for pair in pairs]
+        expected = [
+            torch.full((2, 4), 1.5 if pair is average else 6.0, device=mesh.device)
+            for pair in pairs
+        ]
         assert all(map(torch.equal, found, expected))
 
 

@@ -53,11 +53,17 @@ def test_any_intervals_of_any_layout(data):
     mesh = sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)])
     src_spec = data.draw(ragged_specs(mesh, shape, kinds=()))
     cuts = data.draw(ragged_specs(mesh, (9,), kinds=()))
-    assume(not set(cuts.axes) & {axis for d, axes in enumerate(src_spec.dims) if d != dim for axis in axes})
+    assume(
+        not set(cuts.axes)
+        & {axis for d, axes in enumerate(src_spec.dims) if d != dim for axis in axes}
+    )
     whole, wanted = numbers(*shape), intervals_of(data.draw(st.integers(0, 99)), shape[dim])
 
     def program(mesh):
-        src, dst = Layout.of(mesh, src_spec, shape, torch.float64), Layout.of(mesh, cuts, (9,), torch.float64)
+        src, dst = (
+            Layout.of(mesh, src_spec, shape, torch.float64),
+            Layout.of(mesh, cuts, (9,), torch.float64),
+        )
         fetch = IntervalExchange(src, dst, dim, wanted, 0)
         local = place(whole, mesh, src_spec)._local.requires_grad_()
         plain = whole.clone().requires_grad_()
@@ -75,7 +81,9 @@ def test_any_intervals_of_any_layout(data):
 def check_bytes(records, fetch, src, dim, mine):
     """Check that no bytes are received if no rank needs any, otherwise exactly those that this rank lacks."""
     low, high = src.box[dim]
-    row = 8 * torch.Size(stop - start for d, (start, stop) in enumerate(src.box) if d != dim).numel()
+    row = (
+        8 * torch.Size(stop - start for d, (start, stop) in enumerate(src.box) if d != dim).numel()
+    )
     missing = sum(stop - start - max(0, min(stop, high) - max(start, low)) for start, stop in mine)
     assert launched(records) == (["all_to_all"] if fetch.moves else [])
     assert sum(r.bytes_received for r in records) == missing * row
@@ -114,7 +122,9 @@ def test_local_elements_are_not_received():
 
     def program(mesh):
         layout = Layout.of(mesh, P("a"), (8, 2))
-        fetch = IntervalExchange(layout, layout, 0, lambda start, stop: [(start, stop), (start, start + 1)])
+        fetch = IntervalExchange(
+            layout, layout, 0, lambda start, stop: [(start, stop), (start, start + 1)]
+        )
         local = torch.randn(layout.local_shape)
         with collectives() as records:
             assert torch.equal(fetch(local), torch.cat([local, local[:1]]))
@@ -136,8 +146,15 @@ def test_dtypes(dtype):
 
     def program(mesh):
         x = place(whole, mesh, P("a"))
-        fetch = IntervalExchange(sm.typeof(x), sm.typeof(x), 0, lambda start, stop: [(6 - stop, 6 - start)])
-        assert torch.equal(fetch(x._local), fetched(sm.typeof(x), whole, 0, [(6 - sm.typeof(x).box[0][1], 6 - sm.typeof(x).box[0][0])]))
+        fetch = IntervalExchange(
+            sm.typeof(x), sm.typeof(x), 0, lambda start, stop: [(6 - stop, 6 - start)]
+        )
+        assert torch.equal(
+            fetch(x._local),
+            fetched(
+                sm.typeof(x), whole, 0, [(6 - sm.typeof(x).box[0][1], 6 - sm.typeof(x).box[0][0])]
+            ),
+        )
 
     on_mesh((3,), program)
 
@@ -161,9 +178,16 @@ def test_a_part_that_is_not_contiguous_and_a_gradient_that_is_expanded():
     def program(mesh):
         layout = Layout.of(mesh, P(None, "a"), (3, 6), torch.float64)
         local = whole.t().contiguous().t()[:, slice(*layout.box[1])].requires_grad_()
-        fetch = IntervalExchange(layout, layout, 1, lambda start, stop: [((start + 3) % 6, (stop + 2) % 6 + 1)])
+        fetch = IntervalExchange(
+            layout, layout, 1, lambda start, stop: [((start + 3) % 6, (stop + 2) % 6 + 1)]
+        )
         got = fetch(local)
-        assert torch.equal(got, fetched(layout, whole, 1, [((layout.box[1][0] + 3) % 6, (layout.box[1][1] + 2) % 6 + 1)]))
+        assert torch.equal(
+            got,
+            fetched(
+                layout, whole, 1, [((layout.box[1][0] + 3) % 6, (layout.box[1][1] + 2) % 6 + 1)]
+            ),
+        )
         (grad,) = torch.autograd.grad(got.sum(), local)
         assert torch.equal(grad, torch.ones_like(local))
 

@@ -45,7 +45,15 @@ def moves(draw):
     axes = AXES[: len(mesh_shape)]
     shape = draw(shapes())
     src, dst = (draw(specs(axes, len(shape), ("sum",))) for _ in range(2))
-    return mesh_shape, shape, src, dst, draw(st.sampled_from(["int8", "fp8"])), draw(st.sampled_from(DTYPES)), draw(st.booleans())
+    return (
+        mesh_shape,
+        shape,
+        src,
+        dst,
+        draw(st.sampled_from(["int8", "fp8"])),
+        draw(st.sampled_from(DTYPES)),
+        draw(st.booleans()),
+    )
 
 
 @given(moves())
@@ -58,10 +66,18 @@ def test_any_move(case):
         axes = [mesh.axis_index(axis) for axis in layout.pending]
         sizes = [mesh.shape[axis] for axis in axes]
         shares = [numbers(shape, dtype, seed) for seed in range(math.prod(sizes))]
-        mine = int(np.ravel_multi_index([mesh.coordinate[axis] for axis in axes], sizes)) if axes else 0
+        mine = (
+            int(np.ravel_multi_index([mesh.coordinate[axis] for axis in axes], sizes))
+            if axes
+            else 0
+        )
         local = shares[mine][tuple(slice(*interval) for interval in layout.box)].clone()
         x = sm.ShardedTensor.from_local(local, mesh, src, shape=shape)
-        limit = {"max_bytes": sm.debug.explain(layout, dst).peak_bytes} if small and not dst.unreduced else {}
+        limit = (
+            {"max_bytes": sm.debug.explain(layout, dst).peak_bytes}
+            if small and not dst.unreduced
+            else {}
+        )
         plan = sm.debug.explain(layout, dst, transport=transport)
         with collectives() as records:
             y = x.redistribute(dst, transport=transport)
@@ -83,7 +99,9 @@ def test_any_move(case):
     found = on_mesh(mesh_shape, program)
     if not found[0][2]:  # replicas hold the same bits
         for part, box, _ in found:
-            assert all(torch.equal(part, other) for other, elsewhere, _ in found if elsewhere == box)
+            assert all(
+                torch.equal(part, other) for other, elsewhere, _ in found if elsewhere == box
+            )
 
 
 @every_rank(4)
@@ -129,21 +147,30 @@ def test_with_the_other_options(mesh):
         assert torch.equal(y._local, plain._local)
     half = x.redistribute(P(None, "a"), transport="int8", forward_dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
-    assert (half.full_tensor().float() - t).abs().max() <= t.abs().max() / 252 + 2 * 2.0**-8 * t.abs().max()
+    assert (
+        half.full_tensor().float() - t
+    ).abs().max() <= t.abs().max() / 252 + 2 * 2.0**-8 * t.abs().max()
     double = sm.distribute_tensor(t.double(), mesh, P("a", "b"), src_data_rank=None)
-    assert torch.equal(double.redistribute(P(None, "a"), transport="int8", forward_dtype=torch.float32)._local, plain._local)
+    assert torch.equal(
+        double.redistribute(P(None, "a"), transport="int8", forward_dtype=torch.float32)._local,
+        plain._local,
+    )
 
 
 @every_rank(2, 2)
 def test_gradients_are_not_quantized(mesh):
-    x = sm.distribute_tensor(numbers((8, 6)), mesh, P("a", "b"), src_data_rank=None).requires_grad_()
+    x = sm.distribute_tensor(
+        numbers((8, 6)), mesh, P("a", "b"), src_data_rank=None
+    ).requires_grad_()
     weights = numbers((8, 6), seed=1)
     y = x.redistribute(P(None, "a"), transport="int8")
     with collectives() as records:
         (y * sm.distribute_tensor(weights, mesh, P(None, "a"), src_data_rank=None)).sum().backward()
     assert all(r.dtype != torch.uint8 for r in records)
     assert torch.equal(x.grad.full_tensor(), weights)
-    mean = sm.ShardedTensor.from_local(numbers((8, 6)), mesh, P(unreduced={"a": "avg"})).requires_grad_()
+    mean = sm.ShardedTensor.from_local(
+        numbers((8, 6)), mesh, P(unreduced={"a": "avg"})
+    ).requires_grad_()
     with collectives() as records:
         mean.redistribute(P("a"), transport="fp8")
     assert {r.dtype for r in records} == {torch.uint8}
@@ -158,7 +185,9 @@ def dtype_program():
             for transport in ("int8", "fp8"):
                 y = x.redistribute(P(None, "b"), transport=transport)
                 largest = t.float().abs().max()
-                assert (y.full_tensor().float() - t.float()).abs().max() <= largest / (252 if transport == "int8" else 16) + 0.02
+                assert (y.full_tensor().float() - t.float()).abs().max() <= largest / (
+                    252 if transport == "int8" else 16
+                ) + 0.02
     return True
 
 
@@ -173,10 +202,17 @@ def place_double(mesh):
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        (lambda mesh: sm.zeros((4,), device_mesh=mesh, placements=P("a")).redistribute(P(), transport="int4"), "'int8' or 'fp8'"),
+        (
+            lambda mesh: sm.zeros((4,), device_mesh=mesh, placements=P("a")).redistribute(
+                P(), transport="int4"
+            ),
+            "'int8' or 'fp8'",
+        ),
         (lambda mesh: place_double(mesh).redistribute(P(), transport="int8"), "cast first"),
         (
-            lambda mesh: sm.ShardedTensor.from_local(torch.ones(4), mesh, P(unreduced={"a": "max"})).redistribute(P(), transport="fp8"),
+            lambda mesh: sm.ShardedTensor.from_local(
+                torch.ones(4), mesh, P(unreduced={"a": "max"})
+            ).redistribute(P(), transport="fp8"),
             "combined by max",
         ),
     ],

@@ -60,7 +60,9 @@ def share_cpu_memory(folder: str) -> None:
             with path.open("wb") as file:
                 file.truncate(group.size * ((1 << 22) + shared_memory.PAD_BYTES))
         group.barrier()
-        return shared_memory.peers_of(shared_memory.SharedMemory(str(path), group.size, 1 << 22, 1 << 18, 1e-4), group.rank)
+        return shared_memory.peers_of(
+            shared_memory.SharedMemory(str(path), group.size, 1 << 22, 1 << 18, 1e-4), group.rank
+        )
 
     shared_memory.sleep_after_polls()
     shared_memory.speed_up_interpreter()
@@ -71,7 +73,9 @@ def share_cpu_memory(folder: str) -> None:
 def meshes(folder):
     """Return the same ranks as a mesh with shared memory and as one without."""
     share_cpu_memory(folder)
-    shared, plain = (sm.init_device_mesh("cpu", (2, 2), axis_names=names) for names in (("s", "t"), ("a", "b")))
+    shared, plain = (
+        sm.init_device_mesh("cpu", (2, 2), axis_names=names) for names in (("s", "t"), ("a", "b"))
+    )
     shared.topology = replace(shared.topology, symmetric=FREE)
     for axes in ("s", "t", ("s", "t")):
         symmetric_memory.peers_of(shared.group(axes), shared.device)  # communicates the first time
@@ -81,7 +85,10 @@ def meshes(folder):
 def on_plain(spec):
     """Return the same spec on the axes of the other mesh."""
     name = {"s": "a", "t": "b"}
-    dims = [tuple(name[a] for a in (dim if isinstance(dim, tuple) else (dim,) if dim else ())) for dim in spec.dims]
+    dims = [
+        tuple(name[a] for a in (dim if isinstance(dim, tuple) else (dim,) if dim else ()))
+        for dim in spec.dims
+    ]
     return P(*dims, unreduced={name[a]: kind for a, kind in spec.unreduced})
 
 
@@ -89,11 +96,16 @@ def any_move(folder, seed):
     shared, plain = meshes(folder)
     rng = random.Random(seed)
     for _ in range(14):
-        shape, dtype = (rng.choice([1, 5, 6, 8]), rng.choice([2, 3, 16])), rng.choice([torch.float32, torch.bfloat16, torch.float64])
+        shape, dtype = (
+            (rng.choice([1, 5, 6, 8]), rng.choice([2, 3, 16])),
+            rng.choice([torch.float32, torch.bfloat16, torch.float64]),
+        )
         src, dst = rng.sample(SPECS, 2)
         before, after = (sm.Layout.of(shared, spec, shape, dtype) for spec in (src, dst))
         other = [sm.Layout.of(plain, on_plain(spec), shape, dtype) for spec in (src, dst)]
-        local = reference.local_part(reference.contributions(shared, before.spec, shape, seed), before).to(dtype)
+        local = reference.local_part(
+            reference.contributions(shared, before.spec, shape, seed), before
+        ).to(dtype)
         explained = sm.debug.explain(before, after)
         moves = [step for step in explained.steps if not step.is_local]
         assert all(step.symmetric is not None for step in moves)
@@ -101,9 +113,15 @@ def any_move(folder, seed):
         with collectives() as records:
             x = sm.ShardedTensor.from_local(local, shared, src, shape=shape).redistribute(dst)
         assert launched(records) == [GROUP_OP.get(step.op, step.op) for step in moves]
-        y = sm.ShardedTensor.from_local(local, plain, other[0].spec, shape=shape).redistribute(other[1].spec)
+        y = sm.ShardedTensor.from_local(local, plain, other[0].spec, shape=shape).redistribute(
+            other[1].spec
+        )
         exact = dtype != torch.bfloat16 or not before.pending
-        torch.testing.assert_close(x._local, y._local, **({"rtol": 1e-6, "atol": 1e-6} if exact else {"rtol": 2e-2, "atol": 2e-2}))
+        torch.testing.assert_close(
+            x._local,
+            y._local,
+            **({"rtol": 1e-6, "atol": 1e-6} if exact else {"rtol": 2e-2, "atol": 2e-2}),
+        )
         if not before.pending:
             assert torch.equal(x._local, y._local)
     return True
@@ -119,12 +137,16 @@ def buckets_and_gradients(folder):
     shared, _ = meshes(folder)
     torch.manual_seed(0)
     tensors = [torch.randn(4, n) for n in (2, 3, 8)]
-    xs = [sm.distribute_tensor(t, shared, P("s"), src_data_rank=None).requires_grad_() for t in tensors]
+    xs = [
+        sm.distribute_tensor(t, shared, P("s"), src_data_rank=None).requires_grad_()
+        for t in tensors
+    ]
     with collectives() as records:
         whole = sm.redistribute_many(xs, [P(None, "s")] * 3)
     assert launched(records) == ["all_to_all"]
     assert records[0].bytes_received == sum(
-        plan_bytes_received(sm.debug.explain(sm.typeof(x), P(None, "s")).plan, shared.coordinate) for x in xs
+        plan_bytes_received(sm.debug.explain(sm.typeof(x), P(None, "s")).plan, shared.coordinate)
+        for x in xs
     )
     assert all(torch.equal(w.full_tensor(), t) for w, t in zip(whole, tensors, strict=True))
     sum((w * w).sum() for w in whole).backward()
@@ -156,9 +178,13 @@ def options(folder):
     assert into._local.eq(2 * t).all()
     assert pending._local.eq(t).all()
     low = pending.redistribute(P("s"), forward_dtype=torch.bfloat16)
-    assert torch.equal(low._local, (2 * t.bfloat16())[sm.typeof(low).box[0][0] : sm.typeof(low).box[0][1]])
+    assert torch.equal(
+        low._local, (2 * t.bfloat16())[sm.typeof(low).box[0][0] : sm.typeof(low).box[0][1]]
+    )
     large = sm.Layout.of(shared, P("s"), (1 << 13, 1 << 13), torch.float32)
-    assert all(step.symmetric is None for step in sm.debug.plan(large, large.replace(P(None, "s"))).steps)  # too large to stage
+    assert all(
+        step.symmetric is None for step in sm.debug.plan(large, large.replace(P(None, "s"))).steps
+    )  # too large to stage
     return True
 
 
@@ -168,7 +194,9 @@ def test_options(world4, folder):
 
 def calibrated(folder):
     share_cpu_memory(folder)
-    sys.modules[sm.topology.calibrate.__module__]._LARGEST["cpu"] = 1 << 14  # the interpreter is slow
+    sys.modules[sm.topology.calibrate.__module__]._LARGEST["cpu"] = (
+        1 << 14
+    )  # the interpreter is slow
     again = sm.init_device_mesh("cpu", (2, 2), axis_names=("u", "v"))
     assert again.topology.symmetric is None
     sm.topology.calibrate(again, seconds=0.05)

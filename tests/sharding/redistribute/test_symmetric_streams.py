@@ -13,7 +13,11 @@ from shardmesh.mesh.comm import symmetric_memory
 from shardmesh.mesh.comm.work import DONE
 from shardmesh.mesh.topology import Link
 from shardmesh.sharding.redistribute import symmetric_memory as steps
-from shardmesh.sharding.redistribute.symmetric_memory import StagedTensor, SymmetricAllReduce, SymmetricPull
+from shardmesh.sharding.redistribute.symmetric_memory import (
+    StagedTensor,
+    SymmetricAllReduce,
+    SymmetricPull,
+)
 
 CUDA = torch.device("cuda", 0)
 BOX = ((0, 4),)
@@ -40,7 +44,9 @@ class Cuda:
 
     def stream_object(self, number: int) -> Any:
         def record_event() -> Any:
-            return SimpleNamespace(after=[what for at, what in self.log if at == number][-1], query=lambda: False)
+            return SimpleNamespace(
+                after=[what for at, what in self.log if at == number][-1], query=lambda: False
+            )
 
         return SimpleNamespace(
             number=number, record_event=record_event,
@@ -69,7 +75,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(steps, "exchange", lambda *_: made.do(f"pull {next(numbers)}"))
     for name in ("one_shot_all_reduce", "two_shot_all_reduce"):
         monkeypatch.setattr(steps, name, lambda *_: made.do(f"add {next(numbers)}"))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: made.log.append((stream.number, f"use {x.numel()}")))
+    monkeypatch.setattr(
+        torch.Tensor,
+        "record_stream",
+        lambda x, stream: made.log.append((stream.number, f"use {x.numel()}")),
+    )
     return made
 
 
@@ -77,7 +87,14 @@ def collectives() -> tuple[SymmetricPull, SymmetricAllReduce]:
     """Return a gather of two parts of two elements, and an all_reduce of four, of the same group."""
     group: Any = SimpleNamespace(rank=0, size=2, shared={}, direct=lambda *args, tag: args[-1]())
     halves = [[((0, 2),)], [((2, 4),)]]
-    pull = SymmetricPull(group, CUDA, "all_gather", "sum", torch.float32, [StagedTensor(((0, 2),), BOX, halves, halves, 2)])
+    pull = SymmetricPull(
+        group,
+        CUDA,
+        "all_gather",
+        "sum",
+        torch.float32,
+        [StagedTensor(((0, 2),), BOX, halves, halves, 2)],
+    )
     return pull, SymmetricAllReduce(group, CUDA, Link(1e-6, 1e9), torch.float32, [(4,)])
 
 
@@ -103,7 +120,13 @@ def test_a_stream_that_waits_is_the_current_one_of_then(cuda: Cuda) -> None:
     pending: Any = collectives()[1].start([torch.zeros(4)], True, donate=True)
     cuda.current = 7
     pending.wait()
-    assert cuda.log == [(1, "wait for stream 0"), (1, "use 4"), (1, "use 4"), (1, "add 0"), (7, "wait for add 0")]
+    assert cuda.log == [
+        (1, "wait for stream 0"),
+        (1, "use 4"),
+        (1, "use 4"),
+        (1, "add 0"),
+        (7, "wait for add 0"),
+    ]
 
 
 def test_operations_on_one_memory_run_in_order_on_both_streams(cuda: Cuda) -> None:
@@ -136,6 +159,8 @@ def test_a_graph_and_what_is_outside_do_not_wait_for_each_other(inside: bool, cu
 
 def test_without_streams_nothing_is_left_to_wait_for(cuda: Cuda) -> None:
     group: Any = SimpleNamespace(rank=0, size=2, shared={}, direct=lambda *args, tag: args[-1]())
-    pending: Any = SymmetricAllReduce(group, torch.device("cpu"), Link(1e-6, 1e9), torch.float32, [(4,)]).start([torch.zeros(4)], True)
+    pending: Any = SymmetricAllReduce(
+        group, torch.device("cpu"), Link(1e-6, 1e9), torch.float32, [(4,)]
+    ).start([torch.zeros(4)], True)
     assert pending.work is DONE
     assert cuda.log == [(0, "add 0")]

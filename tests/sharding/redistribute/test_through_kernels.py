@@ -15,7 +15,9 @@ from tests.sharding import reference
 from tests.sharding.ranks import every_rank, on_mesh
 from tests.sharding.tensor.test_redistribute import layouts, lists
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning:triton")  # inf - inf in the interpreter's numpy
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:invalid value:RuntimeWarning:triton"
+)  # inf - inf in the interpreter's numpy
 KINDS = ("sum", "max")
 
 
@@ -47,17 +49,36 @@ def test_equal_to_torch(case, dtype):
     mesh_shape, moves = case
 
     def program(mesh):
-        pairs = [tuple(layout.replace(dtype=dtype) for layout in pair) for pair in layouts(mesh, moves)]
-        parts = [reference.local_part(reference.contributions(mesh, src.spec, src.shape, i), src) for i, (src, _) in enumerate(pairs)]
+        pairs = [
+            tuple(layout.replace(dtype=dtype) for layout in pair) for pair in layouts(mesh, moves)
+        ]
+        parts = [
+            reference.local_part(reference.contributions(mesh, src.spec, src.shape, i), src)
+            for i, (src, _) in enumerate(pairs)
+        ]
         with using_kernels():  # float64 parts: cast as they are packed
             together = redistribute_locals(parts, pairs)
-            alone = [redistribute_local(part, *pair) for part, pair in zip(parts, pairs, strict=True)]
+            alone = [
+                redistribute_local(part, *pair) for part, pair in zip(parts, pairs, strict=True)
+            ]
         with using_kernels(False):
-            expected = [redistribute_local(part, *pair) for part, pair in zip(parts, pairs, strict=True)]
+            expected = [
+                redistribute_local(part, *pair) for part, pair in zip(parts, pairs, strict=True)
+            ]
         for one, other, wanted in zip(together, alone, expected, strict=True):
             assert one.dtype == other.dtype == wanted.dtype == dtype
-            torch.testing.assert_close(one, wanted, rtol=1e-6 if dtype.itemsize > 2 else 2e-2, atol=1e-6 if dtype.itemsize > 2 else 2e-2)
-            torch.testing.assert_close(other, wanted, rtol=1e-6 if dtype.itemsize > 2 else 2e-2, atol=1e-6 if dtype.itemsize > 2 else 2e-2)
+            torch.testing.assert_close(
+                one,
+                wanted,
+                rtol=1e-6 if dtype.itemsize > 2 else 2e-2,
+                atol=1e-6 if dtype.itemsize > 2 else 2e-2,
+            )
+            torch.testing.assert_close(
+                other,
+                wanted,
+                rtol=1e-6 if dtype.itemsize > 2 else 2e-2,
+                atol=1e-6 if dtype.itemsize > 2 else 2e-2,
+            )
 
     on_mesh(mesh_shape, program)
 
@@ -77,7 +98,9 @@ def count(ran, mesh_shape, program):
 
 
 def place(mesh, spec, shape=(8, 6), dtype=torch.float32):
-    return sm.distribute_tensor(torch.arange(shape[0] * shape[1]).view(shape).to(dtype), mesh, spec, src_data_rank=None)
+    return sm.distribute_tensor(
+        torch.arange(shape[0] * shape[1]).view(shape).to(dtype), mesh, spec, src_data_rank=None
+    )
 
 
 def test_launches(launches):
@@ -86,12 +109,28 @@ def test_launches(launches):
 
     assert count(launches, (4,), move(P("a"), P())) == 0  # arrives where it belongs
     assert count(launches, (2,), move(P(None, "a"), P())) == 1  # unpacked
-    assert count(launches, (2,), move(P(None, "a"), P(), forward_dtype=torch.bfloat16)) == 1  # (cast alone, by torch, as nothing is packed)
+    assert (
+        count(launches, (2,), move(P(None, "a"), P(), forward_dtype=torch.bfloat16)) == 1
+    )  # (cast alone, by torch, as nothing is packed)
     assert count(launches, (2,), move(P(unreduced={"a"}), P(None, "a"))) == 1  # packed
-    assert count(launches, (2,), move(P(unreduced={"a"}), P(None, "a"), forward_dtype=torch.bfloat16)) == 1  # and cast
-    assert count(launches, (2,), move(P(unreduced={"a": "avg"}), P(None, "a"), forward_dtype=torch.bfloat16)) == 1  # and scaled
-    assert count(launches, (4,), move(P(unreduced={"a"}), P(None, "a"), (8, 118))) == 2  # uneven: packed, and added up on arrival
-    assert count(launches, (2,), move(P("a"), P(None, "a"), transport="int8")) == 2  # quantized, and back
+    assert (
+        count(launches, (2,), move(P(unreduced={"a"}), P(None, "a"), forward_dtype=torch.bfloat16))
+        == 1
+    )  # and cast
+    assert (
+        count(
+            launches,
+            (2,),
+            move(P(unreduced={"a": "avg"}), P(None, "a"), forward_dtype=torch.bfloat16),
+        )
+        == 1
+    )  # and scaled
+    assert (
+        count(launches, (4,), move(P(unreduced={"a"}), P(None, "a"), (8, 118))) == 2
+    )  # uneven: packed, and added up on arrival
+    assert (
+        count(launches, (2,), move(P("a"), P(None, "a"), transport="int8")) == 2
+    )  # quantized, and back
 
 
 def test_one_launch_for_a_bucket(launches):
@@ -106,7 +145,9 @@ def test_one_launch_for_a_bucket(launches):
         whole = sm.redistribute_many(shards, [P()] * len(shards))
         sum((w * w).sum() for w in whole).backward()
 
-    assert count(launches, (2,), backward) == 2  # what was gathered is unpacked, the gradients are packed
+    assert (
+        count(launches, (2,), backward) == 2
+    )  # what was gathered is unpacked, the gradients are packed
 
 
 @every_rank(2)
@@ -128,6 +169,8 @@ def test_draws(mesh):
         sm.random.manual_seed(3)
         with using_kernels(use):
             drawn = sm.rand((5, 7), device_mesh=mesh, placements=P("a", "b"))
-            kept = torch.nn.functional.dropout(sm.randn((6, 4), device_mesh=mesh, placements=P(None, "a")), 0.25)
+            kept = torch.nn.functional.dropout(
+                sm.randn((6, 4), device_mesh=mesh, placements=P(None, "a")), 0.25
+            )
         found.append((drawn._local, kept._local))
     assert all(map(torch.equal, *found))

@@ -24,7 +24,13 @@ def numbers(*shape):
 def test_one_tensor(mesh):
     whole = numbers(5, 6)
     x = sm.distribute_tensor(whole, mesh, P("a"))
-    for spec in (P("b"), P(None, ("a", "b")), P(), [Shard(1), Replicate()], P("a", sizes={"a": (1, 4)})):
+    for spec in (
+        P("b"),
+        P(None, ("a", "b")),
+        P(),
+        [Shard(1), Replicate()],
+        P("a", sizes={"a": (1, 4)}),
+    ):
         y = with_sharding_constraint(x, spec)
         assert sm.typeof(y) is sm.typeof(x).replace(spec)
         assert torch.equal(y.full_tensor(), whole)
@@ -36,9 +42,13 @@ def test_tree_with_prefix_specs(mesh):
     w, b, c = (sm.distribute_tensor(numbers(4, 2 + i), mesh, P("a")) for i in range(3))
     tree = {"w": w, "layers": [(b, None), Pair(c, w)]}
     same = with_sharding_constraint(tree, P("b"))
-    assert [x.spec for x in (same["w"], same["layers"][0][0], *same["layers"][1])] == [P("b", None)] * 4
+    assert [x.spec for x in (same["w"], same["layers"][0][0], *same["layers"][1])] == [
+        P("b", None)
+    ] * 4
     assert same["layers"][0][1] is None
-    mixed = with_sharding_constraint(tree, {"w": P(None, "b"), "layers": [P(), Pair(P("a"), [Shard(0), Shard(1)])]})
+    mixed = with_sharding_constraint(
+        tree, {"w": P(None, "b"), "layers": [P(), Pair(P("a"), [Shard(0), Shard(1)])]}
+    )
     assert mixed["w"].spec == P(None, "b")
     assert mixed["layers"][0][0].spec == P(None, None)
     assert mixed["layers"][1].left is c
@@ -56,7 +66,9 @@ def test_tensors_are_moved_together_and_explicitly(mesh):
     assert used.by_operator == {"with_sharding_constraint": (1, 144)}
     assert all(sm.typeof(x).is_fully_replicated for x in out)
     with sm.debug.comm_budget(launches=0):
-        assert all(a is b for a, b in zip(with_sharding_constraint(tree, P("a")), tree, strict=True))
+        assert all(
+            a is b for a, b in zip(with_sharding_constraint(tree, P("a")), tree, strict=True)
+        )
 
 
 @every_rank(2, 2)
@@ -74,7 +86,9 @@ def test_gradients(mesh):
 @every_rank(2)
 def test_double_backward(mesh):
     x = sm.distribute_tensor(numbers(4), mesh, P("a")).requires_grad_()
-    (grad,) = torch.autograd.grad((with_sharding_constraint(x, P()) ** 3).sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(
+        (with_sharding_constraint(x, P()) ** 3).sum(), x, create_graph=True
+    )
     (second,) = torch.autograd.grad(grad.sum(), x)
     torch.testing.assert_close(second.full_tensor(), 6 * numbers(4))
 
@@ -83,14 +97,39 @@ def test_errors_are_the_same_on_every_rank():
     def program(mesh):
         x, texts = sm.ones((4, 4), mesh, P("a")), []
         for tree, spec, error, text in [
-            (torch.ones(2), P(), TypeError, "expected a ShardedTensor, got Tensor; place it on a mesh first"),
-            ({"w": [x, torch.ones(2)]}, P(), TypeError, r"expected a ShardedTensor at \['w'\]\[1\], got Tensor"),
+            (
+                torch.ones(2),
+                P(),
+                TypeError,
+                "expected a ShardedTensor, got Tensor; place it on a mesh first",
+            ),
+            (
+                {"w": [x, torch.ones(2)]},
+                P(),
+                TypeError,
+                r"expected a ShardedTensor at \['w'\]\[1\], got Tensor",
+            ),
             ([x, 3], P(), TypeError, r"expected a ShardedTensor at \[1\], got int"),
-            (x, None, TypeError, r"expected P\(...\) or a list of placements, got None; for replicated write P\(\)"),
+            (
+                x,
+                None,
+                TypeError,
+                r"expected P\(...\) or a list of placements, got None; for replicated write P\(\)",
+            ),
             ([x], ["a"], TypeError, r"a list of placements at \[0\], got 'a'"),
-            ({"w": x}, {"b": P()}, ValueError, r"\(\['b'\] for \['w'\]\); give specs of the same structure"),
+            (
+                {"w": x},
+                {"b": P()},
+                ValueError,
+                r"\(\['b'\] for \['w'\]\); give specs of the same structure",
+            ),
             ([x, x], [P()], ValueError, "the specs are a list of 1, and the values a list of 2"),
-            ([x, x], (P(), P()), ValueError, "the specs are a tuple of 2, and the values a list of 2"),
+            (
+                [x, x],
+                (P(), P()),
+                ValueError,
+                "the specs are a tuple of 2, and the values a list of 2",
+            ),
             (x, [P()], ValueError, "the specs are a list of 1, and the values a ShardedTensor"),
             ([x, x], [P(), P("z")], ValueError, "names axis 'z'"),
             (x, P("a", "b", "c"), ValueError, "names axis 'c'"),

@@ -30,7 +30,8 @@ def part(mesh, spec, whole=X):
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 2), (2, 3), (4, 1)])
 @pytest.mark.parametrize(
-    "spec", [P(), P("a"), P("b"), P(None, "a"), P("a", "b"), P("b", "a"), P(("a", "b")), P(("b", "a"))]
+    "spec",
+    [P(), P("a"), P("b"), P(None, "a"), P("a", "b"), P("b", "a"), P(("a", "b")), P(("b", "a"))],
 )
 def test_from_local_finds_the_global_shape(mesh_shape, spec):
     """Parts of five rows and three columns, even or not; at most one exchange of shapes, among the ranks that share."""
@@ -84,7 +85,9 @@ def test_from_local_with_incompatible_parts_raises(shapes, spec, words):
 
 def test_from_local_of_parts_of_different_dtypes():
     def program(mesh):
-        sm.from_local(torch.zeros(2, dtype=[torch.float32, torch.int64][mesh.world.rank]), mesh, [Shard(0)])
+        sm.from_local(
+            torch.zeros(2, dtype=[torch.float32, torch.int64][mesh.world.rank]), mesh, [Shard(0)]
+        )
 
     assert "rank 0: f32[2], rank 1: i64[2]" in same_error((2,), program, ValueError, silent=False)
 
@@ -92,16 +95,32 @@ def test_from_local_of_parts_of_different_dtypes():
 @pytest.mark.parametrize(
     ("make", "kind", "words"),
     [
-        (lambda m: sm.from_local(torch.zeros(4), m, [Shard(0)], shape=(9,)), ValueError, ["[4]", "f32[9]", "[5]"]),
-        (lambda m: sm.from_local(torch.zeros(4), m, [Shard(1)]), ValueError, ["Shard(1)", "1 dims"]),
-        (lambda m: sm.from_local(torch.zeros(4), m, [Shard(0)] * 2), ValueError, ["2 placements", "1 axes"]),
+        (
+            lambda m: sm.from_local(torch.zeros(4), m, [Shard(0)], shape=(9,)),
+            ValueError,
+            ["[4]", "f32[9]", "[5]"],
+        ),
+        (
+            lambda m: sm.from_local(torch.zeros(4), m, [Shard(1)]),
+            ValueError,
+            ["Shard(1)", "1 dims"],
+        ),
+        (
+            lambda m: sm.from_local(torch.zeros(4), m, [Shard(0)] * 2),
+            ValueError,
+            ["2 placements", "1 axes"],
+        ),
         (lambda m: sm.from_local(torch.zeros(4), m, P("z")), ValueError, ["'z'", "('a',)"]),
         (
             lambda m: sm.from_local(torch.zeros(4, dtype=torch.int64), m, [Partial("avg")]),
             ValueError,
             ["average", "i64"],
         ),
-        (lambda m: sm.from_local(place(m, X), m), TypeError, ["plain tensor", "ShardedTensor f64[5, 3]"]),
+        (
+            lambda m: sm.from_local(place(m, X), m),
+            TypeError,
+            ["plain tensor", "ShardedTensor f64[5, 3]"],
+        ),
     ],
 )
 def test_from_local_errors(make, kind, words):
@@ -139,7 +158,9 @@ def test_grad_placements_of_from_local():
     def program(mesh):
         w = torch.ones(2, dtype=torch.float64, requires_grad=True)
         y = sm.from_local(w, mesh, [Replicate()], grad_placements=[Partial()])
-        scale = sm.from_local(torch.tensor([1.0 + mesh.world.rank] * 2, dtype=torch.float64), mesh, [Partial()])
+        scale = sm.from_local(
+            torch.tensor([1.0 + mesh.world.rank] * 2, dtype=torch.float64), mesh, [Partial()]
+        )
         (scale * y).sum().backward()
         return w.grad.tolist()
 
@@ -154,7 +175,9 @@ def test_gradients_of_sharded_and_pending_locals(spec):
         local = part(mesh, P(*spec.dims)).requires_grad_()
         x = sm.from_local(local, mesh, spec)
         (x.redistribute(P()) * place(mesh, weight)).sum().backward()
-        torch.testing.assert_close(local.grad, part(mesh, P(*spec.dims), weight), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            local.grad, part(mesh, P(*spec.dims), weight), rtol=1e-12, atol=0
+        )
 
     on_mesh((2,), program)
 
@@ -227,7 +250,9 @@ def test_equal_gradients_of_every_kind_pass_the_check(mesh):
     for fill in (0.0, 1e-300, 1e300, float("inf"), float("nan")):
         w = place(mesh, X, grad=True)
         (w.to_local() * fill).sum().backward()
-        torch.testing.assert_close(w.grad.to_local(), torch.full_like(X, fill), equal_nan=True, rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            w.grad.to_local(), torch.full_like(X, fill), equal_nan=True, rtol=1e-12, atol=0
+        )
 
 
 def checks_of(mesh, steps, **how):
@@ -238,7 +263,12 @@ def checks_of(mesh, steps, **how):
         loss = sum((w.to_local(**how) * step(mesh)).sum() for _ in range(2))
         with collectives() as records:
             loss.backward()
-        found.append(sum(record.bytes_received == 152 * 2 * (mesh.size() - 1) // mesh.size() for record in records))
+        found.append(
+            sum(
+                record.bytes_received == 152 * 2 * (mesh.size() - 1) // mesh.size()
+                for record in records
+            )
+        )
     return found
 
 
@@ -286,7 +316,8 @@ def test_another_check():
 
 @pytest.mark.parametrize("source", [0, 1, 3, None])
 @pytest.mark.parametrize(
-    "spec", [P(), P("a"), P("b", "a"), P(("b", "a")), P(unreduced={"a"}), P("b", unreduced={"a": "max"})]
+    "spec",
+    [P(), P("a"), P("b", "a"), P(("b", "a")), P(unreduced={"a"}), P("b", unreduced={"a": "max"})],
 )
 def test_distribute_tensor_takes_the_data_of_one_rank(source, spec):
     def program(mesh):
@@ -296,7 +327,9 @@ def test_distribute_tensor_takes_the_data_of_one_rank(source, spec):
         assert sm.typeof(x) is sm.Layout.of(mesh, spec, X.shape, X.dtype)
         assert len(records) == (source is not None)
         if source is None:
-            assert torch.equal(x.to_local(), part(mesh, P(*spec.dims), mine)) or sm.typeof(x).pending
+            assert (
+                torch.equal(x.to_local(), part(mesh, P(*spec.dims), mine)) or sm.typeof(x).pending
+            )
         else:
             torch.testing.assert_close(x.full_tensor(), X + source, rtol=1e-15, atol=0)
 
@@ -380,7 +413,9 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch does not add or c
 REDUCED = [(d, k) for d in DTYPES for k in ("sum", "max") if d.itemsize > 1 and d not in UNSIGNED]
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [(d, k) for d, k in REDUCED if k == "sum" or not d.is_complex])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(d, k) for d, k in REDUCED if k == "sum" or not d.is_complex]
+)
 def test_every_dtype_reduces(dtype, kind):
     parts = [rank_values(rank, (5, 3), dtype) for rank in range(3)]
     expected = sum(parts[1:], parts[0]) if kind == "sum" else torch.stack(parts).amax(0)
@@ -396,7 +431,10 @@ def test_every_dtype_reduces(dtype, kind):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda m: sm.distribute_tensor(X, m, [Shard(0)]), ["1 placements", "2 axes", "('a', 'b')"]),
+        (
+            lambda m: sm.distribute_tensor(X, m, [Shard(0)]),
+            ["1 placements", "2 axes", "('a', 'b')"],
+        ),
         (lambda m: sm.distribute_tensor(X, m, [Shard(0), Shard(5)]), ["Shard(5)", "2 dims"]),
         (lambda m: sm.distribute_tensor(X, m, P("a", None, "b")), ["3 entries", "2 dims"]),
         (lambda m: sm.distribute_tensor(X, m, P("q")), ["'q'", "('a', 'b')"]),
@@ -413,7 +451,10 @@ def test_every_dtype_reduces(dtype, kind):
         (lambda m: place(m, X).redistribute([Shard(0)]), ["1 placements", "2 axes"]),
         (lambda m: place(m, X).redistribute(P("a"), P("b")), ["a mesh and placements"]),
         (lambda m: place(m, X.long()).redistribute(P(unreduced={"a": "avg"})), ["average", "i64"]),
-        (lambda m: sm.debug.plan(sm.typeof(place(m, X)), sm.typeof(place(m, X.float()))), ["dtype", "float64", "float32"]),
+        (
+            lambda m: sm.debug.plan(sm.typeof(place(m, X)), sm.typeof(place(m, X.float()))),
+            ["dtype", "float64", "float32"],
+        ),
     ],
 )
 def test_invalid_placements_raise(make, words):
@@ -448,7 +489,9 @@ def test_communication_dtypes(mesh):
     """Cast before communication, forward and backward."""
     x = place(mesh, X, Shard(0), grad=True)
     with collectives() as records:
-        y = x.redistribute([Replicate()], forward_dtype=torch.float32, backward_dtype=torch.bfloat16)
+        y = x.redistribute(
+            [Replicate()], forward_dtype=torch.float32, backward_dtype=torch.bfloat16
+        )
     assert y.dtype == records[0].dtype == torch.float32
     with collectives() as records:
         y.sum().backward()
@@ -516,7 +559,13 @@ def test_values_outside_the_mesh_raise():
     def program():
         x = sm.distribute_tensor(X, some_ranks(), [Shard(0)])
         texts = []
-        for ask in (lambda: x.sum().item(), lambda: float(x.sum()), lambda: bool((x == x).all()), x.tolist, x.numpy):
+        for ask in (
+            lambda: x.sum().item(),
+            lambda: float(x.sum()),
+            lambda: bool((x == x).all()),
+            x.tolist,
+            x.numpy,
+        ):
             try:
                 ask()
             except RuntimeError as error:
@@ -549,9 +598,17 @@ def test_scalar_results_outside_the_mesh_are_0d():
         total = x.sum().to_local()
         total.backward()
         counts = [(x > 0).sum().to_local(), x.detach().amax().to_local(), x.detach().to_local()]
-        return total.shape, total.item(), total.requires_grad, [c.dtype for c in counts], [tuple(c.shape) for c in counts]
+        return (
+            total.shape,
+            total.item(),
+            total.requires_grad,
+            [c.dtype for c in counts],
+            [tuple(c.shape) for c in counts],
+        )
 
-    for rank, (shape, value, differentiable, dtypes, shapes) in enumerate(sm.simulate(4)(program)()):
+    for rank, (shape, value, differentiable, dtypes, shapes) in enumerate(
+        sm.simulate(4)(program)()
+    ):
         outside = rank in (0, 3)
         assert (shape, value, differentiable) == ((), 0.0 if outside else 6.0, True)
         assert dtypes == [torch.int64, torch.float32, torch.float32]
@@ -563,7 +620,9 @@ def test_two_disjoint_meshes():
 
     def program():
         halves = [sm.DeviceMesh(DEVICE, ranks, axis_names=("x",)) for ranks in ([0, 1], [2, 3])]
-        tensors = [sm.distribute_tensor(X * (i + 1), half, [Shard(0)]) for i, half in enumerate(halves)]
+        tensors = [
+            sm.distribute_tensor(X * (i + 1), half, [Shard(0)]) for i, half in enumerate(halves)
+        ]
         sums = [t.sum() for t in tensors]
         mine = next(s.item() for s in sums if s.mesh.coordinate is not None)
         world = sm.init_device_mesh(DEVICE, (4,), axis_names=("w",))
@@ -576,7 +635,9 @@ def test_two_disjoint_meshes():
 # -- device_put of what is no tensor -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [np.arange(10.0).reshape(5, 2), np.array([True, False]), np.float32(2.5), 3.0, 7, True])
+@pytest.mark.parametrize(
+    "value", [np.arange(10.0).reshape(5, 2), np.array([True, False]), np.float32(2.5), 3.0, 7, True]
+)
 def test_device_put_takes_arrays_and_numbers(value):
     """As a tensor of the same numbers; those of rank 0 count."""
     expected = torch.tensor(value)
@@ -586,7 +647,9 @@ def test_device_put_takes_arrays_and_numbers(value):
         x = sm.device_put(given, mesh, P("a") if expected.ndim else P())
         assert x.dtype == expected.dtype
         assert torch.equal(x.full_tensor().cpu(), expected)
-        assert torch.equal(sm.device_put(value, mesh, src_data_rank=None).to_local().cpu(), expected)
+        assert torch.equal(
+            sm.device_put(value, mesh, src_data_rank=None).to_local().cpu(), expected
+        )
 
     on_mesh((3,), program)
 

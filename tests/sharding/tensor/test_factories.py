@@ -34,7 +34,9 @@ def _everywhere(make):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_random_tensors_do_not_depend_on_the_mesh(dtype):
     for make in (sm.rand, sm.randn):
-        tensors = list(_everywhere(lambda mesh, spec, make=make: make((5, 7), mesh, spec, dtype=dtype)))
+        tensors = list(
+            _everywhere(lambda mesh, spec, make=make: make((5, 7), mesh, spec, dtype=dtype))
+        )
         assert all(torch.equal(t, tensors[0]) for t in tensors)
         assert tensors[0].dtype == dtype
         assert tensors[0].unique().numel() > 20
@@ -49,7 +51,9 @@ def test_constants():
         assert torch.equal(t, torch.zeros(5, 7, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("arguments", [(10,), (6.0,), (2, 11), (2, 11, 3), (0.0, 1.0, 0.125), (5, -5, -2), (3, 3)])
+@pytest.mark.parametrize(
+    "arguments", [(10,), (6.0,), (2, 11), (2, 11, 3), (0.0, 1.0, 0.125), (5, -5, -2), (3, 3)]
+)
 def test_arange(arguments):
     def make(mesh):
         return sm.arange(*arguments, device_mesh=mesh, placements=[sm.Shard(0)]).full_tensor()

@@ -15,7 +15,14 @@ from torch.distributed.tensor import parallel
 
 import shardmesh as sm
 from shardmesh import P, Replicate, Shard
-from shardmesh.parallel import colwise, data_parallel, distribute_module, fully_shard, parallelize, rowwise
+from shardmesh.parallel import (
+    colwise,
+    data_parallel,
+    distribute_module,
+    fully_shard,
+    parallelize,
+    rowwise,
+)
 from shardmesh.sharding.tensor.from_dtensor import from_dtensor
 from tests.pool import Pool
 from tests.sharding.ranks import collectives
@@ -38,19 +45,33 @@ def _meshes() -> None:
         "distribute_tensor": sm.distribute_tensor(whole, mesh, placements),
         "device_put": sm.device_put(whole, mesh, spec),
         "from_local": sm.from_local(part, mesh, placements),
-        "DTensor.from_local": sm.compat.DTensor.from_local(part, device_mesh=mesh, placements=placements),
+        "DTensor.from_local": sm.compat.DTensor.from_local(
+            part, device_mesh=mesh, placements=placements
+        ),
         "redistribute": sm.device_put(whole, ours).redistribute(mesh, placements),
-        "redistribute by name": sm.device_put(whole, ours).redistribute(device_mesh=mesh, placements=placements),
-        "shard_map": sm.shard_map(lambda x: x.clone(), mesh=mesh, in_specs=(spec,), out_specs=spec)(sm.device_put(whole, ours, spec)),
-        "local_map": sm.compat.local_map(torch.clone, placements, (placements,), device_mesh=mesh)(sm.device_put(whole, ours, spec)),
-        "from_callback": sm.make_array_from_callback((4, 6), mesh, spec, lambda index: whole[index]),
+        "redistribute by name": sm.device_put(whole, ours).redistribute(
+            device_mesh=mesh, placements=placements
+        ),
+        "shard_map": sm.shard_map(lambda x: x.clone(), mesh=mesh, in_specs=(spec,), out_specs=spec)(
+            sm.device_put(whole, ours, spec)
+        ),
+        "local_map": sm.compat.local_map(torch.clone, placements, (placements,), device_mesh=mesh)(
+            sm.device_put(whole, ours, spec)
+        ),
+        "from_callback": sm.make_array_from_callback(
+            (4, 6), mesh, spec, lambda index: whole[index]
+        ),
     }
     with sm.set_mesh(mesh) as current:
         assert current is sm.get_mesh() is ours
     for name, x in made.items():
         assert (x.mesh, x.spec) == (ours, spec), name
         assert torch.equal(x.full_tensor(), whole), name
-    for x in (sm.zeros((4, 6), mesh, spec), sm.zeros(4, 6, device_mesh=mesh, placements=placements), sm.randint(9, (4, 6), mesh, spec)):
+    for x in (
+        sm.zeros((4, 6), mesh, spec),
+        sm.zeros(4, 6, device_mesh=mesh, placements=placements),
+        sm.randint(9, (4, 6), mesh, spec),
+    ):
         assert (x.mesh, x.spec) == (ours, spec)
 
 
@@ -76,7 +97,9 @@ def _modules() -> None:
     ):
         with sm.ops.implicit_replication():
             y = made(x)
-        torch.testing.assert_close(y.full_tensor() if isinstance(y, sm.compat.DTensor) else y, expected)
+        torch.testing.assert_close(
+            y.full_tensor() if isinstance(y, sm.compat.DTensor) else y, expected
+        )
 
 
 def test_modules_on_torchs_mesh(world4: Pool) -> None:
@@ -86,8 +109,15 @@ def test_modules_on_torchs_mesh(world4: Pool) -> None:
 def _dtensors() -> None:
     mesh, whole = grid(), numbers(4, 6)
     ours = sm.DeviceMesh.from_torch(mesh)
-    for placements in ([Shard(0), Replicate()], [Shard(1), Shard(0)], [Replicate(), Replicate()], [Shard(0), Shard(0)]):
-        own = [theirs.Shard(p.dim) if isinstance(p, Shard) else theirs.Replicate() for p in placements]
+    for placements in (
+        [Shard(0), Replicate()],
+        [Shard(1), Shard(0)],
+        [Replicate(), Replicate()],
+        [Shard(0), Shard(0)],
+    ):
+        own = [
+            theirs.Shard(p.dim) if isinstance(p, Shard) else theirs.Replicate() for p in placements
+        ]
         x: Any = theirs.distribute_tensor(whole, mesh, own)
         with collectives() as records:
             same = [
@@ -100,8 +130,12 @@ def _dtensors() -> None:
         for y in same:
             assert (y.mesh, y.placements) == (ours, tuple(placements))
             assert torch.equal(y.to_local(), x.to_local())
-        assert torch.equal(sm.distribute_tensor(x, mesh, [Replicate(), Shard(1)]).full_tensor(), whole)
-    pending: Any = theirs.DTensor.from_local(torch.ones(3), mesh, [theirs.Partial(), theirs.Partial("avg")])
+        assert torch.equal(
+            sm.distribute_tensor(x, mesh, [Replicate(), Shard(1)]).full_tensor(), whole
+        )
+    pending: Any = theirs.DTensor.from_local(
+        torch.ones(3), mesh, [theirs.Partial(), theirs.Partial("avg")]
+    )
     assert sm.redistribute(pending, P()).to_local().tolist() == [2.0] * 3
     with pytest.raises(TypeError, match="got torch's DTensor; use redistribute"):
         sm.from_local(x, ours, placements)
@@ -115,7 +149,10 @@ def test_dtensors_are_converted_without_communication(world4: Pool) -> None:
 
 def _gradients() -> None:
     mesh, whole = grid(), numbers(4, 6)
-    for placements in ([theirs.Replicate(), theirs.Shard(0)], [theirs.Shard(1), theirs.Replicate()]):
+    for placements in (
+        [theirs.Replicate(), theirs.Shard(0)],
+        [theirs.Shard(1), theirs.Replicate()],
+    ):
         x: Any = theirs.distribute_tensor(whole, mesh, placements).requires_grad_()
         y = sm.redistribute(x, mesh, [Shard(0), Shard(0)])
         (y * y).sum().backward()
@@ -151,7 +188,9 @@ def _back() -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     d: Any = theirs.distribute_tensor(numbers(8, 4), mesh, [theirs.Shard(0), theirs.Replicate()])
     y = sm.distribute_tensor(d, mesh, [Shard(0), Shard(1)])  # type: ignore[arg-type]
-    back = theirs.DTensor.from_local(y.to_local(), y.mesh.to_torch(), [theirs.Shard(0), theirs.Shard(1)])
+    back = theirs.DTensor.from_local(
+        y.to_local(), y.mesh.to_torch(), [theirs.Shard(0), theirs.Shard(1)]
+    )
     assert torch.equal(back.full_tensor(), numbers(8, 4))
 
 

@@ -27,8 +27,14 @@ def shapes_of(mesh, lengths, spec=P("a"), **how):
     ("lengths", "expected"),
     [
         ([(2, 2, 2)] * 3, [(6, True), (6, False), (6, False)]),
-        ([(2, 2, 2), (3, 3, 3), (3, 3, 3), (2, 2, 2)], [(6, True), (9, True), (9, False), (6, True)]),
-        ([(2, 2, 1), (2, 2, 1), (2, 2, 0), (2, 2, 2), (2, 2, 2)], [(5, True), (5, True), (4, True), (6, True), (6, False)]),
+        (
+            [(2, 2, 2), (3, 3, 3), (3, 3, 3), (2, 2, 2)],
+            [(6, True), (9, True), (9, False), (6, True)],
+        ),
+        (
+            [(2, 2, 1), (2, 2, 1), (2, 2, 0), (2, 2, 2), (2, 2, 2)],
+            [(5, True), (5, True), (4, True), (6, True), (6, False)],
+        ),
         ([(0, 0, 0), (0, 0, 0)], [(0, True), (0, False)]),
     ],
 )
@@ -38,8 +44,14 @@ def test_equal_parts_are_exchanged_once_and_uneven_ones_always(lengths, expected
 
 def test_shape_check_always_and_false():
     lengths = [(2, 2), (2, 2), (2, 1)]
-    assert on_mesh((2,), lambda mesh: shapes_of(mesh, lengths, shape_check="always")) == [[(4, True), (4, True), (3, True)]] * 2
-    assert on_mesh((2,), lambda mesh: shapes_of(mesh, lengths[:2], shape_check=False)) == [[(4, False), (4, False)]] * 2
+    assert (
+        on_mesh((2,), lambda mesh: shapes_of(mesh, lengths, shape_check="always"))
+        == [[(4, True), (4, True), (3, True)]] * 2
+    )
+    assert (
+        on_mesh((2,), lambda mesh: shapes_of(mesh, lengths[:2], shape_check=False))
+        == [[(4, False), (4, False)]] * 2
+    )
 
 
 @every_rank(2, 2)
@@ -55,7 +67,12 @@ def test_another_line_dtype_size_or_placement_is_another_signature(mesh):
             sm.from_local(x, mesh, spec)
         return launched(records) == EXCHANGE
 
-    calls = [(torch.ones(2, 3), P("a")), (torch.ones(2, 3).double(), P("a")), (torch.ones(2, 4), P("a")), (torch.ones(2, 3), P(None, "a"))]
+    calls = [
+        (torch.ones(2, 3), P("a")),
+        (torch.ones(2, 3).double(), P("a")),
+        (torch.ones(2, 4), P("a")),
+        (torch.ones(2, 3), P(None, "a")),
+    ]
     assert [[exchanged(*call) for call in calls] for _ in range(2)] == [[True] * 4, [False] * 4]
     assert exchanged(*calls[0])  # from this line
 
@@ -101,17 +118,28 @@ def test_crossing_calls_raise_on_every_rank():
         sm.from_local(torch.ones(1), mesh, P("a"))
 
     text = same_error((3,), program, RuntimeError, silent=False)
-    assert "different calls of from_local (rank 0: call 3, f32[1], rank 1: call 3, f32[1], rank 2: call 2, f32[1])" in text
+    assert (
+        "different calls of from_local (rank 0: call 3, f32[1], rank 1: call 3, f32[1], rank 2: call 2, f32[1])"
+        in text
+    )
 
 
 def test_invalid_shape_check_raises():
-    text = same_error((2,), lambda mesh: sm.from_local(torch.ones(1), mesh, P("a"), shape_check="once"), ValueError)
+    text = same_error(
+        (2,),
+        lambda mesh: sm.from_local(torch.ones(1), mesh, P("a"), shape_check="once"),
+        ValueError,
+    )
     assert text == "from_local(shape_check='once'): write one of True, False, 'always'"
 
 
 def in_processes() -> None:
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("a",))
-    assert shapes_of(mesh, [(2, 2, 2, 2), (2, 2, 2, 2), (3, 3, 3, 3)]) == [(8, True), (8, False), (12, True)]
+    assert shapes_of(mesh, [(2, 2, 2, 2), (2, 2, 2, 2), (3, 3, 3, 3)]) == [
+        (8, True),
+        (8, False),
+        (12, True),
+    ]
     assert shapes_of(mesh, [(2, 2, 2, 1), (2, 2, 2, 1)]) == [(7, True), (7, True)]
 
 

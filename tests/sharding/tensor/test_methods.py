@@ -37,7 +37,10 @@ def test_torch_calls_of_overridden_methods_reach_them():
 
 @every_rank(2)
 def test_redistribute_of_a_plain_or_donated_tensor_raises(mesh):
-    with pytest.raises(TypeError, match="redistribute takes a ShardedTensor, got Tensor; place a plain tensor with distribute_tensor"):
+    with pytest.raises(
+        TypeError,
+        match="redistribute takes a ShardedTensor, got Tensor; place a plain tensor with distribute_tensor",
+    ):
         sm.redistribute(torch.ones(2), P())
     x = sm.ones(4, device_mesh=mesh, placements=P("a"))
     sm.redistribute(x, P(), donate=True)
@@ -64,7 +67,13 @@ def test_cached_redistribute_is_one_frame_above_the_plan(mesh):
 
 _ROOT = Path(sm.__file__).parent
 _PARTS = tuple(str(_ROOT / part) + "/" for part in ("kernels", "mesh", "sharding"))
-MOVES = [(P(), P("a")), (P("a"), P()), (P("a"), P(None, "a")), (P(unreduced={"a"}), P()), (P(unreduced={"a"}), P("a"))]
+MOVES = [
+    (P(), P("a")),
+    (P("a"), P()),
+    (P("a"), P(None, "a")),
+    (P(unreduced={"a"}), P()),
+    (P(unreduced={"a"}), P("a")),
+]
 
 
 def _frames_of_a_warm_redistribute(mesh):
@@ -72,7 +81,11 @@ def _frames_of_a_warm_redistribute(mesh):
     found = []
     for src, dst in MOVES:
         layout = sm.Layout.of(mesh, src, (8, 8))
-        x, depths, launched = sm.from_local(torch.ones(layout.local_shape), mesh, src, shape=(8, 8)), [0], []
+        x, depths, launched = (
+            sm.from_local(torch.ones(layout.local_shape), mesh, src, shape=(8, 8)),
+            [0],
+            [],
+        )
 
         def count(frame, event, _, depths=depths, launched=launched):
             if event in ("call", "return") and frame.f_code.co_filename.startswith(_PARTS):

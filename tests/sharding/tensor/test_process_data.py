@@ -12,8 +12,12 @@ import shardmesh as sm
 from shardmesh import P, Partial, Replicate, Shard
 from shardmesh.mesh.context import set_mesh
 from shardmesh.sharding.tensor.process_data import make_array_from_callback as from_callback
-from shardmesh.sharding.tensor.process_data import make_array_from_process_local_data as from_local_data
-from shardmesh.sharding.tensor.process_data import make_array_from_single_device_arrays as from_arrays
+from shardmesh.sharding.tensor.process_data import (
+    make_array_from_process_local_data as from_local_data,
+)
+from shardmesh.sharding.tensor.process_data import (
+    make_array_from_single_device_arrays as from_arrays,
+)
 from tests.device import DEVICE
 from tests.sharding.ranks import every_rank, on_mesh
 
@@ -58,11 +62,22 @@ def test_callback_is_called_once_with_this_ranks_box(mesh):
 def test_a_callback_may_return_arrays_or_numbers(mesh):
     data = np.arange(12, dtype=np.int64).reshape(6, 2)
     floats = data.astype(np.float64)
-    for given, dtype in [(data, torch.int64), (data[:, ::-1], torch.int64), (data > 3, torch.bool), (floats, torch.float64)]:
+    for given, dtype in [
+        (data, torch.int64),
+        (data[:, ::-1], torch.int64),
+        (data > 3, torch.bool),
+        (floats, torch.float64),
+    ]:
         x = from_callback(given.shape, mesh, P("a"), lambda index, given=given: given[index])
         assert x.dtype is dtype
         assert np.array_equal(x.numpy(), given)
-    x = from_callback((4,), mesh, P("a"), lambda index: list(range(index[0].start, index[0].stop)), dtype=torch.bfloat16)
+    x = from_callback(
+        (4,),
+        mesh,
+        P("a"),
+        lambda index: list(range(index[0].start, index[0].stop)),
+        dtype=torch.bfloat16,
+    )
     assert x.dtype is torch.bfloat16
     assert x.tolist() == [0, 1, 2, 3]
     assert from_callback((), mesh, P(), lambda index: 3.5 if index == () else 0).item() == 3.5
@@ -112,12 +127,28 @@ def test_current_mesh_is_the_default(mesh):
 @every_rank(2)
 def test_invalid_callbacks_raise(mesh):
     for call, error, text in [
-        (lambda: from_callback((4,), mesh, P("a"), lambda i: torch.ones(3)), ValueError, r"shape \[3\] for index .*, which is \[2\]"),
-        (lambda: from_callback((4,), mesh, P("a"), numbers(4)), TypeError, "expected a function of the index"),
+        (
+            lambda: from_callback((4,), mesh, P("a"), lambda i: torch.ones(3)),
+            ValueError,
+            r"shape \[3\] for index .*, which is \[2\]",
+        ),
+        (
+            lambda: from_callback((4,), mesh, P("a"), numbers(4)),
+            TypeError,
+            "expected a function of the index",
+        ),
         (lambda: from_callback((4,), mesh, P("a")), TypeError, "expected a function of the index"),
         (lambda: from_callback((4,), mesh, P("z"), lambda i: 0), ValueError, "names axis 'z'"),
-        (lambda: from_callback((4,), mesh, P(unreduced={"a"}), lambda i: 0), ValueError, "leaves values pending"),
-        (lambda: from_callback((4,), mesh, P("a"), lambda i: sm.ones(2, device_mesh=mesh)), TypeError, "got a ShardedTensor"),
+        (
+            lambda: from_callback((4,), mesh, P(unreduced={"a"}), lambda i: 0),
+            ValueError,
+            "leaves values pending",
+        ),
+        (
+            lambda: from_callback((4,), mesh, P("a"), lambda i: sm.ones(2, device_mesh=mesh)),
+            TypeError,
+            "got a ShardedTensor",
+        ),
         (lambda: from_callback((4,), P("a"), lambda i: 0), TypeError, "give the mesh"),
         (lambda: from_callback((4,), "a", P("a"), lambda i: 0), TypeError, "give a DeviceMesh"),
     ]:
@@ -144,15 +175,21 @@ def test_parts_of_any_lengths(mesh):
 def test_uneven_parts_get_sizes(mesh):
     row, column = mesh.coordinate
     lengths, widths = (1, 4), (0, 2, 3)
-    x = from_local_data(mesh, P("a", "b"), torch.full((lengths[row], widths[column]), 10.0 * row + column))
+    x = from_local_data(
+        mesh, P("a", "b"), torch.full((lengths[row], widths[column]), 10.0 * row + column)
+    )
     assert x.shape == (5, 5)
     assert x.spec == P("a", "b", sizes={"a": lengths, "b": widths})
     assert x.full_tensor()[0].tolist() == [1, 1, 2, 2, 2]
     assert x.full_tensor()[4].tolist() == [11, 11, 12, 12, 12]
     counts = [(2, 0, 1), (3, 3, 0)]
-    joint = from_local_data(mesh, P(("a", "b")), torch.full((counts[row][column],), 10 * row + column))
+    joint = from_local_data(
+        mesh, P(("a", "b")), torch.full((counts[row][column],), 10 * row + column)
+    )
     assert joint.tolist() == [0, 0, 2, 10, 10, 10, 11, 11, 11]
-    turned = from_local_data(mesh, P(("b", "a")), torch.full((counts[row][column],), 10 * row + column))
+    turned = from_local_data(
+        mesh, P(("b", "a")), torch.full((counts[row][column],), 10 * row + column)
+    )
     assert turned.tolist() == [0, 0, 10, 10, 10, 11, 11, 11, 2]
     one = from_local_data(mesh, P(None, "a"), torch.ones(3, 2, dtype=torch.bfloat16))
     assert (one.shape, one.spec, one.dtype) == ((3, 4), P(None, "a"), torch.bfloat16)
@@ -172,12 +209,32 @@ def test_data_of_global_length_is_sliced(mesh):
 def test_invalid_local_data_raises(mesh):
     rank = mesh.get_rank()
     for call, error, text in [
-        (lambda: from_local_data(mesh, P("a"), torch.ones(3), (4,)), ValueError, r"shape \[3\]; under .* this rank holds \[2\]"),
-        (lambda: from_local_data(mesh, P("a"), torch.ones(2, 2), (4,)), ValueError, r"shape \[2, 2\]; under"),
-        (lambda: from_local_data(mesh, P("a", "b"), torch.ones(1 + rank, 1)), ValueError, r"rank 0: f32\[1, 1\], .* are not parts"),
-        (lambda: from_local_data(mesh, P(unreduced={"a"}), torch.ones(2)), ValueError, "leaves values pending"),
+        (
+            lambda: from_local_data(mesh, P("a"), torch.ones(3), (4,)),
+            ValueError,
+            r"shape \[3\]; under .* this rank holds \[2\]",
+        ),
+        (
+            lambda: from_local_data(mesh, P("a"), torch.ones(2, 2), (4,)),
+            ValueError,
+            r"shape \[2, 2\]; under",
+        ),
+        (
+            lambda: from_local_data(mesh, P("a", "b"), torch.ones(1 + rank, 1)),
+            ValueError,
+            r"rank 0: f32\[1, 1\], .* are not parts",
+        ),
+        (
+            lambda: from_local_data(mesh, P(unreduced={"a"}), torch.ones(2)),
+            ValueError,
+            "leaves values pending",
+        ),
         (lambda: from_local_data(mesh, P("z"), torch.ones(2)), ValueError, "names axis 'z'"),
-        (lambda: from_local_data(mesh, P(), sm.ones(2, device_mesh=mesh)), TypeError, "got a ShardedTensor"),
+        (
+            lambda: from_local_data(mesh, P(), sm.ones(2, device_mesh=mesh)),
+            TypeError,
+            "got a ShardedTensor",
+        ),
     ]:
         with pytest.raises(error, match=text):
             call()
@@ -186,8 +243,13 @@ def test_invalid_local_data_raises(mesh):
 def test_incompatible_parts_raise_the_same_error_on_every_rank():
     def program(mesh):
         texts = []
-        for part in (torch.ones([2] * (1 + mesh.get_rank())), torch.ones(2, dtype=[torch.float32, torch.int32][mesh.get_rank()])):
-            with pytest.raises(ValueError, match=r"differ in dtype or number of dims \(rank 0: f32\[2\], rank 1") as error:
+        for part in (
+            torch.ones([2] * (1 + mesh.get_rank())),
+            torch.ones(2, dtype=[torch.float32, torch.int32][mesh.get_rank()]),
+        ):
+            with pytest.raises(
+                ValueError, match=r"differ in dtype or number of dims \(rank 0: f32\[2\], rank 1"
+            ) as error:
                 from_local_data(mesh, P("a"), part)
             texts.append(str(error.value))
         return texts
@@ -203,7 +265,11 @@ def test_incompatible_parts_raise_the_same_error_on_every_rank():
 def test_single_device_array_is_not_copied(mesh):
     for spec, shape in everywhere():
         whole = numbers(*shape)
-        part = whole[tuple(slice(*i) for i in sm.Layout.of(mesh, spec, shape).box)].clone().requires_grad_()
+        part = (
+            whole[tuple(slice(*i) for i in sm.Layout.of(mesh, spec, shape).box)]
+            .clone()
+            .requires_grad_()
+        )
         with sm.debug.comm_budget(launches=0):
             x = from_arrays(shape, mesh, spec, [part])
         assert torch.equal(x.full_tensor(), whole)
@@ -239,7 +305,13 @@ def test_ranks_outside_the_mesh(everyone):
         raise AssertionError
 
     made = [
-        from_callback((5,), mesh, P("x"), (lambda index: whole[index]) if inside else refuse, dtype=torch.float32),
+        from_callback(
+            (5,),
+            mesh,
+            P("x"),
+            (lambda index: whole[index]) if inside else refuse,
+            dtype=torch.float32,
+        ),
         from_local_data(mesh, P("x"), part, (5,)),
         from_arrays((5,), mesh, P("x"), [part] if inside else [], dtype=torch.float32),
     ]
@@ -264,7 +336,9 @@ def test_addressable_shards_make_up_the_tensor():
     def program(mesh):
         found = []
         for spec, shape in everywhere():
-            x = sm.distribute_tensor(numbers(*shape), mesh, spec, src_data_rank=None).requires_grad_()
+            x = sm.distribute_tensor(
+                numbers(*shape), mesh, spec, src_data_rank=None
+            ).requires_grad_()
             with sm.debug.comm_budget(launches=0):
                 (shard,) = x.addressable_shards
             assert shard.data.data_ptr() == x._local.data_ptr()
@@ -321,7 +395,9 @@ def test_a_bare_spec_is_enough(mesh):
             assert sm.arange(8, placements=where).spec == P("a")
             assert torch.equal(sm.device_put(whole, where).full_tensor(), whole)
         assert sm.device_put(sm.ones((4, 8), P("a")), P(None, "b")).spec == P(None, "b")
-    assert sm.typeof(sm.device_put(sm.ones((4, 8), mesh, P("a")), P("b"))) is sm.Layout.of(mesh, P("b"), (4, 8))
+    assert sm.typeof(sm.device_put(sm.ones((4, 8), mesh, P("a")), P("b"))) is sm.Layout.of(
+        mesh, P("b"), (4, 8)
+    )
     with mesh["a"]:
         assert sm.zeros((4, 8), P("a")).mesh is mesh["a"]
         with pytest.raises(ValueError, match="names axis 'b', but the mesh has axes"):
@@ -331,7 +407,11 @@ def test_a_bare_spec_is_enough(mesh):
 @every_rank(2)
 def test_bare_spec_without_a_mesh_raises(mesh):
     plain = torch.ones(4)
-    for call in (lambda: sm.zeros((4,), P("a")), lambda: sm.device_put(plain, P("a")), lambda: sm.from_local(plain, P("a"))):
+    for call in (
+        lambda: sm.zeros((4,), P("a")),
+        lambda: sm.device_put(plain, P("a")),
+        lambda: sm.from_local(plain, P("a")),
+    ):
         with pytest.raises(TypeError, match="give the mesh of the tensor"):
             call()
     for call in (
@@ -346,7 +426,9 @@ def test_bare_spec_without_a_mesh_raises(mesh):
     with pytest.raises(TypeError, match="takes a mesh and a P or list of placements, each once"):
         sm.zeros(4, mesh, P(), placements=P())
     for wrong in ("cpu", 3):
-        with pytest.raises(TypeError, match=r"give a DeviceMesh or, with a mesh set, P\(\.\.\.\) in its place"):
+        with pytest.raises(
+            TypeError, match=r"give a DeviceMesh or, with a mesh set, P\(\.\.\.\) in its place"
+        ):
             sm.device_put(torch.ones(4), wrong)  # type: ignore[arg-type]
 
 
@@ -359,7 +441,12 @@ def _loader():
     with set_mesh(mesh):
         batch = from_local_data(P("dp"), np.full((rows, 2), float(mesh.coordinate[0])))
         squares = from_callback((7,), P("tp"), lambda index: torch.arange(7)[index] ** 2)
-    return batch.spec, batch.sum(1).tolist(), squares.tolist(), squares.addressable_shards[0].replica_id
+    return (
+        batch.spec,
+        batch.sum(1).tolist(),
+        squares.tolist(),
+        squares.addressable_shards[0].replica_id,
+    )
 
 
 def test_in_processes(world4):

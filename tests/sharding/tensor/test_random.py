@@ -79,7 +79,11 @@ def on_one_rank(name, shape, seed=3):
 @st.composite
 def places(draw):
     mesh_shape, shape = draw(mesh_shapes), draw(shapes())
-    return mesh_shape, shape, draw(ragged_specs(sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)]), shape, ()))
+    return (
+        mesh_shape,
+        shape,
+        draw(ragged_specs(sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)]), shape, ())),
+    )
 
 
 @pytest.mark.one_in(4)
@@ -117,7 +121,9 @@ def test_replicas_are_equal_and_draws_differ(name):
     for first, second in results:
         assert not torch.equal(first, second)
     for rank in range(6):
-        assert torch.equal(results[rank][0], results[rank % 2][0])  # ranks that differ on axis a hold the same rows
+        assert torch.equal(
+            results[rank][0], results[rank % 2][0]
+        )  # ranks that differ on axis a hold the same rows
     assert not torch.equal(results[0][0], results[1][0])
 
 
@@ -125,7 +131,9 @@ def after(n, seed=1):
     """Advance the generator as n draws do."""
     sm.random.manual_seed(seed)
     first = sm.random.get_rng_state().view(torch.uint64)
-    sm.random.set_rng_state(torch.tensor([first[0].item(), n], dtype=torch.uint64).view(torch.uint8))
+    sm.random.set_rng_state(
+        torch.tensor([first[0].item(), n], dtype=torch.uint64).view(torch.uint8)
+    )
 
 
 def test_thousand_consecutive_draws():
@@ -153,7 +161,10 @@ def test_the_thousandth_draw(name):
 
     (expected,) = on_mesh((1,), lambda mesh: program(mesh, P()))
     for mesh_shape, spec in [((3,), P(None, "a")), ((2, 2), P("b", "a"))]:
-        assert all(torch.equal(x, expected) for x in on_mesh(mesh_shape, lambda mesh, spec=spec: program(mesh, spec)))
+        assert all(
+            torch.equal(x, expected)
+            for x in on_mesh(mesh_shape, lambda mesh, spec=spec: program(mesh, spec))
+        )
 
 
 @pytest.mark.parametrize("name", DRAWS)
@@ -241,7 +252,10 @@ def test_fork_rng_restores_after_an_exception():
 
 @pytest.mark.parametrize(
     "apart",
-    [lambda r, mesh: sm.random.manual_seed(r), lambda r, mesh: [sm.rand(1, device_mesh=mesh) for _ in range(r)]],
+    [
+        lambda r, mesh: sm.random.manual_seed(r),
+        lambda r, mesh: [sm.rand(1, device_mesh=mesh) for _ in range(r)],
+    ],
 )
 def test_check_rng_state_names_ranks_that_differ(apart):
     def program(mesh):
@@ -339,7 +353,9 @@ def test_a_checkpoint_replays_its_random_numbers(spec):
     def gradients(mesh, outer, inner):
         sm.random.manual_seed(4)
         x = place(mesh, torch.ones(6, 5, dtype=torch.float64), Shard(0))
-        w = sm.device_put(torch.arange(25.0, dtype=torch.float64).view(5, 5) / 25, mesh, spec).requires_grad_()
+        w = sm.device_put(
+            torch.arange(25.0, dtype=torch.float64).view(5, 5) / 25, mesh, spec
+        ).requires_grad_()
         y = outer(deep, x, w, inner)
         z = torch.rand_like(x)
         loss = (y * z).sum()
@@ -349,7 +365,11 @@ def test_a_checkpoint_replays_its_random_numbers(spec):
 
     def program(mesh):
         expected = gradients(mesh, plain, plain)
-        for outer, inner in [(plain, checkpointed), (checkpointed, plain), (checkpointed, checkpointed)]:
+        for outer, inner in [
+            (plain, checkpointed),
+            (checkpointed, plain),
+            (checkpointed, checkpointed),
+        ]:
             loss, grad, after = gradients(mesh, outer, inner)
             assert loss == expected[0]
             assert torch.equal(grad, expected[1])
@@ -393,12 +413,20 @@ def test_hooks_may_draw(mesh):
     ("draw", "words"),
     [
         (lambda x: x.normal_(), ["P(None, unreduced={'a'})", "pending", "redistribute it first"]),
-        (lambda x: x.redistribute(P()).normal_(generator=torch.Generator()), ["sm.random.manual_seed"]),
+        (
+            lambda x: x.redistribute(P()).normal_(generator=torch.Generator()),
+            ["sm.random.manual_seed"],
+        ),
         (lambda x: F.dropout(x, -0.1), ["-0.1", "between 0 and 1"]),
         (lambda x: sm.rand(3, device_mesh=x.mesh, placements=[Partial()]), ["pending"]),
     ],
 )
 def test_invalid_draws_raise(draw, words):
-    text = same_error((2,), lambda mesh: draw(sm.from_local(torch.ones(3), mesh, [Partial()])), Exception, silent=False)
+    text = same_error(
+        (2,),
+        lambda mesh: draw(sm.from_local(torch.ones(3), mesh, [Partial()])),
+        Exception,
+        silent=False,
+    )
     for word in words:
         assert word in text

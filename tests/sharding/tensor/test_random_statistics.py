@@ -23,7 +23,9 @@ def drawn(draw, *shape, spec=None, seed=1):
 
     def program(mesh):
         sm.random.manual_seed(seed)
-        x = sm.zeros(*(shape or (N,)), device_mesh=mesh, placements=spec or P("a"), dtype=torch.float64)
+        x = sm.zeros(
+            *(shape or (N,)), device_mesh=mesh, placements=spec or P("a"), dtype=torch.float64
+        )
         return draw(x).full_tensor().double()
 
     return on_mesh((3,), program)[0]
@@ -66,17 +68,25 @@ def log_binomial(n, k):
 
 
 def poisson(rate):
-    return lambda x: torch.poisson(x + rate), lambda k: (k * math.log(rate) - rate - torch.lgamma(k + 1)).exp()
+    return lambda x: torch.poisson(x + rate), lambda k: (
+        k * math.log(rate) - rate - torch.lgamma(k + 1)
+    ).exp()
 
 
 def binomial(n, p):
-    return lambda x: torch.binomial(x + n, x + p), lambda k: (log_binomial(n, k) + k * math.log(p) + (n - k) * math.log1p(-p)).exp()
+    return lambda x: torch.binomial(x + n, x + p), lambda k: (
+        log_binomial(n, k) + k * math.log(p) + (n - k) * math.log1p(-p)
+    ).exp()
 
 
 DISCRETE = {
     "bernoulli_": (lambda x: x.bernoulli_(0.3), lambda k: torch.where(k == 1, 0.3, 0.7), 2),
     "bernoulli": (lambda x: torch.bernoulli(x + 0.3), lambda k: torch.where(k == 1, 0.3, 0.7), 2),
-    "geometric_": (lambda x: x.geometric_(0.25), lambda k: torch.where(k > 0, 0.25 * 0.75 ** (k - 1), 0), 60),
+    "geometric_": (
+        lambda x: x.geometric_(0.25),
+        lambda k: torch.where(k > 0, 0.25 * 0.75 ** (k - 1), 0),
+        60,
+    ),
     "randint_like": (lambda x: torch.randint_like(x, 2, 9), lambda k: ((k >= 2) & (k < 9)) / 7, 9),
     "random_": (lambda x: x.random_(7), lambda k: torch.full_like(k, 1 / 7), 7),
     "poisson of 0.5": (*poisson(0.5), 12),
@@ -87,9 +97,21 @@ DISCRETE = {
     "binomial of most": (*binomial(20, 0.9), 21),
     "binomial of half": (*binomial(60, 0.5), 61),
     "binomial of many": (*binomial(2000, 0.98), 2001),
-    "dropout": (lambda x: F.dropout(x + 1, 0.25), lambda k: torch.where(k == 0, 0.25, torch.where(k == 1, 0.75, 0)), 3),
-    "multinomial": (lambda x: torch.multinomial(weights(x).expand(N, 4), 1), lambda k: WEIGHTS[k.long()] / 10, 4),
-    "multinomial replaced": (lambda x: torch.multinomial(weights(x), N, True), lambda k: WEIGHTS[k.long()] / 10, 4),
+    "dropout": (
+        lambda x: F.dropout(x + 1, 0.25),
+        lambda k: torch.where(k == 0, 0.25, torch.where(k == 1, 0.75, 0)),
+        3,
+    ),
+    "multinomial": (
+        lambda x: torch.multinomial(weights(x).expand(N, 4), 1),
+        lambda k: WEIGHTS[k.long()] / 10,
+        4,
+    ),
+    "multinomial replaced": (
+        lambda x: torch.multinomial(weights(x), N, True),
+        lambda k: WEIGHTS[k.long()] / 10,
+        4,
+    ),
 }
 
 
@@ -144,18 +166,40 @@ def correlation(a, b):
     return abs(float((a * b).mean() / a.std() / b.std())) * math.sqrt(a.numel())
 
 
-@pytest.mark.parametrize("draw", [torch.rand_like, torch.randn_like, lambda x: x.exponential_().log(), lambda x: torch.poisson(x + 20)])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        torch.rand_like,
+        torch.randn_like,
+        lambda x: x.exponential_().log(),
+        lambda x: torch.poisson(x + 20),
+    ],
+)
 def test_shards_calls_and_seeds_are_not_correlated(draw):
     shape = (30, 1000)
-    calls = [drawn(lambda x, skip=skip: [draw(x.clone()) for _ in range(skip + 1)][-1], *shape) for skip in range(3)]
+    calls = [
+        drawn(lambda x, skip=skip: [draw(x.clone()) for _ in range(skip + 1)][-1], *shape)
+        for skip in range(3)
+    ]
     shards = calls[0].chunk(3)
-    others = [*calls[1:], drawn(draw, *shape, seed=2), drawn(draw, *shape, seed=1 + 2**32), calls[0].roll(1, 1), calls[0].roll(1, 0)]
+    others = [
+        *calls[1:],
+        drawn(draw, *shape, seed=2),
+        drawn(draw, *shape, seed=1 + 2**32),
+        calls[0].roll(1, 1),
+        calls[0].roll(1, 0),
+    ]
     assert max(correlation(calls[0], other) for other in others) < SIGMAS
     assert max(correlation(a, b) for a, b in [shards[:2], shards[1:], shards[::2]]) < SIGMAS
 
 
 def test_dropout_masks_of_neighbouring_calls_and_channels_are_independent():
-    first, second = (drawn(lambda x, skip=skip: [F.dropout1d(x + 1, 0.5) for _ in range(skip)][-1], 100, 90, 2)[..., 0] for skip in (1, 2))
+    first, second = (
+        drawn(lambda x, skip=skip: [F.dropout1d(x + 1, 0.5) for _ in range(skip)][-1], 100, 90, 2)[
+            ..., 0
+        ]
+        for skip in (1, 2)
+    )
     for other in (second, first.roll(1, 0), first.roll(1, 1)):
         assert correlation(first, other) < SIGMAS
 
@@ -183,6 +227,8 @@ def test_without_replacement_the_order_is_that_of_drawing_one_by_one():
 
 def test_hard_gumbel_softmax_draws_by_the_softmax():
     logits = torch.tensor([0.0, 1.0, -1.0], dtype=torch.float64)
-    x = drawn(lambda x: F.gumbel_softmax(sm.device_put(logits, x.mesh, P()).expand(N, 3), 0.3, hard=True))
+    x = drawn(
+        lambda x: F.gumbel_softmax(sm.device_put(logits, x.mesh, P()).expand(N, 3), 0.3, hard=True)
+    )
     for found, chance in zip(x.mean(0), logits.softmax(0), strict=True):
         assert abs(float(found - chance)) < SIGMAS * math.sqrt(float(chance) / N)

@@ -41,13 +41,23 @@ def lists(draw: st.DrawFn, kinds=("sum",)):
     found = []
     for _ in range(draw(st.integers(1, 5))):
         shape = draw(shapes())
-        make = draw(st.sampled_from([lambda s: specs(mesh.axis_names, len(s), kinds), lambda s: ragged_specs(mesh, s, kinds)]))
+        make = draw(
+            st.sampled_from(
+                [
+                    lambda s: specs(mesh.axis_names, len(s), kinds),
+                    lambda s: ragged_specs(mesh, s, kinds),
+                ]
+            )
+        )
         found.append((shape, draw(make(shape)), draw(make(shape))))
     return mesh_shape, found
 
 
 def layouts(mesh, moves):
-    return [tuple(sm.Layout.of(mesh, spec, shape, torch.float64) for spec in (a, b)) for shape, a, b in moves]
+    return [
+        tuple(sm.Layout.of(mesh, spec, shape, torch.float64) for spec in (a, b))
+        for shape, a, b in moves
+    ]
 
 
 @given(lists(KINDS))
@@ -57,7 +67,10 @@ def test_many_equal_single_redistributions(case):
 
     def program(mesh):
         pairs = layouts(mesh, moves)
-        parts = [reference.local_part(reference.contributions(mesh, src.spec, src.shape, i), src) for i, (src, _) in enumerate(pairs)]
+        parts = [
+            reference.local_part(reference.contributions(mesh, src.spec, src.shape, i), src)
+            for i, (src, _) in enumerate(pairs)
+        ]
         kept = [part.clone() for part in parts]
         alone = [redistribute_local(part, *pair) for part, pair in zip(parts, pairs, strict=True)]
         with collectives() as records:
@@ -83,35 +96,56 @@ def test_gradients_of_many(case, data):
     def program(mesh):
         pairs = layouts(mesh, moves)
         leaves = [
-            reference.local_part(reference.contributions(mesh, src.spec, src.shape, i), src).requires_grad_()
+            reference.local_part(
+                reference.contributions(mesh, src.spec, src.shape, i), src
+            ).requires_grad_()
             for i, (src, _) in enumerate(pairs)
         ]
         out = redistribute_locals(leaves, pairs)
         picked = [i for i, use in enumerate(used) if use]
         if not picked:
             return
-        weights = {i: torch.randn(pairs[i][0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in picked}
-        seeds = [redistribute_local(weights[i], pairs[i][1].replicated, pairs[i][1].dual) for i in picked]
+        weights = {
+            i: torch.randn(
+                pairs[i][0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)
+            )
+            for i in picked
+        }
+        seeds = [
+            redistribute_local(weights[i], pairs[i][1].replicated, pairs[i][1].dual) for i in picked
+        ]
         found = torch.autograd.grad([out[i] for i in picked], [leaves[i] for i in picked], seeds)
         for i, grad in zip(picked, found, strict=True):
             dual = pairs[i][0].dual
-            torch.testing.assert_close(redistribute_local(grad, dual, dual.replicated), weights[i], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                redistribute_local(grad, dual, dual.replicated), weights[i], rtol=1e-12, atol=1e-12
+            )
 
     on_mesh(mesh_shape, program)
 
 
 @every_rank(2, 2)
 def test_one_launch_for_a_bucket(mesh):
-    shards = [place(mesh, P("a"), numbers(2 * n, 3)) for n in range(1, 5)] + [place(mesh, P(None, "a"), numbers(3, 2))]
+    shards = [place(mesh, P("a"), numbers(2 * n, 3)) for n in range(1, 5)] + [
+        place(mesh, P(None, "a"), numbers(3, 2))
+    ]
     others = [place(mesh, P("b"), numbers(4, 3)), place(mesh, P("a"), numbers(4, 3).bfloat16())]
     with collectives() as records:
         whole = sm.redistribute_many([*shards, *others], [P()] * 7)
     assert launched(records) == ["all_gather"] * 3  # over a, over b, over a in another dtype
-    assert all(w.is_fully_replicated if hasattr(w, "is_fully_replicated") else sm.typeof(w).is_fully_replicated for w in whole)
+    assert all(
+        w.is_fully_replicated
+        if hasattr(w, "is_fully_replicated")
+        else sm.typeof(w).is_fully_replicated
+        for w in whole
+    )
     with collectives() as records:
         back = sm.redistribute_many(whole, [x.spec for x in (*shards, *others)])
     assert not records
-    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(back, (*shards, *others), strict=True))
+    assert all(
+        torch.equal(a.to_local(), b.to_local())
+        for a, b in zip(back, (*shards, *others), strict=True)
+    )
 
 
 @every_rank(2, 2)
@@ -128,7 +162,9 @@ def test_gradients_are_moved_in_one_bucket(mesh):
 @every_rank(2, 2)
 def test_results_of_a_bucket_can_be_written_independently(mesh):
     """Not views of one tensor for autograd: writing one leaves what was saved of another valid."""
-    x, y = sm.redistribute_many([place(mesh, P(unreduced={"a"})), place(mesh, P(unreduced={"a"}))], [P(), P()])
+    x, y = sm.redistribute_many(
+        [place(mesh, P(unreduced={"a"})), place(mesh, P(unreduced={"a"}))], [P(), P()]
+    )
     w = place(mesh, P(), torch.ones(6, 8, dtype=torch.float64)).requires_grad_()
     saved = (w * x).sum()
     y.mul_(3)
@@ -138,7 +174,9 @@ def test_results_of_a_bucket_can_be_written_independently(mesh):
 
 
 def test_different_numbers_of_specs_raise():
-    text = same_error((2,), lambda mesh: sm.redistribute_many([place(mesh, P("a"))], []), ValueError)
+    text = same_error(
+        (2,), lambda mesh: sm.redistribute_many([place(mesh, P("a"))], []), ValueError
+    )
     assert "1 tensors and 0 placements" in text
 
 
@@ -153,7 +191,10 @@ def test_empty_list(mesh):
 @every_rank(2, 2)
 def test_async(mesh):
     x = place(mesh, P("a", "b")).requires_grad_()
-    coming = [x.redistribute(spec, async_op=True) for spec in (P(), P("b", "a"), P("a", "b"), P(None, "a"))]
+    coming = [
+        x.redistribute(spec, async_op=True)
+        for spec in (P(), P("b", "a"), P("a", "b"), P(None, "a"))
+    ]
     for handle in reversed(coming):  # in any order
         y = handle.wait()
         assert handle.wait() is y
@@ -167,9 +208,13 @@ def test_async(mesh):
 @every_rank(4)
 def test_async_of_every_kind_of_pending(mesh):
     for kind in ("sum", "avg", "max", "min", "product"):
-        x = sm.ShardedTensor.from_local(torch.ones(8), mesh, P(unreduced={"a": kind})).requires_grad_()
+        x = sm.ShardedTensor.from_local(
+            torch.ones(8), mesh, P(unreduced={"a": kind})
+        ).requires_grad_()
         y = x.redistribute(P("a"), async_op=True).wait()
-        assert torch.equal(y.full_tensor().detach(), torch.full((8,), 4.0 if kind == "sum" else 1.0))
+        assert torch.equal(
+            y.full_tensor().detach(), torch.full((8,), 4.0 if kind == "sum" else 1.0)
+        )
 
 
 def async_program():
@@ -178,7 +223,10 @@ def async_program():
     t = torch.randn(37, 5)
     x = sm.distribute_tensor(t, mesh, P("a", "b"))
     for dtype in (torch.float32, torch.bfloat16):
-        handles = [x.redistribute(spec, async_op=True, forward_dtype=dtype) for spec in (P(), P(("b", "a")), P("b"))]
+        handles = [
+            x.redistribute(spec, async_op=True, forward_dtype=dtype)
+            for spec in (P(), P(("b", "a")), P("b"))
+        ]
         for handle in reversed(handles):
             assert torch.equal(handle.wait().full_tensor(), t.to(dtype))
     many = sm.redistribute_many([x, x.redistribute(P("b"))], [P(), P("a")], async_op=True)
@@ -194,12 +242,23 @@ def test_async_between_processes(world4):
 
 @every_rank(2, 2)
 def test_donated_tensor_cannot_be_used(mesh):
-    for src, dst in ((P("a"), P()), (P(unreduced={"a"}), P()), (P(unreduced={"a"}), P("a")), (P(), P("a")), (P("a", "b"), P("b", "a"))):
+    for src, dst in (
+        (P("a"), P()),
+        (P(unreduced={"a"}), P()),
+        (P(unreduced={"a"}), P("a")),
+        (P(), P("a")),
+        (P("a", "b"), P("b", "a")),
+    ):
         x = place(mesh, src)
         y = x.redistribute(dst, donate=True)
         assert torch.equal(y.full_tensor(), X)
         assert "donated" in repr(x)
-        for use in (lambda x=x: x + 1, lambda x=x: x.shape, lambda x=x: x.to_local(), lambda x=x: sm.redistribute(x, P())):
+        for use in (
+            lambda x=x: x + 1,
+            lambda x=x: x.shape,
+            lambda x=x: x.to_local(),
+            lambda x=x: sm.redistribute(x, P()),
+        ):
             with pytest.raises((RuntimeError, AttributeError)):
                 use()
 
@@ -262,7 +321,12 @@ def test_invalid_donate_and_out_raise():
         x = place(mesh, P("a"))
         sm.redistribute_many([x, x], [P(), P()], donate=True)
 
-    for program, words in ((donated, "cannot be donated"), (other_layout, "out is"), (with_grad, "autograd"), (twice, "twice")):
+    for program, words in (
+        (donated, "cannot be donated"),
+        (other_layout, "out is"),
+        (with_grad, "autograd"),
+        (twice, "twice"),
+    ):
         assert words in same_error((2,), program, ValueError)
 
 
@@ -279,15 +343,23 @@ def test_rounds(mesh):
     with collectives() as records:
         y = x.redistribute(dst, max_bytes=limit)
     assert len(records) == explained.launches
-    assert sum(r.bytes_received for r in records) == plan_bytes_received(explained.plan, mesh.coordinate)
+    assert sum(r.bytes_received for r in records) == plan_bytes_received(
+        explained.plan, mesh.coordinate
+    )
     assert torch.equal(y.full_tensor(), X)
 
 
 def test_a_limit_is_a_number_of_bytes():
     for limit in ("1GB", 1e9, True):
-        text = same_error((2,), lambda mesh, limit=limit: place(mesh, P("a")).redistribute(P(), max_bytes=limit), TypeError)
+        text = same_error(
+            (2,),
+            lambda mesh, limit=limit: place(mesh, P("a")).redistribute(P(), max_bytes=limit),
+            TypeError,
+        )
         assert "number of bytes" in text
-    assert "pass max_bytes=" in same_error((2,), lambda mesh: place(mesh, P("a")).redistribute(P(), max_bytes=0), ValueError)
+    assert "pass max_bytes=" in same_error(
+        (2,), lambda mesh: place(mesh, P("a")).redistribute(P(), max_bytes=0), ValueError
+    )
 
 
 def test_impossible_limit_names_the_minimum():
@@ -309,7 +381,9 @@ def test_impossible_limit_names_the_minimum():
 def test_sums_of_16_bit_floats_in_fp32(mesh):
     """256 and seven ones: in bf16, 256 + 1 is 256."""
     mine = 256.0 if mesh.get_local_rank("a") == 0 else 1.0
-    x = sm.ShardedTensor.from_local(torch.full((8, 2), mine, dtype=torch.bfloat16), mesh, P(unreduced={"a"}))
+    x = sm.ShardedTensor.from_local(
+        torch.full((8, 2), mine, dtype=torch.bfloat16), mesh, P(unreduced={"a"})
+    )
     for spec in (P(), P("a"), P(None, "a")):
         with collectives() as records:
             y = x.redistribute(spec, accumulate_dtype=torch.float32)
@@ -317,7 +391,9 @@ def test_sums_of_16_bit_floats_in_fp32(mesh):
         assert {record.dtype for record in records} == {torch.bfloat16}
         assert launched(records)[0] == "all_to_all"
         explained = sm.debug.explain(sm.typeof(x), spec, accumulate_dtype=torch.float32)
-        assert sum(r.bytes_received for r in records) == plan_bytes_received(explained.plan, mesh.coordinate)
+        assert sum(r.bytes_received for r in records) == plan_bytes_received(
+            explained.plan, mesh.coordinate
+        )
 
 
 def test_accumulating_in_another_dtype():

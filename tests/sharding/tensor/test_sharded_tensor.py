@@ -45,7 +45,9 @@ def test_module_to_another_dtype(mesh):
     assert weight.placements == weight.grad.placements == (Shard(0),)
     assert weight.requires_grad
     module(x.double()).sum().backward()
-    assert torch.equal(module.weight.grad.full_tensor(), torch.full((3, 4), 4.0, dtype=torch.float64))
+    assert torch.equal(
+        module.weight.grad.full_tensor(), torch.full((3, 4), 4.0, dtype=torch.float64)
+    )
     assert torch.equal(module.bias.grad.full_tensor(), torch.full((3,), 4.0, dtype=torch.float64))
 
 
@@ -65,7 +67,9 @@ def test_module_conversions_communicate_nothing(mesh):
 
 @every_rank(2)
 def test_module_to_another_device_type_raises(mesh):
-    with pytest.raises(ValueError, match="cannot move a ShardedTensor on DeviceMesh\\(cpu, a=2\\) to mps"):
+    with pytest.raises(
+        ValueError, match="cannot move a ShardedTensor on DeviceMesh\\(cpu, a=2\\) to mps"
+    ):
         sharded_linear(mesh).to("mps")
 
 
@@ -115,7 +119,8 @@ def test_repr():
         "ShardedTensor(f32[3, 4] @ P('a', None) on (a=2), local [2, 4],\ntensor([[0., 1., 2., 3.]"
     )
     assert (
-        second[0] == "ShardedTensor(f32[3, 4] @ P('a', None) on (a=2), local [1, 4],\ntensor([[ 8.,  9., 10., 11.]]))"
+        second[0]
+        == "ShardedTensor(f32[3, 4] @ P('a', None) on (a=2), local [1, 4],\ntensor([[ 8.,  9., 10., 11.]]))"
     )
     assert "grad_fn=<MulBackward0>" in first[3]
 

@@ -139,7 +139,12 @@ def test_pickle_and_torch_save(mesh):
     """Each rank's file holds its own part; torch.load with its default, weights_only=True, reads it."""
     for spec in (P("a", "b"), P(("b", "a")), P(unreduced={"a"}), P()):
         x = sm.device_put(WEIGHT, mesh, spec)
-        for y in (pickle.loads(pickle.dumps(x)), reloaded(x), reloaded(x, weights_only=False), copy.copy(x)):
+        for y in (
+            pickle.loads(pickle.dumps(x)),
+            reloaded(x),
+            reloaded(x, weights_only=False),
+            copy.copy(x),
+        ):
             assert sm.typeof(y) is sm.typeof(x)
             assert torch.equal(y.to_local(), x.to_local())
     module = sharded_linear(mesh)

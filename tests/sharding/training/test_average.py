@@ -12,7 +12,12 @@ from shardmesh.sharding.training.average import EMA
 from tests.device import DEVICE
 from tests.sharding.ranks import every_rank, on_mesh, same_error
 
-SPECS = {"0.weight": P("a", "b"), "0.bias": P(), "1.weight": P(("b", "a"), sizes={("b", "a"): (0, 3, 0, 1)}), "1.bias": P("a")}
+SPECS = {
+    "0.weight": P("a", "b"),
+    "0.bias": P(),
+    "1.weight": P(("b", "a"), sizes={("b", "a"): (0, 3, 0, 1)}),
+    "1.bias": P("a"),
+}
 
 
 def plain_model(dtype=torch.float32):
@@ -39,7 +44,9 @@ def whole(x):
 
 def test_equals_torchs_average_without_communication():
     model = plain_model()
-    expected = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.8))
+    expected = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.8)
+    )
     expected.update_parameters(model)  # the first is a copy
     for step in range(3):
         train_step(model, step)
@@ -89,7 +96,14 @@ def test_state_loads_into_another_layout(mesh):
     ema = EMA(place(plain_model(), mesh), 0.8)
     ema.update()
     state = ema.state_dict()
-    other = EMA(place(plain_model(), mesh, {"0.weight": P("b"), "0.bias": P("a"), "1.weight": P(), "1.bias": P()}), 0.1)
+    other = EMA(
+        place(
+            plain_model(),
+            mesh,
+            {"0.weight": P("b"), "0.bias": P("a"), "1.weight": P(), "1.bias": P()},
+        ),
+        0.1,
+    )
     for x in other.average.values():
         x.zero_()
     other.load_state_dict(state)
@@ -119,7 +133,9 @@ def test_errors():
         ema.update()
 
     text = same_error((2, 2), moved, ValueError)
-    assert "0.weight is f32[5, 3] @ P('a', 'b') on (a=2, b=2), but its average a plain [5, 3]" in text
+    assert (
+        "0.weight is f32[5, 3] @ P('a', 'b') on (a=2, b=2), but its average a plain [5, 3]" in text
+    )
 
     def other_paths(mesh):
         state = EMA(plain_model()).state_dict()
@@ -136,4 +152,6 @@ def test_errors():
 
     assert "1.weight is [2, 2], the parameter [4, 5]" in same_error((2, 2), other_shape, ValueError)
     assert "from 0 to 1" in same_error((2, 2), lambda mesh: EMA(plain_model(), 1.5), ValueError)
-    assert "nothing to average" in same_error((2, 2), lambda mesh: EMA(plain_model().requires_grad_(False)), ValueError)
+    assert "nothing to average" in same_error(
+        (2, 2), lambda mesh: EMA(plain_model().requires_grad_(False)), ValueError
+    )

@@ -22,7 +22,9 @@ def model_of(kind):
 
 
 def data(step, rows):
-    return torch.randn(rows, 2, 5, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(DEVICE)
+    return torch.randn(
+        rows, 2, 5, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    ).to(DEVICE)
 
 
 def trained(model, put, rows):
@@ -41,7 +43,9 @@ def whole(x):
 
 
 def run_on(mesh, kind, rows, spec):
-    model = convert_sync_batchnorm(sm.parallel.distribute_module(model_of(kind), mesh, src_data_rank=None))
+    model = convert_sync_batchnorm(
+        sm.parallel.distribute_module(model_of(kind), mesh, src_data_rank=None)
+    )
     found = trained(model, lambda x: sm.distribute_tensor(x, mesh, spec, src_data_rank=None), rows)
     return {name: whole(x).cpu() for name, x in found.items()}
 
@@ -73,8 +77,12 @@ def test_on_processes(world4, kind):
 
 
 def test_converted_modules(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # or the plain module would want a GPU
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.Sequential(nn.SyncBatchNorm(3, affine=False)))
+    monkeypatch.setattr(
+        torch.distributed, "is_initialized", lambda: False
+    )  # or the plain module would want a GPU
+    model = nn.Sequential(
+        nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.Sequential(nn.SyncBatchNorm(3, affine=False))
+    )
     text, names = repr(model), list(model.state_dict())
     x = torch.randn(4, 3)
     expected = model(x)

@@ -27,7 +27,12 @@ def test_fewer_ranks(mesh):
     before = BatchReport(8, 16, lr=3e-4)
     report = batch_report(8, mesh, "a", 2, before=json.loads(json.dumps(before.state_dict())))
     assert report.before == before
-    assert (report.ranks, report.effective, report.ratio, report.same_accumulation) == (4, 64, 0.5, 4)
+    assert (report.ranks, report.effective, report.ratio, report.same_accumulation) == (
+        4,
+        64,
+        0.5,
+        4,
+    )
     assert report.linear_lr == pytest.approx(1.5e-4)
     assert report.sqrt_lr == pytest.approx(3e-4 * 0.5**0.5)
     assert str(report) == TABLE
@@ -36,7 +41,12 @@ def test_fewer_ranks(mesh):
 @every_rank(3)
 def test_without_a_previous_batch_and_unreachable_sizes(mesh):
     report = batch_report(8, mesh, lr=0.1)
-    assert (report.effective, report.ratio, report.linear_lr, report.same_accumulation) == (24, 1.0, 0.1, 1)
+    assert (report.effective, report.ratio, report.linear_lr, report.same_accumulation) == (
+        24,
+        1.0,
+        0.1,
+        1,
+    )
     assert str(report).splitlines()[-1].split() == ["lr", "0.1"]
     assert batch_report(8, mesh, before=BatchReport(8, 4)).same_accumulation is None
     assert batch_report(8, mesh, before=BatchReport(4, 2)).same_accumulation is None

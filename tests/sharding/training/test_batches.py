@@ -51,13 +51,17 @@ def test_equals_torch_except_for_repeated_samples(shuffle, drop_last):
             ours.set_epoch(epoch)
             theirs.set_epoch(epoch)
             samples = list(theirs)
-            mine = samples if drop_last or rank == 0 else samples[:3]  # torch repeats two of ten samples, to make them twelve
+            mine = (
+                samples if drop_last or rank == 0 else samples[:3]
+            )  # torch repeats two of ten samples, to make them twelve
             assert (list(ours), len(ours)) == (mine, len(mine))
 
 
 @given(length=st.integers(0, 40), ranks=st.integers(1, 5), drop_last=st.booleans())
 def test_every_sample_once(length, ranks, drop_last):
-    samplers = [DistributedSampler(range(length), ranks, r, drop_last=drop_last) for r in range(ranks)]
+    samplers = [
+        DistributedSampler(range(length), ranks, r, drop_last=drop_last) for r in range(ranks)
+    ]
     dealt = [list(s) for s in samplers]
     assert [len(d) for d in dealt] == samplers[0].lengths()
     counts = Counter(i for some in dealt for i in some)
@@ -67,7 +71,11 @@ def test_every_sample_once(length, ranks, drop_last):
 
 @every_rank(2, 2)
 def test_ranks_by_mesh_axes(mesh):
-    places = {"a": mesh.coordinate[0], ("a", "b"): mesh.world.rank, ("b", "a"): mesh.coordinate[1] * 2 + mesh.coordinate[0]}
+    places = {
+        "a": mesh.coordinate[0],
+        ("a", "b"): mesh.world.rank,
+        ("b", "a"): mesh.coordinate[1] * 2 + mesh.coordinate[0],
+    }
     for axes, place in places.items():
         sampler = DistributedSampler(range(9), mesh=mesh, axes=axes, shuffle=False)
         assert list(sampler) == list(range(9))[place :: sampler.num_replicas]
@@ -76,7 +84,10 @@ def test_ranks_by_mesh_axes(mesh):
 
 
 def test_errors_of_the_sampler():
-    for options, said in [({"num_replicas": 2}, "rank=None"), ({"num_replicas": 2, "rank": 2}, "ranks are 0 to 1")]:
+    for options, said in [
+        ({"num_replicas": 2}, "rank=None"),
+        ({"num_replicas": 2, "rank": 2}, "ranks are 0 to 1"),
+    ]:
         with pytest.raises(ValueError, match=said):
             DistributedSampler(range(4), **options)
     text = same_error((2, 2), lambda mesh: DistributedSampler(range(4), mesh=mesh), MeshError)
@@ -84,7 +95,9 @@ def test_errors_of_the_sampler():
     text = same_error((2,), lambda mesh: DistributedSampler(range(4), 2, 0, mesh=mesh), ValueError)
     assert "or a mesh and axes" in text
     state = DistributedSampler(range(5), 1, 0).state_dict()
-    with pytest.raises(ValueError, match=r"has 4 samples, but the state is of one with 5.*set_epoch\(1\)"):
+    with pytest.raises(
+        ValueError, match=r"has 4 samples, but the state is of one with 5.*set_epoch\(1\)"
+    ):
         DistributedSampler(range(4), 1, 0).load_state_dict(state)
 
 
@@ -101,7 +114,9 @@ def test_epoch(length, mesh_shape, size, drop_last, loader_drops, workers):
 
     def program(mesh):
         sampler = DistributedSampler(Rows(length), mesh=mesh, axes="a", drop_last=drop_last)
-        data = batches(loader_of(sampler, size, drop_last=loader_drops, num_workers=workers), mesh, P("a"))
+        data = batches(
+            loader_of(sampler, size, drop_last=loader_drops, num_workers=workers), mesh, P("a")
+        )
         steps = len(data)
         with sm.debug.comm_budget(launches=0):
             found = list(data)
@@ -109,7 +124,9 @@ def test_epoch(length, mesh_shape, size, drop_last, loader_drops, workers):
         assert (sampler.epoch, sampler.consumed) == (1, 0)
         for batch in found:
             assert batch["x"].spec.dims == (("a",), ())
-            assert torch.equal(batch["x"].full_tensor()[:, 0].long().cpu(), batch["y"].full_tensor().cpu())
+            assert torch.equal(
+                batch["x"].full_tensor()[:, 0].long().cpu(), batch["y"].full_tensor().cpu()
+            )
             assert isinstance(batch["text"], list)
         return [batch["y"].full_tensor().tolist() for batch in found]
 
@@ -123,7 +140,9 @@ def test_epoch(length, mesh_shape, size, drop_last, loader_drops, workers):
 
 
 def test_worker_processes_that_prefetch():
-    test_epoch.hypothesis.inner_test(length=11, mesh_shape=(2,), size=2, drop_last=False, loader_drops=False, workers=1)
+    test_epoch.hypothesis.inner_test(
+        length=11, mesh_shape=(2,), size=2, drop_last=False, loader_drops=False, workers=1
+    )
 
 
 @settings(max_examples=15)
@@ -143,7 +162,9 @@ def test_resuming_with_another_number_of_ranks(length, before, after, sizes, ste
                 break  # before it was trained on: the state of the step before counts
             used += batch["y"].full_tensor().tolist()
             state = sampler.state_dict()
-        return (used, state) if steps else (used, {**sampler.state_dict(), "consumed": 0, "epoch": 3})
+        return (
+            (used, state) if steps else (used, {**sampler.state_dict(), "consumed": 0, "epoch": 3})
+        )
 
     def second(mesh):
         sampler = DistributedSampler(Rows(length), mesh=mesh)
@@ -184,7 +205,12 @@ def test_other_dims_and_types_in_a_batch(mesh):
 
     def collate(some):
         arrays = np.stack([r["tokens"] for r in some])
-        return {"tokens": arrays, "label": torch.tensor([r["label"] for r in some]), "scale": torch.tensor(2.0), "name": "n"}
+        return {
+            "tokens": arrays,
+            "label": torch.tensor([r["label"] for r in some]),
+            "scale": torch.tensor(2.0),
+            "name": "n",
+        }
 
     sampler = DistributedSampler(rows, mesh=mesh, axes="a", shuffle=False)
     (batch,) = batches(loader_of(sampler, 2, collate_fn=collate), mesh, P("a", "b"))
@@ -213,33 +239,44 @@ def test_loaders_of_any_kind():
 @every_rank(2)
 def test_unsharded_batches(mesh):
     found = list(batches([torch.ones(3, 2), torch.ones(1, 2)], mesh, P(None, "a")))
-    assert [(tuple(x.shape), x.spec) for x in found] == [((3, 2), P(None, "a")), ((1, 2), P(None, "a"))]
+    assert [(tuple(x.shape), x.spec) for x in found] == [
+        ((3, 2), P(None, "a")),
+        ((1, 2), P(None, "a")),
+    ]
     with mesh:
         assert len(batches([torch.ones(3, 2)], P())) == 1
 
 
 def test_errors_of_batches():
     def of(mesh, axes="a", spec=P("a"), **options):
-        return batches(loader_of(DistributedSampler(Rows(4), mesh=mesh, axes=axes), 2, **options), mesh, spec)
+        return batches(
+            loader_of(DistributedSampler(Rows(4), mesh=mesh, axes=axes), 2, **options), mesh, spec
+        )
 
     text = same_error((2, 2), lambda mesh: of(mesh, ("a", "b")), ValueError)
     assert "for 4 ranks along ('a', 'b'), but the batch dim is split over 2 along ('a',)" in text
     text = same_error((2, 2), lambda mesh: of(mesh, "b"), ValueError)
     assert "mesh=mesh, axes=('a',)" in text
     assert "spec must be a P" in same_error((2,), lambda mesh: of(mesh, spec="a"), TypeError)
-    assert "not pending" in same_error((2,), lambda mesh: of(mesh, spec=P("a", unreduced={"b"})), ValueError)
+    assert "not pending" in same_error(
+        (2,), lambda mesh: of(mesh, spec=P("a", unreduced={"b"})), ValueError
+    )
     assert "'c'" in same_error((2,), lambda mesh: of(mesh, spec=P("c")), MeshError)
     packed = {"collate_fn": lambda rows: {"x": torch.zeros(len(rows), 2), "packed": torch.zeros(5)}}
     text = same_error((2,), lambda mesh: list(of(mesh, **packed)), ValueError)
     assert "batch['packed'] of shape [5] has 5 rows, but this rank's batch has 2 samples" in text
-    assert "no tensor with rows" in same_error((2,), lambda mesh: list(batches([{"n": 1}], mesh, P())), TypeError)
+    assert "no tensor with rows" in same_error(
+        (2,), lambda mesh: list(batches([{"n": 1}], mesh, P())), TypeError
+    )
 
 
 def _on_processes():
     mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("a",))
     sampler = DistributedSampler(Rows(9), mesh=mesh)
     found = [batch["x"].mean().item() for batch in batches(loader_of(sampler, 2), mesh, P("a"))]
-    return found, [batch.sum().item() for batch in batches([torch.ones(mesh.world.rank + 1)], mesh, P("a"))]
+    return found, [
+        batch.sum().item() for batch in batches([torch.ones(mesh.world.rank + 1)], mesh, P("a"))
+    ]
 
 
 def test_on_processes(world4):

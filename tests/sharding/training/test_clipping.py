@@ -22,7 +22,9 @@ ORDERS = [2.0, 1.0, 3.5, math.inf]
 
 
 def drawn(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(DEVICE, dtype)
 
 
 def put(x, mesh, spec):
@@ -37,7 +39,9 @@ def with_grad(value, grad):
 
 def sharded(mesh, grads, specs):
     """Return parameters of zeros with these gradients; plain tensors if the spec is None."""
-    placed = [g if spec is None else put(g, mesh, spec) for g, spec in zip(grads, specs, strict=True)]
+    placed = [
+        g if spec is None else put(g, mesh, spec) for g, spec in zip(grads, specs, strict=True)
+    ]
     return [with_grad(torch.zeros_like(g), g.clone()) for g in placed]
 
 
@@ -62,7 +66,11 @@ def test_equals_one_process_and_is_one_collective(order):
         assert type(total) is torch.Tensor
         assert total.dtype == torch.float32
         nbytes = 16 if order == math.inf else 8
-        assert (used.launches, used.bytes_received, list(used.by_axis)) == (1, 2 * 3 * nbytes // 4, ["a,b"])
+        assert (used.launches, used.bytes_received, list(used.by_axis)) == (
+            1,
+            2 * 3 * nbytes // 4,
+            ["a,b"],
+        )
         for p, q in zip(params, plain, strict=True):
             torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-6, atol=1e-7)
         return total
@@ -89,7 +97,9 @@ def test_any_layouts(data):
             by_path = tensor_norms({str(i): p for i, p in enumerate(params)}, "grad", order)
         assert len(records) <= 2
         torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
-        together = torch.linalg.vector_norm(torch.tensor(list(by_path.values()), dtype=torch.float64, device=DEVICE), order)
+        together = torch.linalg.vector_norm(
+            torch.tensor(list(by_path.values()), dtype=torch.float64, device=DEVICE), order
+        )
         assert together.item() == pytest.approx(0.5, rel=1e-5)
 
     on_mesh((2, 3), program)
@@ -148,12 +158,17 @@ def test_stages_on_separate_meshes():
 
     def program():
         stages = [sm.DeviceMesh(DEVICE, ranks, axis_names=("x",)) for ranks in ([0, 1], [2, 3])]
-        params = [*sharded(stages[0], grads[:1], [P("x")]), *sharded(stages[1], grads[1:], [P("x"), P()])]
+        params = [
+            *sharded(stages[0], grads[:1], [P("x")]),
+            *sharded(stages[1], grads[1:], [P("x"), P()]),
+        ]
         with sm.debug.comm_budget(launches=1):
             total = clip_grad_norm_(params, 1.0)
         for p, g in zip(params, grads, strict=True):
             if p.mesh.coordinate is not None:
-                torch.testing.assert_close(p.grad.full_tensor(), g / (expected + 1e-6), rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(
+                    p.grad.full_tensor(), g / (expected + 1e-6), rtol=1e-5, atol=1e-6
+                )
         return total
 
     for total in sm.simulate(4)(program)():
@@ -167,7 +182,11 @@ def test_slices_of_one_mesh():
 
     def program(mesh):
         parts = [(mesh["a"], P("a")), (mesh["b"], P("b")), (mesh, P())]
-        params = [with_grad(torch.zeros_like(x), x) for g, (m, s) in zip(grads, parts, strict=True) for x in [put(g, m, s)]]
+        params = [
+            with_grad(torch.zeros_like(x), x)
+            for g, (m, s) in zip(grads, parts, strict=True)
+            for x in [put(g, m, s)]
+        ]
         with sm.debug.comm_budget(launches=1):
             return clip_grad_norm_(params, 1.0)
 
@@ -178,7 +197,9 @@ def test_slices_of_one_mesh():
 def test_rank_outside_the_mesh():
     def program():
         mesh = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("x",))
-        return clip_grad_norm_(sharded(mesh, [torch.ones(4)], [P("x")]), 1.0, error_if_nonfinite=True).item()
+        return clip_grad_norm_(
+            sharded(mesh, [torch.ones(4)], [P("x")]), 1.0, error_if_nonfinite=True
+        ).item()
 
     one, two, outside = sm.simulate(3)(program)()
     assert (one, two) == (2.0, 2.0)
@@ -203,7 +224,9 @@ def test_non_finite_gradients(bad, order):
     text = same_error((2, 2), program, RuntimeError, silent=False)
     assert str(bad) in text
     assert "skip this step" in text
-    totals = on_mesh((2, 2), lambda mesh: clip_grad_norm_(sharded(mesh, [grad], [P("a")]), 1.0, order).item())
+    totals = on_mesh(
+        (2, 2), lambda mesh: clip_grad_norm_(sharded(mesh, [grad], [P("a")]), 1.0, order).item()
+    )
     assert all(math.isnan(t) if math.isnan(bad) else t == bad for t in totals)
 
 
@@ -215,7 +238,11 @@ def test_pending_gradients_raise():
             (w * x).sum().backward()
             use([w])
 
-    for use in (lambda ws: clip_grad_norm_(ws, 1.0), lambda ws: clip_grad_value_(ws, 1.0), lambda ws: tensor_norms([("w", ws[0])], "grad")):
+    for use in (
+        lambda ws: clip_grad_norm_(ws, 1.0),
+        lambda ws: clip_grad_value_(ws, 1.0),
+        lambda ws: tensor_norms([("w", ws[0])], "grad"),
+    ):
         text = same_error((2,), lambda mesh, use=use: program(mesh, use), ValueError)
         assert "accumulate_grads() block" in text
         assert "('a',)" in text
@@ -225,7 +252,9 @@ def test_pending_gradients_raise():
 @pytest.mark.parametrize("order", [0, -1.0, -math.inf, math.nan])
 def test_unsupported_orders_raise(order):
     assert repr(order) in same_error((2,), lambda mesh: clip_grad_norm_([], 1.0, order), ValueError)
-    assert "positive" in same_error((2,), lambda mesh: tensor_norms({"x": torch.ones(2)}, ord=order), ValueError)
+    assert "positive" in same_error(
+        (2,), lambda mesh: tensor_norms({"x": torch.ones(2)}, ord=order), ValueError
+    )
 
 
 @every_rank(2)
@@ -258,7 +287,11 @@ def test_norms_by_path(mesh):
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     expected = {path: p.detach().norm().item() for path, p in module.named_parameters()}
     sm.parallel.distribute_module(
-        module, mesh, lambda name, m, mesh: name == "0" and sm.parallel.shard_parameter(m, "weight", mesh, P("a", "b"))
+        module,
+        mesh,
+        lambda name, m, mesh: (
+            name == "0" and sm.parallel.shard_parameter(m, "weight", mesh, P("a", "b"))
+        ),
     )
     with sm.debug.comm_budget(launches=1) as used:
         found = tensor_norms(module)
@@ -285,7 +318,11 @@ def _on_processes():
 
 
 def test_on_processes(world4):
-    expected = torch.cat([drawn(*shape, seed=i).reshape(-1) for i, shape in enumerate(GRADS)]).norm().item()
+    expected = (
+        torch.cat([drawn(*shape, seed=i).reshape(-1) for i, shape in enumerate(GRADS)])
+        .norm()
+        .item()
+    )
     for total, nan in world4(_on_processes):
         assert total == pytest.approx(expected, rel=1e-6)
         assert math.isnan(nan)

@@ -22,7 +22,11 @@ HOW = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 
 def factors(step):
     """Return the factors of the gradients; one element is infinite in one step."""
-    found = [torch.arange(1.0, 13).view(3, 4) * (step + 1), torch.ones(3) * step, torch.ones(2, 2, device=DEVICE)]
+    found = [
+        torch.arange(1.0, 13).view(3, 4) * (step + 1),
+        torch.ones(3) * step,
+        torch.ones(2, 2, device=DEVICE),
+    ]
     if step == BAD_STEP:
         found[0][2, 3] = math.inf
     return [f.to(DEVICE) for f in found]
@@ -31,7 +35,10 @@ def factors(step):
 def trained(params, place, scaler, how, clip):
     optimizer = torch.optim.AdamW(params, lr=0.1, **how)
     for step in range(4):
-        loss = sum((p * place(f, i)).sum() for i, (p, f) in enumerate(zip(params, factors(step), strict=True)))
+        loss = sum(
+            (p * place(f, i)).sum()
+            for i, (p, f) in enumerate(zip(params, factors(step), strict=True))
+        )
         scaler.scale(loss).backward()
         if clip:
             scaler.unscale_(optimizer)
@@ -47,14 +54,23 @@ def trained(params, place, scaler, how, clip):
 def test_equals_torchs_on_one_process(how, clips):
     plain = [torch.zeros_like(f, requires_grad=True) for f in factors(0)]
     options = {"init_scale": 8.0, "growth_interval": 2}
-    scale = trained(plain, lambda f, i: f, torch.amp.GradScaler(DEVICE, **options), how, clips and nn.utils.clip_grad_norm_)
+    scale = trained(
+        plain,
+        lambda f, i: f,
+        torch.amp.GradScaler(DEVICE, **options),
+        how,
+        clips and nn.utils.clip_grad_norm_,
+    )
 
     def program(mesh):
         def put(x, i):
             return sm.distribute_tensor(x, mesh, SPECS[i], src_data_rank=None)
 
         params = [nn.Parameter(put(torch.zeros_like(f), i)) for i, f in enumerate(factors(0))]
-        assert trained(params, put, GradScaler(DEVICE, **options), how, clips and clip_grad_norm_) == scale
+        assert (
+            trained(params, put, GradScaler(DEVICE, **options), how, clips and clip_grad_norm_)
+            == scale
+        )
         for p, q in zip(params, plain, strict=True):
             torch.testing.assert_close(p.detach().full_tensor(), q.detach(), rtol=1e-5, atol=1e-6)
 
@@ -64,14 +80,19 @@ def test_equals_torchs_on_one_process(how, clips):
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_one_collective_for_all_meshes_and_dtypes(how):
     def program():
-        meshes = [sm.init_device_mesh(DEVICE, shape, axis_names=AXES[: len(shape)]) for shape in ((4,), (2, 2))]
+        meshes = [
+            sm.init_device_mesh(DEVICE, shape, axis_names=AXES[: len(shape)])
+            for shape in ((4,), (2, 2))
+        ]
         params = []
         for mesh, dtype in zip(meshes, (torch.float32, torch.float64), strict=True):
             p = nn.Parameter(sm.zeros((4, 3), mesh, P("a"), dtype=dtype))
             p.grad = sm.ones((4, 3), mesh, P("a"), dtype=dtype)
             params.append(p)
         counts = []
-        for scaler in [GradScaler(DEVICE)] + [torch.amp.GradScaler(DEVICE)] * ("fused" not in how):  # torch's cannot fuse here
+        for scaler in [GradScaler(DEVICE)] + [torch.amp.GradScaler(DEVICE)] * (
+            "fused" not in how
+        ):  # torch's cannot fuse here
             scaler.scale(torch.ones(1, device=DEVICE))
             optimizer = torch.optim.AdamW(params, lr=0.1, **how)
             with collectives() as records:
@@ -91,7 +112,9 @@ def test_separate_stages_agree():
         meshes = [sm.DeviceMesh(DEVICE, ranks, axis_names=("x",)) for ranks in ([0, 1], [2, 3])]
         params = [nn.Parameter(sm.zeros((4,), mesh, P("x"))) for mesh in meshes]
         for p, last in zip(params, (1.0, math.nan), strict=True):
-            p.grad = sm.distribute_tensor(torch.tensor([1.0, 1.0, 1.0, last]), p.mesh, P("x"), src_data_rank=None)
+            p.grad = sm.distribute_tensor(
+                torch.tensor([1.0, 1.0, 1.0, last]), p.mesh, P("x"), src_data_rank=None
+            )
         scaler, optimizer = GradScaler(DEVICE, init_scale=4.0), torch.optim.SGD(params, lr=1.0)
         scaler.scale(torch.ones(1, device=DEVICE))
         scaler.step(optimizer)

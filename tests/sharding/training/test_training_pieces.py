@@ -42,9 +42,18 @@ class Pieces:
 
     def __init__(self, model, ours):
         self.model, self.clip = model, clip_grad_norm_ if ours else nn.utils.clip_grad_norm_
-        self.scaler = (GradScaler if ours else torch.amp.GradScaler)(DEVICE, init_scale=2.0**10, growth_interval=2)
-        options = {"lr": 0.02, "ns_dtype": torch.float64, "adamw": ["embed*", "lm_head*"], "adamw_lr": 0.01}
-        self.optimizer = Muon(model.named_parameters(), **options)  # whole matrices by torch's own: see test_muon
+        self.scaler = (GradScaler if ours else torch.amp.GradScaler)(
+            DEVICE, init_scale=2.0**10, growth_interval=2
+        )
+        options = {
+            "lr": 0.02,
+            "ns_dtype": torch.float64,
+            "adamw": ["embed*", "lm_head*"],
+            "adamw_lr": 0.01,
+        }
+        self.optimizer = Muon(
+            model.named_parameters(), **options
+        )  # whole matrices by torch's own: see test_muon
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.2, 1.0, STEPS)
         self.average = EMA(model, 0.7)
 
@@ -63,7 +72,10 @@ class Pieces:
 def expected():
     pieces, found = Pieces(gpt(CONFIG), ours=False), []
     for step in range(STEPS):
-        x, y = (torch.stack(some) for some in zip(*SAMPLES[step * BATCH : (step + 1) * BATCH], strict=True))
+        x, y = (
+            torch.stack(some)
+            for some in zip(*SAMPLES[step * BATCH : (step + 1) * BATCH], strict=True)
+        )
         found.append(pieces.step(loss_of(pieces.model(x), y)))
     with pieces.average.swapped():
         evaluated = loss_of(pieces.model(x), y).item()
@@ -80,7 +92,9 @@ def test_equals_one_process(form, plain):
         pieces = Pieces(FORMS[form](gpt(CONFIG), mesh), ours=True)
         sampler = DistributedSampler(SAMPLES, mesh=mesh, shuffle=False)
         loader = DataLoader(SAMPLES, BATCH // mesh.size(), sampler=sampler)
-        for (x, y), (loss, norm) in zip(loader if plain else batches(loader, mesh, P("a")), steps, strict=True):
+        for (x, y), (loss, norm) in zip(
+            loader if plain else batches(loader, mesh, P("a")), steps, strict=True
+        ):
             found, total = pieces.step(loss_of(pieces.model(x), y))
             if plain:  # each rank has a loss of its own
                 found = sum(mesh.group().all_gather_object(found)) / mesh.size()
@@ -97,7 +111,9 @@ def test_equals_one_process(form, plain):
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("kind", [Muon, Shampoo])
-@pytest.mark.parametrize(("shape", "where"), [((2, 2), "tp and fsdp"), ((2, 2), "replicas"), ((4,), "fsdp")])
+@pytest.mark.parametrize(
+    ("shape", "where"), [((2, 2), "tp and fsdp"), ((2, 2), "replicas"), ((4,), "fsdp")]
+)
 def test_resumed_on_another_mesh(kind, shape, where, tmp_path):
     """Loading optimizer state and averages from a checkpoint into new objects gives the losses of an uninterrupted run."""
 
@@ -106,7 +122,10 @@ def test_resumed_on_another_mesh(kind, shape, where, tmp_path):
         optimizer = kind(model.named_parameters(), lr=0.02, adamw=["embed"], adamw_lr=0.003)
         average, losses = EMA(model, 0.9), []
         if resume:
-            tree = load(tmp_path, like={"model": state_dict(model, optimizer), "average": average.state_dict()})
+            tree = load(
+                tmp_path,
+                like={"model": state_dict(model, optimizer), "average": average.state_dict()},
+            )
             load_state_dict(model, tree["model"], optimizer)
             average.load_state_dict(tree["average"])
         for step in range(3 if resume else 0, 6):
@@ -118,7 +137,11 @@ def test_resumed_on_another_mesh(kind, shape, where, tmp_path):
             average.update()
             losses.append(loss.item())
             if step == 2:
-                save({"model": state_dict(model, optimizer), "average": average.state_dict()}, tmp_path, step=step)
+                save(
+                    {"model": state_dict(model, optimizer), "average": average.state_dict()},
+                    tmp_path,
+                    step=step,
+                )
         return losses, tensor_norms(average.average)
 
     losses, sizes = on_mesh((2, 2), lambda mesh: program(mesh, "tp and fsdp", resume=False))[0]

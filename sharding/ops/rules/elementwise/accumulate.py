@@ -40,7 +40,9 @@ def _shifts_extreme(layout: Layout, added: Layout | None) -> bool:
     """Return whether x is pending as a maximum or minimum, over axes along which the added value is replicated."""
     if not layout.pending or not set(layout.pending.values()) <= _EXTREMES:
         return False
-    return added is None or not any(axis in added.dim_of or axis in added.pending for axis in layout.pending)
+    return added is None or not any(
+        axis in added.dim_of or axis in added.pending for axis in layout.pending
+    )
 
 
 def _bind_number(func: Callable[..., Any], targets: Sequence[Layout], _: Any) -> Callable[..., Any]:

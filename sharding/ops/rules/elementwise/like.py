@@ -46,7 +46,13 @@ def _device_of_parts(x: ShardedTensor, device: Any) -> torch.device:
         raise ValueError(
             f"a tensor like one on {x.mesh} cannot be made on {device}; drop device=, or use a mesh of that device type"
         )
-    return here if wanted.type == here.type else x.mesh.device if wanted.type == x.mesh.device_type else wanted
+    return (
+        here
+        if wanted.type == here.type
+        else x.mesh.device
+        if wanted.type == x.mesh.device_type
+        else wanted
+    )
 
 
 def register_like(name: str, make: Callable[..., Callable[[Layout, torch.device], Tensor]]) -> None:
@@ -57,19 +63,26 @@ def register_like(name: str, make: Callable[..., Callable[[Layout, torch.device]
     ) -> Any:  # fmt: skip
         make_part = make(input, *args, **kwargs)
         if memory_format in (torch.contiguous_format, torch.legacy_contiguous_format):
-            return _like(input, dtype, device, requires_grad, lambda *where: make_part(*where).contiguous())
+            return _like(
+                input, dtype, device, requires_grad, lambda *where: make_part(*where).contiguous()
+            )
         return _like(input, dtype, device, requires_grad, make_part)
 
 
 def _filled(x: ShardedTensor, fill_value: float) -> Callable[[Layout, torch.device], Tensor]:
     """Return a function that fills parts with the strides of x, as in torch: fused optimizers rely on equal strides."""
-    return lambda layout, device: torch.full_like(x._local, fill_value, dtype=layout.dtype, device=device)
+    return lambda layout, device: torch.full_like(
+        x._local, fill_value, dtype=layout.dtype, device=device
+    )
 
 
 register_like("zeros_like", lambda x: _filled(x, 0))
 register_like("ones_like", lambda x: _filled(x, 1))
 register_like("full_like", _filled)
-register_like("empty_like", lambda x: lambda layout, device: torch.empty_like(x._local, dtype=layout.dtype, device=device))
+register_like(
+    "empty_like",
+    lambda x: lambda layout, device: torch.empty_like(x._local, dtype=layout.dtype, device=device),
+)
 
 
 def _register_new(name: str, fill: Callable[..., Any]) -> None:
@@ -77,12 +90,28 @@ def _register_new(name: str, fill: Callable[..., Any]) -> None:
 
     @handler(name)
     def new(
-        input: Any, size: Any, *rest: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any
+        input: Any,
+        size: Any,
+        *rest: Any,
+        dtype: Any = None,
+        device: Any = None,
+        requires_grad: bool = False,
+        **kwargs: Any,
     ) -> Any:
         size, rest = ((size, *rest), ()) if isinstance(size, int) else (size, rest)
-        layout = without_pending(input._layout) if tuple(size) == input.shape else Layout.of(input.mesh, None, size)
+        layout = (
+            without_pending(input._layout)
+            if tuple(size) == input.shape
+            else Layout.of(input.mesh, None, size)
+        )
         options = {"dtype": dtype, "device": _device_of_parts(input, device)}
-        local = fill(input._local, layout.local_shape, *rest, **options, **{k: v for k, v in kwargs.items() if v is not None})
+        local = fill(
+            input._local,
+            layout.local_shape,
+            *rest,
+            **options,
+            **{k: v for k, v in kwargs.items() if v is not None},
+        )
         out = ShardedTensor._make(local, layout.replace(dtype=local.dtype))
         return out.requires_grad_() if requires_grad else out
 
@@ -91,11 +120,17 @@ def _register_new(name: str, fill: Callable[..., Any]) -> None:
 def _new(input: Any, *size: Any, device: Any = None) -> Any:
     """Return `new_empty`, of which this is torch's old name where it is given a shape."""
     shape = (size or (0,)) if all(type(n) is int for n in size) else size[0]
-    return input.new_empty(shape, device=device) if isinstance(shape, torch.Size | tuple) else NotImplemented
+    return (
+        input.new_empty(shape, device=device)
+        if isinstance(shape, torch.Size | tuple)
+        else NotImplemented
+    )
 
 
 @handler("new_tensor")
-def _new_tensor(input: Any, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
+def _new_tensor(
+    input: Any, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+) -> Any:
     """Return a plain 0-d tensor for a number, and a replicated tensor for anything else."""
     local = torch.as_tensor(data, dtype=dtype or input.dtype, device=device or input.device).clone()
     if local.ndim == 0:
@@ -128,7 +163,9 @@ def _copy_(x: Any, src: Any, non_blocking: bool = False) -> Any:
         src = ShardedTensor._make(src.to(x.device), Layout.of(x.mesh, None, src.shape, src.dtype))
     if src.mesh != x.mesh:
         here, there = distinct_mesh_names(x.mesh, src.mesh)
-        raise ValueError(f"copy_: the tensor is on {here}, its source on {there}; copy source.full_tensor() instead")
+        raise ValueError(
+            f"copy_: the tensor is on {here}, its source on {there}; copy source.full_tensor() instead"
+        )
     wide: Any = src if src.shape == x.shape else src.expand(x.shape)
     check_base(x)
     moved = wide.to(x.dtype).redistribute(x.spec)

@@ -85,7 +85,9 @@ def _gradient(*args: Any, **kwargs: Any) -> Rule:
 @rule("add", "sub", "subtract", "__add__", "__radd__", "__sub__")
 def _add(input: Any, other: Any, **kwargs: Any) -> Rule:
     operands = tensors_of(input, other)
-    alone = ((0,),) if _is_zero(input) or _is_zero(other) else ()  # as in Python's sum(), which starts with 0
+    alone = (
+        ((0,),) if _is_zero(input) or _is_zero(other) else ()
+    )  # as in Python's sum(), which starts with 0
     return broadcast(*operands, linear=((0, 1),) if len(operands) == 2 else alone)
 
 
@@ -122,7 +124,9 @@ def _linear(input: Tensor, *, memory_format: Any = None) -> Rule:
 
 
 @rule("to_dense")
-def _to_dense(input: Tensor, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None) -> Rule:
+def _to_dense(
+    input: Tensor, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None
+) -> Rule:
     """Change the dtype only: a ShardedTensor is dense."""
     return cast(input, dtype or input.dtype)
 
@@ -204,7 +208,9 @@ def _type(input: Any, dtype: Any = None, non_blocking: bool = False, **kwargs: A
     name = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"
     where, _, kind = name.rpartition(".")
     if where != here:
-        raise ValueError(f"type({name!r}): {input._layout} is on {input.mesh.device_type}; give a dtype, such as torch.float64")
+        raise ValueError(
+            f"type({name!r}): {input._layout} is on {input.mesh.device_type}; give a dtype, such as torch.float64"
+        )
     return input.to(torch.empty(0).type(f"torch.{kind}").dtype)
 
 
@@ -228,10 +234,19 @@ def _to(input: Tensor, *args: Any, **kwargs: Any) -> Rule | None:
     if device is not None and device.type == "meta" and input.ndim == 0:
         device = None
     local = partial(_cast_local, dtype=dtype, moved_to=device, copy=bool(kwargs.get("copy", False)))
-    return cast(input, dtype, local=local, result=torch.empty(input.shape, dtype=dtype, device="meta"))
+    return cast(
+        input, dtype, local=local, result=torch.empty(input.shape, dtype=dtype, device="meta")
+    )
 
 
-def _cast_local(local: Tensor, *args: Any, dtype: torch.dtype, moved_to: torch.device | None, copy: bool, **kwargs: Any) -> Tensor:
+def _cast_local(
+    local: Tensor,
+    *args: Any,
+    dtype: torch.dtype,
+    moved_to: torch.device | None,
+    copy: bool,
+    **kwargs: Any,
+) -> Tensor:
     """Cast this rank's part; it stays on its device if that is of the wanted type, whatever its index."""
     device = None if moved_to is None or moved_to.type == local.device.type else moved_to
     return local.to(device=device, dtype=dtype, copy=copy)
@@ -273,7 +288,9 @@ def _where(condition: Tensor, input: Any, other: Any) -> Rule:
     """Return the rule: linear in both branches together if both are tensors or the other one is zero."""
     operands = tensors_of(condition, input, other)
     both = is_operand(condition) and all(is_operand(v) or _is_zero(v) for v in (input, other))
-    return broadcast(*operands, linear=(range(1, len(operands)),) if both and len(operands) > 1 else ())
+    return broadcast(
+        *operands, linear=(range(1, len(operands)),) if both and len(operands) > 1 else ()
+    )
 
 
 @rule(also=(torch.Tensor.where,))

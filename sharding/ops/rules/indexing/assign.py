@@ -55,18 +55,30 @@ def _setitem(input: Tensor, index: Any, value: Any) -> Rule | None:
 
 
 @rule("index_put_")
-def _index_put_(input: Tensor, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Rule | None:
+def _index_put_(
+    input: Tensor, indices: Sequence[Any], values: Any, accumulate: bool = False
+) -> Rule | None:
     write = partial(_in_place, partial(_put, accumulate))
     return _written(input, tuple(indices), values, write, torch.Tensor.index_put_, accumulate)
 
 
 @rule("index_put")
-def _index_put(input: Tensor, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Rule | None:
+def _index_put(
+    input: Tensor, indices: Sequence[Any], values: Any, accumulate: bool = False
+) -> Rule | None:
     write = partial(_out_of_place, partial(_put, accumulate))
     return _written(input, tuple(indices), values, write, torch.index_put, accumulate)
 
 
-def _in_place(write: Write, entries_of: Callable[..., Any], input: Tensor, indices: Any, values: Any, *_: Any, **__: Any) -> Tensor:
+def _in_place(
+    write: Write,
+    entries_of: Callable[..., Any],
+    input: Tensor,
+    indices: Any,
+    values: Any,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
     entries, values = entries_of(input, indices if write is _set else tuple(indices), values)
     if entries is None:
         _touch(input, values)
@@ -75,17 +87,23 @@ def _in_place(write: Write, entries_of: Callable[..., Any], input: Tensor, indic
     return input
 
 
-def _out_of_place(write: Write, entries_of: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _out_of_place(
+    write: Write, entries_of: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     return _in_place(write, entries_of, input.clone(), *args, **kwargs)
 
 
 def _touch(local: Tensor, value: Any) -> None:
     """Write no elements in place, so that leaves raise and the value is in the autograd graph, as on ranks that write some."""
     none = local.narrow(0, 0, 0)
-    none.add_(value.reshape(-1)[:0].sum()) if isinstance(value, Tensor) and value.requires_grad else none.zero_()
+    none.add_(value.reshape(-1)[:0].sum()) if isinstance(
+        value, Tensor
+    ) and value.requires_grad else none.zero_()
 
 
-def _written(input: Tensor, index: Any, value: Any, write: Any, func: Any, accumulate: bool = False) -> Rule | None:
+def _written(
+    input: Tensor, index: Any, value: Any, write: Any, func: Any, accumulate: bool = False
+) -> Rule | None:
     """Return the rule of an operator that writes a value at an index."""
     mask = mask_of(index, input.ndim)
     if mask is not None:
@@ -99,11 +117,25 @@ def _written(input: Tensor, index: Any, value: Any, write: Any, func: Any, accum
     values = [value] if is_operand(value) else []
     if values:
         names.append(_aligned(taken, value.ndim))
-    names = names if accumulate else [" ".join(f"[{n}]" if n[0] == "i" else n for n in side.split()) for side in names]
+    names = (
+        names
+        if accumulate
+        else [" ".join(f"[{n}]" if n[0] == "i" else n for n in side.split()) for side in names]
+    )
     left = left.replace("[", "").replace("]", "")
-    linear, additive = (((0, 1 + len(indices)),), (0,) if accumulate else ()) if values else ((), ())
+    linear, additive = (
+        (((0, 1 + len(indices)),), (0,) if accumulate else ()) if values else ((), ())
+    )
     bind = partial(_bind_entries, write, func)
-    return einrule(f"{', '.join([left, *names])} -> {left}", input, *indices, *values, linear=linear, additive=additive, bind=bind)
+    return einrule(
+        f"{', '.join([left, *names])} -> {left}",
+        input,
+        *indices,
+        *values,
+        linear=linear,
+        additive=additive,
+        bind=bind,
+    )
 
 
 def _aligned(taken: Sequence[str], ndim: int) -> str:
@@ -117,7 +149,9 @@ def _bind_entries(write: Any, func: Any, targets: Sequence[Layout], _: Any) -> C
     return partial(write, partial(_entries_here, layout, split)) if split else func
 
 
-def _entries_here(layout: Layout, split: Sequence[int], local: Tensor, index: Any, value: Any) -> tuple[Any, Any]:
+def _entries_here(
+    layout: Layout, split: Sequence[int], local: Tensor, index: Any, value: Any
+) -> tuple[Any, Any]:
     """Return the index and the value for this rank's part; None for an index that selects nothing of it."""
     entries = expanded(index, local.ndim, local.device) or []
     numbers = [n for n, e in enumerate(entries) if e is not None]
@@ -150,24 +184,38 @@ def _result_dims(entries: Sequence[Any]) -> tuple[dict[int, int], int]:
     return order | {n: len(after) + ndim + i for i, n in enumerate(reversed(kept[:at]))}, len(after)
 
 
-def _slice_here(bounds: tuple[int, int, int], start: int, stop: int) -> tuple[slice, tuple[int, int]]:
+def _slice_here(
+    bounds: tuple[int, int, int], start: int, stop: int
+) -> tuple[slice, tuple[int, int]]:
     """Return a slice of a dim as a slice of this rank's part, and the interval of its elements that this is."""
     first, last, step = bounds
     count = len(range(first, last, step))
     low, high = (min(max(0, -((first - edge) // step)), count) for edge in (start, stop))
-    here = slice(first + low * step - start, first + (high - 1) * step - start + 1, step) if high > low else slice(0, 0)
+    here = (
+        slice(first + low * step - start, first + (high - 1) * step - start + 1, step)
+        if high > low
+        else slice(0, 0)
+    )
     return here, (low, high)
 
 
 def _narrowed(value: Any, from_right: int, chosen: tuple[int, int]) -> Any:
     dim = value.ndim - 1 - from_right if isinstance(value, Tensor) else -1
-    return value if dim < 0 or value.shape[dim] == 1 else value.narrow(dim, chosen[0], chosen[1] - chosen[0])
+    return (
+        value
+        if dim < 0 or value.shape[dim] == 1
+        else value.narrow(dim, chosen[0], chosen[1] - chosen[0])
+    )
 
 
-def _local_entries(parts: dict[int, Part], entries: Sequence[Any], value: Any, after: int) -> tuple[list[Any], Any]:
+def _local_entries(
+    parts: dict[int, Part], entries: Sequence[Any], value: Any, after: int
+) -> tuple[list[Any], Any]:
     """Return index tensors as local indices, without those outside of this rank's part; and the values written there."""
     numbers = [n for n, e in enumerate(entries) if isinstance(e, Tensor)]
-    indices = dict(zip(numbers, torch.broadcast_tensors(*[entries[n] for n in numbers]), strict=True))
+    indices = dict(
+        zip(numbers, torch.broadcast_tensors(*[entries[n] for n in numbers]), strict=True)
+    )
     wanted = torch.ones_like(indices[numbers[0]], dtype=torch.bool)
     for n, part in parts.items():
         indices[n], _ = part.find(indices[n], part.length)
@@ -200,7 +248,9 @@ def _layout_of_value(a: Any) -> tuple[Layout, P] | None:
     input[index] = value  # raises torch's own error first
     layout = layout_of(input)
     cuts = _cuts_of_value(layout, entries, value)
-    if not any(cut and cut != layout.spec.cuts[d] and is_split(value, [v]) for v, (d, cut) in cuts.items()):
+    if not any(
+        cut and cut != layout.spec.cuts[d] and is_split(value, [v]) for v, (d, cut) in cuts.items()
+    ):
         return None
     return layout, P.of_cuts([cuts[v][1] if v in cuts else () for v in range(value.ndim)], {})
 
@@ -218,7 +268,9 @@ def _write_split(prepared: tuple[Layout, P], input: Any, index: Any, value: Any)
     input._sync_requires_grad()
 
 
-def _cuts_of_value(layout: Layout, entries: Sequence[Any], value: Tensor) -> dict[int, tuple[int, Any]]:
+def _cuts_of_value(
+    layout: Layout, entries: Sequence[Any], value: Tensor
+) -> dict[int, tuple[int, Any]]:
     """Return, for dims of the value, the dim of x that each is written along, and the cuts that it needs there."""
     order, _ = _result_dims(entries)
     numbers = [n for n, e in enumerate(entries) if e is not None]
@@ -245,17 +297,30 @@ def _written_where(input: Tensor, mask: Tensor, at: int, value: Any, write: Any,
     """Return the rule of writing one value for each true element of a mask, in order, or one for all of them."""
     dims = [f"d{d}" for d in range(input.ndim)]
     before, masked, after = dims[:at], dims[at : at + mask.ndim], dims[at + mask.ndim :]
-    numbered = is_operand(value) and value.ndim > len(after) and value.shape[value.ndim - 1 - len(after)] != 1
+    numbered = (
+        is_operand(value)
+        and value.ndim > len(after)
+        and value.shape[value.ndim - 1 - len(after)] != 1
+    )
     names = [" ".join(f"[m{d}]" for d in range(mask.ndim)) if numbered else " ".join(masked)]
     values = [value] if is_operand(value) else []
     if values:
         names.append(_aligned([*before, "[v]" if numbered else "1", *after], value.ndim))
     bind = partial(_bind_mask, at, mask.ndim, len(after), write, func) if numbered else None
     linear = ((0, 2),) if values else ()
-    return einrule(f"{', '.join([' '.join(dims), *names])} -> {' '.join(dims)}", input, mask, *values, linear=linear, bind=bind)
+    return einrule(
+        f"{', '.join([' '.join(dims), *names])} -> {' '.join(dims)}",
+        input,
+        mask,
+        *values,
+        linear=linear,
+        bind=bind,
+    )
 
 
-def _bind_mask(at: int, ndim: int, after: int, write: Any, func: Any, targets: Sequence[Layout], _: Any) -> Callable[..., Any]:
+def _bind_mask(
+    at: int, ndim: int, after: int, write: Any, func: Any, targets: Sequence[Layout], _: Any
+) -> Callable[..., Any]:
     layout = targets[0]
     if not any(splitting_axes(layout, d) for d in range(at, at + ndim)):
         return func
@@ -263,10 +328,16 @@ def _bind_mask(at: int, ndim: int, after: int, write: Any, func: Any, targets: S
     return partial(write, partial(_mask_here, at, box, after))
 
 
-def _mask_here(at: int, box: tuple[slice, ...], after: int, local: Tensor, index: Any, value: Tensor) -> tuple[Any, Any]:
-    mask = next(e for e in (index if isinstance(index, tuple) else (index,)) if isinstance(e, Tensor))
+def _mask_here(
+    at: int, box: tuple[slice, ...], after: int, local: Tensor, index: Any, value: Tensor
+) -> tuple[Any, Any]:
+    mask = next(
+        e for e in (index if isinstance(index, tuple) else (index,)) if isinstance(e, Tensor)
+    )
     dim = value.ndim - 1 - after
-    return (*[slice(None)] * at, mask[box]), value.index_select(dim, _order(mask, int(value.shape[dim]))[box][mask[box]])
+    return (*[slice(None)] * at, mask[box]), value.index_select(
+        dim, _order(mask, int(value.shape[dim]))[box][mask[box]]
+    )
 
 
 def _order(mask: Tensor, given: int) -> Tensor:
@@ -277,7 +348,9 @@ def _order(mask: Tensor, given: int) -> Tensor:
     """
     count = int(mask.sum())
     if count != given:
-        raise RuntimeError(f"the mask has {count} true elements, but {given} values are given; pass one value for each")
+        raise RuntimeError(
+            f"the mask has {count} true elements, but {given} values are given; pass one value for each"
+        )
     return mask.flatten().cumsum(0).reshape(mask.shape) - 1
 
 
@@ -306,7 +379,9 @@ def _masked_scatter(in_place: bool, input: Tensor, mask: Tensor, source: Tensor)
     def bind(targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
         return _Scatter(targets[0], in_place)
 
-    return einrule(f"{', '.join([dims, *sides])} -> {dims}", input, mask, source, linear=((0, 2),), bind=bind)
+    return einrule(
+        f"{', '.join([dims, *sides])} -> {dims}", input, mask, source, linear=((0, 2),), bind=bind
+    )
 
 
 rule("masked_scatter")(partial(_masked_scatter, False))

@@ -95,7 +95,9 @@ def _getitem(input: Tensor, index: Any) -> Rule | None:
     left, before, after = patterns(input, entries, reads_in_parts(input, result.numel()))
     indices, names, picked = index_names(entries)
     pattern = f"{', '.join([left, *names])} -> {before} {picked} {after}"
-    numbered = [d for d, e in enumerate(e for e in entries if e is not None) if isinstance(e, Tensor)]
+    numbered = [
+        d for d, e in enumerate(e for e in entries if e is not None) if isinstance(e, Tensor)
+    ]
     bind = partial(_bind_getitem, numbered, len(after.split())) if numbered else None
     options = {"combine": kind_of_sum(input.dtype), "bind": bind, "result": result}
     return einrule(pattern, input, *indices, linear=((0,),), transparent=True, **options)
@@ -148,8 +150,13 @@ def _gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False
         return None
     dim %= max(input.ndim, 1)
     free = [d for d in range(input.ndim) if d != dim and input.shape[d] == index.shape[d]]
-    left = " ".join(f"d{d}" if d in free or (d == dim and reads_in_parts(input, index.numel())) else f"[d{d}]" for d in range(input.ndim))
-    right = " ".join(f"d{d}" if d in free else f"i{d}" if d == dim else f"[i{d}]" for d in range(index.ndim))
+    left = " ".join(
+        f"d{d}" if d in free or (d == dim and reads_in_parts(input, index.numel())) else f"[d{d}]"
+        for d in range(input.ndim)
+    )
+    right = " ".join(
+        f"d{d}" if d in free else f"i{d}" if d == dim else f"[i{d}]" for d in range(index.ndim)
+    )
     options = {"combine": kind_of_sum(input.dtype), "bind": partial(_bind_gather, dim)}
     return einrule(f"{left}, {right} -> {right}", input, index, linear=((0,),), **options)
 
@@ -171,7 +178,10 @@ def _take(input: Tensor, index: Tensor) -> Rule | None:
     if not is_operand(index):
         return None
     read = reads_in_parts(input, index.numel())
-    left, right = dim_names(input.ndim, () if read else range(input.ndim)), dim_names(index.ndim, prefix="i")
+    left, right = (
+        dim_names(input.ndim, () if read else range(input.ndim)),
+        dim_names(index.ndim, prefix="i"),
+    )
     options = {"combine": kind_of_sum(input.dtype), "bind": _bind_take}
     return einrule(f"{left}, {right} -> {right}", input, index, linear=((0,),), **options)
 
@@ -196,14 +206,23 @@ def _take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
     if dim is None:
         return input.take(indices.flatten())
     dim %= input.ndim
-    shape = torch.broadcast_shapes(*[[1 if d == dim else n for d, n in enumerate(x.shape)] for x in (input, indices)])
-    indices = torch.where(indices < 0, indices + input.shape[dim], indices)  # `gather` takes no negative indices
-    sized = [x.expand([x.shape[d] if d == dim else n for d, n in enumerate(shape)]) for x in (input, indices)]
+    shape = torch.broadcast_shapes(
+        *[[1 if d == dim else n for d, n in enumerate(x.shape)] for x in (input, indices)]
+    )
+    indices = torch.where(
+        indices < 0, indices + input.shape[dim], indices
+    )  # `gather` takes no negative indices
+    sized = [
+        x.expand([x.shape[d] if d == dim else n for d, n in enumerate(shape)])
+        for x in (input, indices)
+    ]
     return sized[0].gather(dim, sized[1])
 
 
 @rule("unravel_index")
 def _unravel_index(indices: Tensor, shape: Any) -> Rule:
     count = 1 if isinstance(shape, int) else len(shape)
-    result = tuple(torch.empty(indices.shape, dtype=torch.int64, device="meta") for _ in range(count))
+    result = tuple(
+        torch.empty(indices.shape, dtype=torch.int64, device="meta") for _ in range(count)
+    )
     return einrule(f"... -> {', '.join(['...'] * count)}", indices, result=result)

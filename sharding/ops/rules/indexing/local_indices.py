@@ -32,7 +32,11 @@ class Part:
 
     def __init__(self, layout: Layout, *dims: int, wraps: bool = False) -> None:
         self.boxes, self.sizes = [layout.box[d] for d in dims], [layout.shape[d] for d in dims]
-        self.size, self.length, self.wraps = math.prod(self.sizes), math.prod(b - a for a, b in self.boxes), wraps
+        self.size, self.length, self.wraps = (
+            math.prod(self.sizes),
+            math.prod(b - a for a, b in self.boxes),
+            wraps,
+        )
 
     def find(self, index: Tensor, elsewhere: int) -> tuple[Tensor, Tensor]:
         """Return local indices, `elsewhere` for elements of other ranks, and which of them are this rank's.

@@ -37,7 +37,9 @@ def split_by_rows(x: Any, ndim: int) -> Any:
     return x.redistribute(P.of_cuts([first, *[()] * (ndim - 1), *x.spec.cuts[ndim:]], {}))
 
 
-def concatenate_parts(mesh: Any, axes: tuple[str, ...], local: Tensor, shape: Sequence[int] = (), cuts: Any = ()) -> Any:
+def concatenate_parts(
+    mesh: Any, axes: tuple[str, ...], local: Tensor, shape: Sequence[int] = (), cuts: Any = ()
+) -> Any:
     """Return the tensor whose parts along its first dim are the ranks' `local`, of any lengths.
 
     Args:
@@ -61,7 +63,9 @@ def check_inside(mesh: Any) -> None:
         NotImplementedError: this rank is outside.
     """
     if mesh.coordinate is None:
-        raise NotImplementedError("the shape of the result depends on values, and this rank, outside the mesh, does not have them")
+        raise NotImplementedError(
+            "the shape of the result depends on values, and this rank, outside the mesh, does not have them"
+        )
 
 
 # -- boolean masks -----------------------------------------------------------------------------------------------------
@@ -102,8 +106,14 @@ def index_by_mask(input: Tensor, index: Any) -> Decomposition | None:
     back = [*range(1, at + 1), 0, *range(at + 1, input.ndim - ndim + 1)]
 
     def run(input: Any, index: Any) -> Any:
-        mask = next(e for e in (index if isinstance(index, tuple) else (index,)) if isinstance(e, Tensor))
-        return _selected(input, mask) if not at else _selected(input.permute(first), mask).permute(back)
+        mask = next(
+            e for e in (index if isinstance(index, tuple) else (index,)) if isinstance(e, Tensor)
+        )
+        return (
+            _selected(input, mask)
+            if not at
+            else _selected(input.permute(first), mask).permute(back)
+        )
 
     return run
 
@@ -112,7 +122,10 @@ def mask_of(index: Any, ndim: int) -> tuple[Tensor, int] | None:
     """Return the mask of an index that consists of one, and the first dim that it indexes; None for another index."""
     entries = list(index) if isinstance(index, tuple) else [index]
     masks = [e for e in entries if is_operand(e) and e.dtype is torch.bool and e.ndim]
-    if len(masks) != 1 or not all(e is masks[0] or e is Ellipsis or (isinstance(e, slice) and e == slice(None)) for e in entries):
+    if len(masks) != 1 or not all(
+        e is masks[0] or e is Ellipsis or (isinstance(e, slice) and e == slice(None))
+        for e in entries
+    ):
         return None
     missing = ndim - masks[0].ndim - sum(isinstance(e, slice) for e in entries)
     at = next(i for i, e in enumerate(entries) if e is masks[0])
@@ -125,7 +138,9 @@ def _selected(input: Any, mask: Any) -> Any:
         return _selected(input.reshape(1), mask.reshape(1))
     x, ndim = split_by_rows(input, mask.ndim), mask.ndim
     rows = reduce_pending(mask).redistribute(P.of_cuts([x.spec.cuts[0], *[()] * (ndim - 1)], {}))
-    return concatenate_parts(x.mesh, x.spec.dims[0], x._local[rows._local], x.shape[ndim:], x.spec.cuts[ndim:])
+    return concatenate_parts(
+        x.mesh, x.spec.dims[0], x._local[rows._local], x.shape[ndim:], x.spec.cuts[ndim:]
+    )
 
 
 # -- distinct values ---------------------------------------------------------------------------------------------------
@@ -133,7 +148,11 @@ def _selected(input: Any, mask: Any) -> Any:
 
 @decomposition("unique")
 def _unique(
-    input: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+    input: Any,
+    sorted: bool = True,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    dim: int | None = None,
 ) -> Any:
     """Gather every rank's distinct values and find the distinct ones among these."""
     if dim is not None:
@@ -145,7 +164,11 @@ def _unique(
     final, indices = torch.unique(unshard(proposed, 0)._local, return_inverse=True)
     results = [replicated(final, x)]
     if return_inverse:
-        results.append(wrap(indices[inverse + proposed._layout.box[0][0]], x._layout.replace(dtype=torch.int64)))
+        results.append(
+            wrap(
+                indices[inverse + proposed._layout.box[0][0]], x._layout.replace(dtype=torch.int64)
+            )
+        )
     if return_counts:
         zeros = final.new_zeros(len(final), dtype=torch.int64)
         results.append(replicated(zeros.index_add(0, indices, unshard(numbers, 0)._local), x))
@@ -163,4 +186,8 @@ def _on_whole(func: Callable[..., Any], input: Any, *args: Any, **kwargs: Any) -
     Communication: an all_gather of the tensor.
     """
     found = func(input.detach().full_tensor(), *args, **kwargs)
-    return tuple(replicated(x, input) for x in found) if isinstance(found, tuple) else replicated(found, input)
+    return (
+        tuple(replicated(x, input) for x in found)
+        if isinstance(found, tuple)
+        else replicated(found, input)
+    )

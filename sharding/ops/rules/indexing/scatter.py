@@ -37,26 +37,51 @@ def _register(maker: Callable[..., Rule | None], *names: str) -> None:
 
 
 def _scatter(
-    name: str, in_place: bool, input: Tensor, dim: int, index: Tensor, src: Any = None, *args: Any, value: Any = None, **kwargs: Any
+    name: str,
+    in_place: bool,
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    src: Any = None,
+    *args: Any,
+    value: Any = None,
+    **kwargs: Any,
 ) -> Rule | None:
     """Return the rule: index and source describe each written element; they may be shorter than the written tensor."""
     if not is_operand(index) or not input.ndim or (is_operand(src) and not src.ndim):
         return None
     dim %= input.ndim
     given = [index, src] if is_operand(src) else [index]
-    short = [d for d in range(input.ndim) if d != dim and any(x.shape[d] != input.shape[d] for x in given)]
+    short = [
+        d
+        for d in range(input.ndim)
+        if d != dim and any(x.shape[d] != input.shape[d] for x in given)
+    ]
     adds = name == "scatter_add" and src.shape[dim] == index.shape[dim]
-    names = [_names(input, short, dim, letter if not adds else "i", not adds) for letter, _ in zip("is", given, strict=False)]
+    names = [
+        _names(input, short, dim, letter if not adds else "i", not adds)
+        for letter, _ in zip("is", given, strict=False)
+    ]
     left = dim_names(input.ndim)
     reduce = kwargs.get("reduce", args[0] if args else None)
     linear = _linear(name, reduce, src if value is None else value, 2)
     bind = partial(_bind, name, in_place, dim, short)
-    return einrule(f"{', '.join([left, *names])} -> {left}", input, *given, linear=linear, additive=(0,) * adds, bind=bind)
+    return einrule(
+        f"{', '.join([left, *names])} -> {left}",
+        input,
+        *given,
+        linear=linear,
+        additive=(0,) * adds,
+        bind=bind,
+    )
 
 
 def _names(input: Tensor, short: Sequence[int], dim: int, letter: str, whole: bool) -> str:
     along = f"[{letter}]" if whole else letter
-    return " ".join(along if d == dim else f"[{letter}{d}]" if d in short else f"d{d}" for d in range(input.ndim))
+    return " ".join(
+        along if d == dim else f"[{letter}{d}]" if d in short else f"d{d}"
+        for d in range(input.ndim)
+    )
 
 
 def _linear(name: str, reduce: str | None, source: Any, number: int) -> tuple[tuple[int, ...], ...]:
@@ -69,13 +94,24 @@ def _linear(name: str, reduce: str | None, source: Any, number: int) -> tuple[tu
 
 
 def _indexed(
-    name: str, in_place: bool, input: Tensor, dim: int, index: Tensor, source: Any = None, *args: Any, **kwargs: Any
+    name: str,
+    in_place: bool,
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Rule | None:
     """Return the rule: the index selects the slices along a dim that are written; without dims, one slice."""
     source = kwargs.get("value", source)
     if not is_operand(index) or index.ndim > 1 or not input.ndim:
         return None
-    if name != "index_fill" and source.ndim != input.ndim and not (source.ndim == 0 and name == "index_copy"):
+    if (
+        name != "index_fill"
+        and source.ndim != input.ndim
+        and not (source.ndim == 0 and name == "index_copy")
+    ):
         return None
     dim %= input.ndim
     left = dim_names(input.ndim)
@@ -84,8 +120,18 @@ def _indexed(
     if is_operand(source):
         sides.append(" ".join(number if d == dim else f"d{d}" for d in range(source.ndim)))
     given = [source] if is_operand(source) else []
-    options = {"additive": (0,) * (name == "index_add"), "bind": partial(_bind, name, in_place, dim, ())}
-    return einrule(f"{', '.join(sides)} -> {left}", input, index, *given, linear=_linear(name, None, source, 2), **options)
+    options = {
+        "additive": (0,) * (name == "index_add"),
+        "bind": partial(_bind, name, in_place, dim, ()),
+    }
+    return einrule(
+        f"{', '.join(sides)} -> {left}",
+        input,
+        index,
+        *given,
+        linear=_linear(name, None, source, 2),
+        **options,
+    )
 
 
 def _bind(
@@ -98,11 +144,23 @@ def _bind(
         return partial(_on_part, func, False, trims) if trims else func
     fill = 1 if name in ("scatter_reduce", "index_reduce") else None
     part = Part(layout, dim, wraps=name == "index_fill")
-    return partial(_on_part, partial(_with_one_more, getattr(torch.Tensor, name), part, fill, dim), in_place, trims)
+    return partial(
+        _on_part,
+        partial(_with_one_more, getattr(torch.Tensor, name), part, fill, dim),
+        in_place,
+        trims,
+    )
 
 
 def _on_part(
-    func: Callable[..., Tensor], copies: bool, trims: Trims, input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any
+    func: Callable[..., Tensor],
+    copies: bool,
+    trims: Trims,
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """Run the operator on this rank's part, with the part of index and source that belongs to it."""
     named = {name: _trimmed(a, trims) for name, a in kwargs.items()}
@@ -119,7 +177,15 @@ def _trimmed(x: Any, trims: Trims) -> Any:
 
 
 def _with_one_more(
-    func: Callable[..., Tensor], part: Part, fill: float | None, dim: int, input: Tensor, _: int, index: Tensor, *args: Any, **kwargs: Any
+    func: Callable[..., Tensor],
+    part: Part,
+    fill: float | None,
+    dim: int,
+    input: Tensor,
+    _: int,
+    index: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """Run the operator on the part with one extra element.
 
@@ -148,14 +214,25 @@ _register(_indexed, "index_add", "index_copy", "index_fill", "index_reduce")
 # -- through all dims --------------------------------------------------------------------------------------------------
 
 
-def _put(name: str, in_place: bool, input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Rule | None:
+def _put(
+    name: str,
+    in_place: bool,
+    input: Tensor,
+    index: Tensor,
+    source: Tensor,
+    accumulate: bool = False,
+) -> Rule | None:
     """Return the rule: indices run through all dims, in row-major order."""
     if not (is_operand(index) and is_operand(source)):
         return None
     left = dim_names(input.ndim)
-    sides = [dim_names(x.ndim, range(x.ndim), letter) for letter, x in (("i", index), ("s", source))]
+    sides = [
+        dim_names(x.ndim, range(x.ndim), letter) for letter, x in (("i", index), ("s", source))
+    ]
     bind = partial(_bind_put, in_place)
-    return einrule(f"{', '.join([left, *sides])} -> {left}", input, index, source, linear=((0, 2),), bind=bind)
+    return einrule(
+        f"{', '.join([left, *sides])} -> {left}", input, index, source, linear=((0, 2),), bind=bind
+    )
 
 
 def _bind_put(in_place: bool, targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
@@ -166,9 +243,20 @@ def _bind_put(in_place: bool, targets: Sequence[Layout], _: Any) -> Callable[...
     return partial(_put_here, in_place, Part(layout, *dims, wraps=True))
 
 
-def _put_here(in_place: bool, part: Part, input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+def _put_here(
+    in_place: bool,
+    part: Part,
+    input: Tensor,
+    index: Tensor,
+    source: Tensor,
+    accumulate: bool = False,
+) -> Tensor:
     local, _ = part.find(index, part.length)
-    result = widened(input.reshape(-1), 0).put(local, source, accumulate)[: part.length].reshape(input.shape)
+    result = (
+        widened(input.reshape(-1), 0)
+        .put(local, source, accumulate)[: part.length]
+        .reshape(input.shape)
+    )
     return input.copy_(result) if in_place else result
 
 

@@ -51,7 +51,9 @@ def _directions(x: Any, dim: int, eps: float) -> Any:
     when=lambda a: _is_split_along(a.x1, a.x2, -1),
     rule=lambda a: _along(a.x1, a.x2, -1, a.keepdim),
 )
-def _pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+def _pairwise_distance(
+    x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Any:
     """Return the norm of the difference."""
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
@@ -66,7 +68,12 @@ _MATMUL_FROM = 25  # rows from which torch takes Euclidean distances by a produc
 
 
 @rule("cdist")
-def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = "use_mm_for_euclid_dist_if_necessary") -> Rule:
+def _cdist(
+    x1: Tensor,
+    x2: Tensor,
+    p: float = 2.0,
+    compute_mode: str | None = "use_mm_for_euclid_dist_if_necessary",
+) -> Rule:
     """Return the rule: rows of both operands may be split. The global size determines the algorithm for a part, as in one process."""
     if compute_mode == "use_mm_for_euclid_dist_if_necessary":
         many = max(x1.shape[-2], x2.shape[-2]) > _MATMUL_FROM
@@ -75,5 +82,7 @@ def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = "u
     return einrule("... p [m], ... r [m] -> ... p r", x1, x2, local=local)
 
 
-def _cdist_local(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None, *, mode: str | None) -> Tensor:
+def _cdist_local(
+    x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None, *, mode: str | None
+) -> Tensor:
     return torch.cdist(x1, x2, p, mode)  # type: ignore[arg-type]

@@ -19,7 +19,9 @@ Transform = Callable[..., Tensor]
 
 
 def _transformed(func: Transform, input: Tensor, dims: Dims) -> Rule:
-    return along_dims(input, normal_dims(dims, input.ndim), "1", linear=((0,),), bind=partial(_bind, func))
+    return along_dims(
+        input, normal_dims(dims, input.ndim), "1", linear=((0,),), bind=partial(_bind, func)
+    )
 
 
 def _bind(func: Transform, targets: Sequence[Layout], results: Sequence[Layout]) -> Transform:
@@ -27,18 +29,30 @@ def _bind(func: Transform, targets: Sequence[Layout], results: Sequence[Layout])
     shape = results[0].local_shape
     if 0 not in targets[0].local_shape:
         return func
-    return lambda local, *args, **kwargs: func(with_elements(local), *args, **kwargs)[tuple(map(slice, shape))]
+    return lambda local, *args, **kwargs: func(with_elements(local), *args, **kwargs)[
+        tuple(map(slice, shape))
+    ]
 
 
-def _one_dim(func: Transform, input: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> Rule:
+def _one_dim(
+    func: Transform, input: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None
+) -> Rule:
     return _transformed(func, input, dim)
 
 
-def _two_dims(func: Transform, input: Tensor, s: Any = None, dim: Sequence[int] = (-2, -1), norm: str | None = None) -> Rule:
+def _two_dims(
+    func: Transform,
+    input: Tensor,
+    s: Any = None,
+    dim: Sequence[int] = (-2, -1),
+    norm: str | None = None,
+) -> Rule:
     return _transformed(func, input, dim)
 
 
-def _any_dims(func: Transform, input: Tensor, s: Any = None, dim: Dims = None, norm: str | None = None) -> Rule:
+def _any_dims(
+    func: Transform, input: Tensor, s: Any = None, dim: Dims = None, norm: str | None = None
+) -> Rule:
     return _transformed(func, input, range(-len(s), 0) if dim is None and s is not None else dim)
 
 

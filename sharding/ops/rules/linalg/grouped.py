@@ -38,18 +38,39 @@ _ALIGNMENT = 16  # bytes, of rows in the kernels
 
 @rule("grouped_mm", "_grouped_mm")
 def _grouped_mm(
-    mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Rule | None:
     found = _PATTERNS.get((mat_a.ndim, mat_b.ndim))
-    if found is None or bias is not None or not (is_operand(mat_a) and is_operand(mat_b)) or (offs is not None and not is_operand(offs)):
+    if (
+        found is None
+        or bias is not None
+        or not (is_operand(mat_a) and is_operand(mat_b))
+        or (offs is not None and not is_operand(offs))
+    ):
         return None
     pattern, along = found
-    return einrule(pattern, mat_a, mat_b, offs, linear=((0,), (1,)), local=_multiply, bind=partial(_bind, along))
+    return einrule(
+        pattern,
+        mat_a,
+        mat_b,
+        offs,
+        linear=((0,), (1,)),
+        local=_multiply,
+        bind=partial(_bind, along),
+    )
 
 
 def _bind(along: Sequence[int | None], targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
     """Return the product of this rank's parts, with the part of the offsets that they need."""
-    dims = [len(layout.shape) + dim for layout, dim in zip(targets, along, strict=False) if dim is not None]
+    dims = [
+        len(layout.shape) + dim
+        for layout, dim in zip(targets, along, strict=False)
+        if dim is not None
+    ]
     if not dims:
         return _multiply
     jagged = 0 if along[0] is not None else 1
@@ -95,7 +116,11 @@ def _between(offs: Tensor, first: int, last: int, count: int) -> Tensor:
 
 
 def _multiply(
-    mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, bias: None = None, out_dtype: torch.dtype | None = None
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Call torch's own function, on operands padded with zeros where a part's rows do not have the alignment that the kernels need."""
     if mat_a.is_meta:
@@ -105,20 +130,31 @@ def _multiply(
     unit = _ALIGNMENT // mat_a.element_size()
     inner, columns = (max(1, -(-x.shape[-1] // unit)) * unit - x.shape[-1] for x in (mat_a, mat_b))
     left, right = F.pad(mat_a, (0, inner)), F.pad(mat_b, (0, columns, 0, inner))
-    return torch._grouped_mm(left.contiguous(), right.contiguous(), offs=offs, out_dtype=out_dtype)[..., : mat_b.shape[-1]]
+    return torch._grouped_mm(left.contiguous(), right.contiguous(), offs=offs, out_dtype=out_dtype)[
+        ..., : mat_b.shape[-1]
+    ]
 
 
 def _is_aligned(x: Tensor) -> bool:
     (size, length), (row, column) = x.shape[-2:], x.stride()[-2:]
     apart, least = (row, length) if column == 1 else (column, size)
-    return 1 in (row, column) and apart >= max(least, 1) and apart * x.element_size() % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
+    return (
+        1 in (row, column)
+        and apart >= max(least, 1)
+        and apart * x.element_size() % _ALIGNMENT == 0
+        and x.data_ptr() % _ALIGNMENT == 0
+    )
 
 
-def _multiply_on_meta(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def _multiply_on_meta(
+    mat_a: Tensor, mat_b: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
     """Compute a product of the same shape: the kernel's own check on "meta" accepts only what one device type does."""
     if mat_a.ndim == mat_b.ndim:
         product = mat_a @ mat_b
         product = product if offs is None else product.expand(offs.shape[0], -1, -1).clone()
     else:
-        product = (mat_a if mat_a.ndim == 2 else mat_a[:1].sum(0)) @ (mat_b if mat_b.ndim == 2 else mat_b[:1].sum(0))
+        product = (mat_a if mat_a.ndim == 2 else mat_a[:1].sum(0)) @ (
+            mat_b if mat_b.ndim == 2 else mat_b[:1].sum(0)
+        )
     return product.to(out_dtype or product.dtype)

@@ -20,7 +20,11 @@ from ..registry import rule
 
 def _named(names: str) -> tuple[Callable[..., Any], ...]:
     """Return the functions of these names."""
-    found = (getattr(owner, name, None) for name in names.split() for owner in (torch.linalg, torch, torch.Tensor))
+    found = (
+        getattr(owner, name, None)
+        for name in names.split()
+        for owner in (torch.linalg, torch, torch.Tensor)
+    )
     return tuple(func for func in found if func is not None)
 
 
@@ -41,7 +45,9 @@ _OF_ONE = {
 
 
 def _of_one(A: Tensor, *results: str, **options: Any) -> Rule:
-    return einrule(f"... [m] [n] -> {', '.join(f'... {result}' for result in results)}", A, **options)
+    return einrule(
+        f"... [m] [n] -> {', '.join(f'... {result}' for result in results)}", A, **options
+    )
 
 
 def _register(names: str, results: Sequence[str]) -> None:
@@ -109,7 +115,9 @@ def _geqrf(input: Tensor) -> Rule:
 
 
 @rule(also=_named("lu_unpack"))
-def _lu_unpack(LU_data: Tensor, LU_pivots: Tensor, unpack_data: bool = True, unpack_pivots: bool = True) -> Rule:
+def _lu_unpack(
+    LU_data: Tensor, LU_pivots: Tensor, unpack_data: bool = True, unpack_pivots: bool = True
+) -> Rule:
     """Return the rule; results that are not unpacked are empty."""
     permutation, factor = "... 1 1" if unpack_pivots else "1", "... 1 1" if unpack_data else "1"
     return einrule(f"... [m] [n], ... [k] -> {permutation}, {factor}, {factor}", LU_data, LU_pivots)
@@ -148,18 +156,26 @@ def _solve(A: Tensor, B: Tensor, *, left: bool = True) -> Rule:
 
 
 @rule(also=_named("solve_ex"))
-def _solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False) -> Rule | None:
+def _solve_ex(
+    A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False
+) -> Rule | None:
     """Return the rule; the second result has no columns, so columns must not be split."""
     columns = _columns(left, _is_vector(A, B)).replace("k", "[k]")
     fits = B.ndim <= A.ndim and torch.broadcast_shapes(A.shape[:-2], B.shape[:-2]) == A.shape[:-2]
-    return einrule(f"... [n] [n], ... {columns} -> ... {columns}, ...", A, B) if fits or B.ndim == 1 else None
+    return (
+        einrule(f"... [n] [n], ... {columns} -> ... {columns}, ...", A, B)
+        if fits or B.ndim == 1
+        else None
+    )
 
 
 @rule(also=_named("solve_triangular"))
 def _solve_triangular(
     A: Tensor, B: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> Rule:
-    return einrule(f"... [n] [n], ... {_columns(left)} -> ... {_columns(left)}", A, B, linear=((1,),))
+    return einrule(
+        f"... [n] [n], ... {_columns(left)} -> ... {_columns(left)}", A, B, linear=((1,),)
+    )
 
 
 @rule(also=_named("triangular_solve"))
@@ -171,14 +187,20 @@ def _triangular_solve(
 
 
 @rule(also=(torch.linalg.lu_solve,))
-def _lu_solve(LU: Tensor, pivots: Tensor, B: Tensor, *, left: bool = True, adjoint: bool = False) -> Rule:
+def _lu_solve(
+    LU: Tensor, pivots: Tensor, B: Tensor, *, left: bool = True, adjoint: bool = False
+) -> Rule:
     columns = _columns(left)
-    return einrule(f"... [n] [n], ... [n], ... {columns} -> ... {columns}", LU, pivots, B, linear=((2,),))
+    return einrule(
+        f"... [n] [n], ... [n], ... {columns} -> ... {columns}", LU, pivots, B, linear=((2,),)
+    )
 
 
 @rule(also=(torch.lu_solve, torch.Tensor.lu_solve))
 def _lu_solve_first(b: Tensor, LU_data: Tensor, LU_pivots: Tensor) -> Rule:
-    return einrule("... [n] k, ... [n] [n], ... [n] -> ... n k", b, LU_data, LU_pivots, linear=((0,),))
+    return einrule(
+        "... [n] k, ... [n] [n], ... [n] -> ... n k", b, LU_data, LU_pivots, linear=((0,),)
+    )
 
 
 @rule(also=_named("cholesky_solve"))
@@ -192,14 +214,20 @@ def _ldl_solve(LD: Tensor, pivots: Tensor, B: Tensor, *, hermitian: bool = False
 
 
 @rule(also=_named("ormqr"))
-def _ormqr(input: Tensor, tau: Tensor, other: Tensor, left: bool = True, transpose: bool = False) -> Rule:
+def _ormqr(
+    input: Tensor, tau: Tensor, other: Tensor, left: bool = True, transpose: bool = False
+) -> Rule:
     columns = _columns(left)
-    return einrule(f"... [m] [i], ... [t], ... {columns} -> ... {columns}", input, tau, other, linear=((2,),))
+    return einrule(
+        f"... [m] [i], ... [t], ... {columns} -> ... {columns}", input, tau, other, linear=((2,),)
+    )
 
 
 @rule(also=_named("tensorsolve"))
 def _tensorsolve(A: Tensor, B: Tensor, dims: Sequence[int] | None = None) -> Rule:
-    return einrule(f"{_whole('a', A.ndim)}, {_whole('b', B.ndim)} -> {'1 ' * (A.ndim - B.ndim)}", A, B)
+    return einrule(
+        f"{_whole('a', A.ndim)}, {_whole('b', B.ndim)} -> {'1 ' * (A.ndim - B.ndim)}", A, B
+    )
 
 
 @rule(also=(torch.linalg.lstsq,))
@@ -209,10 +237,18 @@ def _lstsq(A: Tensor, B: Tensor, rcond: Any = None, *, driver: str | None = None
     mesh: Any = layout_of(A).mesh
     known = driver or ("gelsy" if mesh.device_type == "cpu" else "gels")  # torch's own defaults
     is_vector = A.ndim - 1 == B.ndim
-    if (m > n and known in ("gelsd", "gelss")) or [*B.shape[: len(batch)]] != batch or B.ndim > A.ndim:
+    if (
+        (m > n and known in ("gelsd", "gelss"))
+        or [*B.shape[: len(batch)]] != batch
+        or B.ndim > A.ndim
+    ):
         return None
     columns, k = ([], "") if is_vector else ([B.shape[-1]], "[k]")
-    has_residuals, has_rank, has_values = m > n and known == "gels", known != "gels", known in ("gelsd", "gelss")
+    has_residuals, has_rank, has_values = (
+        m > n and known == "gels",
+        known != "gels",
+        known in ("gelsd", "gelss"),
+    )
     shapes = [
         ([*batch, n, *columns], f"... n {k}"),
         ([*batch, *columns], f"... {k}") if has_residuals else ([0], "1"),
@@ -220,6 +256,8 @@ def _lstsq(A: Tensor, B: Tensor, rcond: Any = None, *, driver: str | None = None
         ([*batch, min(m, n)], "... 1") if has_values else ([0], "1"),
     ]
     dtypes = (B.dtype, B.dtype, torch.int64, B.dtype.to_real())
-    made = [B.new_empty(shape, dtype=dtype) for (shape, _), dtype in zip(shapes, dtypes, strict=True)]
+    made = [
+        B.new_empty(shape, dtype=dtype) for (shape, _), dtype in zip(shapes, dtypes, strict=True)
+    ]
     pattern = f"... [m] [n], ... [m] {k} -> {', '.join(dims for _, dims in shapes)}"
     return einrule(pattern, A, B, result=torch.return_types.linalg_lstsq(made))  # type: ignore[attr-defined]

@@ -31,7 +31,9 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | Non
 def _matmul(input: Tensor, other: Tensor) -> Rule:
     left = "k" if input.ndim == 1 else "... m k"
     right = "k" if other.ndim == 1 else "k n" if input.ndim == 1 and other.ndim == 2 else "... k n"
-    batch = "..." if max(input.ndim, other.ndim) > 2 or (input.ndim == 2 and other.ndim == 2) else ""
+    batch = (
+        "..." if max(input.ndim, other.ndim) > 2 or (input.ndim == 2 and other.ndim == 2) else ""
+    )
     result = f"{batch} {'m' if input.ndim > 1 else ''} {'n' if other.ndim > 1 else ''}"
     return einrule(f"{left}, {right} -> {result}", input, other, linear=_BILINEAR)
 
@@ -80,7 +82,9 @@ def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Rule:
     for i, (d, e) in enumerate(zip(last, first, strict=True)):
         left[d] = right[e] = f"k{i}"
     kept = [name for name in (*left, *right) if name[0] != "k"]
-    return einrule(f"{' '.join(left)}, {' '.join(right)} -> {' '.join(kept)}", a, b, linear=_BILINEAR)
+    return einrule(
+        f"{' '.join(left)}, {' '.join(right)} -> {' '.join(kept)}", a, b, linear=_BILINEAR
+    )
 
 
 @rule("outer", "ger")
@@ -106,12 +110,16 @@ def _addmv(input: Tensor, mat: Tensor, vec: Tensor, *, beta: float = 1, alpha: f
 
 
 @rule("baddbmm", "baddbmm_")
-def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Rule:
+def _baddbmm(
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Rule:
     return _added(input, "b m k, b k n -> b m n", batch1, batch2)
 
 
 @rule("addbmm", "addbmm_")
-def _addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Rule:
+def _addbmm(
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Rule:
     return _added(input, "b m k, b k n -> m n", batch1, batch2)
 
 
@@ -163,18 +171,26 @@ def _cross_along(input: Tensor, other: Tensor, dim: int) -> Rule:
     names[dim] = f"[{names[dim]}]"
     left = [" ".join(names[len(names) - t.ndim :]) for t in (input, other)]
     local = lambda x, y, *_, **__: torch.linalg.cross(x, y, dim=dim)  # noqa: E731
-    return einrule(f"{', '.join(left)} -> {' '.join(names)}", input, other, linear=_BILINEAR, local=local)
+    return einrule(
+        f"{', '.join(left)} -> {' '.join(names)}", input, other, linear=_BILINEAR, local=local
+    )
 
 
 @rule("einsum")
 def _einsum(equation: str, *operands: Any) -> Rule:
     """Return the rule, which is the equation; a letter that an operand repeats (a diagonal) must not be split."""
-    tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
+    tensors = (
+        list(operands[0])
+        if len(operands) == 1 and isinstance(operands[0], (list, tuple))
+        else list(operands)
+    )
     left, arrow, right = equation.replace(" ", "").partition("->")
     parts = left.split(",")
     if not arrow:
         letters = left.replace(",", "").replace("...", "")
-        right = ("..." if "..." in left else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+        right = ("..." if "..." in left else "") + "".join(
+            sorted(c for c in set(letters) if letters.count(c) == 1)
+        )
     repeated = {c for part in parts for c in part if c.isalpha() and part.count(c) > 1}
     extra = [t.ndim - len(part.replace("...", "")) for part, t in zip(parts, tensors, strict=True)]
     longest = max((n for n, part in zip(extra, parts, strict=True) if "..." in part), default=0)
@@ -186,5 +202,9 @@ def _einsum(equation: str, *operands: Any) -> Rule:
 def _spelled(part: str, extra: int, whole: set[str]) -> str:
     """Return `...ij` as `e1 e0 i j`, with the letters that must be whole in brackets; an ellipsis stands for `extra` dims."""
     dims = [f"e{i}" for i in reversed(range(extra))]
-    letters = [*part.partition("...")[0], *(dims if "..." in part else ()), *part.partition("...")[2]]
+    letters = [
+        *part.partition("...")[0],
+        *(dims if "..." in part else ()),
+        *part.partition("...")[2],
+    ]
     return " ".join(f"[{c}]" if c in whole else c for c in letters)

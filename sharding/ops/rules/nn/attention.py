@@ -29,14 +29,21 @@ def _attention_rule(a: Any) -> Rule:
         pattern = f"... {rows} [e], ... [s] [e], ... [s] [v], ... {rows} [s] -> ... {rows} [v]"
     else:
         options["sizes"] = {"g": key.shape[-3], "r": query.shape[-3] // key.shape[-3]}
-        masked = 0 if mask is None or mask.ndim < 3 else mask.shape[-3]  # heads that the mask distinguishes
+        masked = (
+            0 if mask is None or mask.ndim < 3 else mask.shape[-3]
+        )  # heads that the mask distinguishes
         heads = "(g r)" if masked > 1 else "1" if masked else ""
         pattern = f"... (g r) {rows} [e], ... g [s] [e], ... g [s] [v], ... {heads} {rows} [s] -> ... (g r) {rows} [v]"
     return einrule(pattern, query, key, a.value, mask, **options)
 
 
 def attention_local(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """Call torch's own function; its result for an empty part would not be in the autograd graph."""
     shape = (*query.shape[:-1], value.shape[-1])
@@ -58,7 +65,9 @@ def _fused_on_meta(
     learned = attn_mask is not None and attn_mask.requires_grad
     if enable_gqa or query.ndim != 4 or query.shape[-1] != value.shape[-1] or learned:
         options: Any = {"scale": scale, "enable_gqa": enable_gqa}
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, **options
+        )
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
@@ -66,11 +75,24 @@ def _fused_on_meta(
 # -- with dropout ------------------------------------------------------------------------------------------------------
 
 
-def _check_attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any) -> None:
+def _check_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
 
-@decomposition("scaled_dot_product_attention", check=_check_attention, when=lambda a: a.dropout_p, rule=_attention_rule)
+@decomposition(
+    "scaled_dot_product_attention",
+    check=_check_attention,
+    when=lambda a: a.dropout_p,
+    rule=_attention_rule,
+)
 def _attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
@@ -124,7 +146,11 @@ def _multi_head_attention(
     if not batched:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight.chunk(3)
+    weights = (
+        (q_proj_weight, k_proj_weight, v_proj_weight)
+        if use_separate_proj_weight
+        else in_proj_weight.chunk(3)
+    )
     q, k, v = _projected((query, key, value), weights, in_proj_bias)
     k, v = _with_position(k, bias_k), _with_position(v, bias_v)
     q, k, v = _heads(q, num_heads), _heads(k, num_heads, static_k), _heads(v, num_heads, static_v)
@@ -154,7 +180,9 @@ def _weighted(q: Any, k: Any, v: Any, mask: Any, dropout_p: float) -> tuple[Any,
     return attention @ v, attention
 
 
-def _unweighted(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool) -> tuple[Any, None]:
+def _unweighted(
+    q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool
+) -> tuple[Any, None]:
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal), None
 
 
@@ -178,7 +206,11 @@ def _mask_of(q: Any, k: Any, attn_mask: Any, key_padding_mask: Any) -> Any:
     """Return the bias of the scores, broadcastable to `b h l s`; all queries attend to appended positions."""
     given = []
     if attn_mask is not None:
-        given.append(attn_mask.unflatten(0, (-1, q.shape[1])) if attn_mask.shape[0] > 1 and attn_mask.ndim == 3 else attn_mask)
+        given.append(
+            attn_mask.unflatten(0, (-1, q.shape[1]))
+            if attn_mask.shape[0] > 1 and attn_mask.ndim == 3
+            else attn_mask
+        )
     if key_padding_mask is not None:
         given.append(key_padding_mask[:, None, None])
     added = [F.pad(_additive(mask, q.dtype), (0, k.shape[2] - mask.shape[-1])) for mask in given]
@@ -186,4 +218,8 @@ def _mask_of(q: Any, k: Any, attn_mask: Any, key_padding_mask: Any) -> Any:
 
 
 def _additive(mask: Any, dtype: torch.dtype) -> Any:
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf) if mask.dtype is torch.bool else mask
+    return (
+        torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
+        if mask.dtype is torch.bool
+        else mask
+    )

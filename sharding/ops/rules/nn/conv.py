@@ -19,7 +19,9 @@ from .window import Halo, Parts, Window, is_empty, on_parts, per_dim
 _LINEAR: dict[str, Any] = {"linear": ((0, 2), (1, 2)), "additive": (2,)}
 
 
-def _rule(n: int, transposed: bool, groups: int, whole: bool, *operands: Any, **options: Any) -> Rule:
+def _rule(
+    n: int, transposed: bool, groups: int, whole: bool, *operands: Any, **options: Any
+) -> Rule:
     """Return the rule: input channels are summed over; those of one group stay together unless every rank has whole groups.
 
     With `whole` the spatial dims must not be split, else they may be.
@@ -29,7 +31,10 @@ def _rule(n: int, transposed: bool, groups: int, whole: bool, *operands: Any, **
     space, kernel = dim_names(n, range(n) if whole else (), "h"), dim_names(n, range(n), "k")
     weight = f"{into} o {kernel}" if transposed else f"{out} i {kernel}"
     after = " ".join("1" if whole else f"h{d}" for d in range(n))
-    channels = operands[0].shape[-n - 1], operands[1].shape[1] * groups if transposed else operands[1].shape[0]
+    channels = (
+        operands[0].shape[-n - 1],
+        operands[1].shape[1] * groups if transposed else operands[1].shape[0],
+    )
     sizes = {"g": groups, "i": channels[0] // groups, "o": channels[1] // groups}
     pattern = f"{batch} {into} {space}, {weight}, {out} -> {batch} {out} {after}"
     return einrule(pattern, *operands, sizes=sizes, **_LINEAR, **options)
@@ -42,7 +47,14 @@ def _local_groups(n: int, transposed: bool, targets: Sequence[Layout], result: L
 
 
 def _of_nothing(
-    n: int, func: Parts, result: Layout, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
+    n: int,
+    func: Parts,
+    result: Layout,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *_: Any,
+    **__: Any,
 ) -> Tensor:
     """Return the result of a part without input channels, or of an empty one.
 
@@ -51,7 +63,9 @@ def _of_nothing(
     """
     kernel = weight.shape[2:]
     single = _sized(input, [1] * (input.ndim - n) + [*kernel]), _sized(weight, [1, 1, *kernel])
-    return _plus(bias, _with_graph_of(func(*single, None if bias is None else _sized(bias, [1])), result), n)
+    return _plus(
+        bias, _with_graph_of(func(*single, None if bias is None else _sized(bias, [1])), result), n
+    )
 
 
 def _plus(bias: Tensor | None, out: Tensor, n: int) -> Tensor:
@@ -75,7 +89,9 @@ def _with_graph_of(made: Tensor, result: Layout) -> Tensor:
 # -- convolution -------------------------------------------------------------------------------------------------------
 
 
-def _bind(n: int, func: Parts, groups: int, targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
+def _bind(
+    n: int, func: Parts, groups: int, targets: Sequence[Layout], results: Sequence[Layout]
+) -> Parts:
     if is_empty(*targets, *results):
         return partial(_of_nothing, n, func, results[0])
     local = _local_groups(n, False, targets, results[0])
@@ -86,12 +102,18 @@ def _with_groups(func: Parts, groups: int) -> Parts:
     """Return a convolution with another number of groups, its seventh argument."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        return func(*args[:6], groups, *args[7:], **kwargs) if len(args) > 6 else func(*args, **{**kwargs, "groups": groups})
+        return (
+            func(*args[:6], groups, *args[7:], **kwargs)
+            if len(args) > 6
+            else func(*args, **{**kwargs, "groups": groups})
+        )
 
     return run
 
 
-def _windows(n: int, input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> list[Window]:
+def _windows(
+    n: int, input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any
+) -> list[Window]:
     sizes, dilations = weight.shape[2:], per_dim(dilation, n)
     if padding == "same":
         padding = [d * (k - 1) // 2 for k, d in zip(sizes, dilations, strict=True)]
@@ -100,7 +122,13 @@ def _windows(n: int, input: Tensor, weight: Tensor, stride: Any, padding: Any, d
     return [Window(*part) for part in parts]
 
 
-def _bind_halo(n: int, func: Parts, windows: Sequence[Window], targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
+def _bind_halo(
+    n: int,
+    func: Parts,
+    windows: Sequence[Window],
+    targets: Sequence[Layout],
+    results: Sequence[Layout],
+) -> Parts:
     first = len(results[0].shape) - n
     halo = Halo(targets[0], results[0], {first + d: w.elements for d, w in enumerate(windows)})
     if is_empty(*targets[1:], *results) or 0 in halo.shape[:first]:
@@ -108,7 +136,11 @@ def _bind_halo(n: int, func: Parts, windows: Sequence[Window], targets: Sequence
     groups = _local_groups(n, False, targets, results[0])
     pads = [_padding(w, *i) for w, i in zip(windows, results[0].box[first:], strict=True)]
     even = [before if before == after else 0 for before, after in pads]
-    odd = [p for before, after in reversed(pads) for p in ((0, 0) if before == after else (before, after))]
+    odd = [
+        p
+        for before, after in reversed(pads)
+        for p in ((0, 0) if before == after else (before, after))
+    ]
     stride, dilation = [w.stride for w in windows], [w.dilation for w in windows]
 
     def local(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -124,7 +156,9 @@ def _padding(window: Window, start: int, stop: int) -> tuple[int, int]:
     return before, max(0, after)
 
 
-def _over_space(n: int, func: Parts, transposed: bool, bind: Callable[..., Parts], a: Any) -> Callable[..., Any] | None:
+def _over_space(
+    n: int, func: Parts, transposed: bool, bind: Callable[..., Parts], a: Any
+) -> Callable[..., Any] | None:
     """Return the function of the operands that runs the convolution over split space; None if space is not split.
 
     Args:
@@ -145,9 +179,20 @@ def _register(n: int) -> None:
     func: Any = getattr(torch, f"conv{n}d")
 
     def whole_space(a: Any) -> Rule:
-        return _rule(n, False, a.groups, True, a.input, a.weight, a.bias, bind=partial(_bind, n, func, a.groups))
+        return _rule(
+            n,
+            False,
+            a.groups,
+            True,
+            a.input,
+            a.weight,
+            a.bias,
+            bind=partial(_bind, n, func, a.groups),
+        )
 
-    @decomposition(f"conv{n}d", prepare=partial(_over_space, n, func, False, _bind_halo), rule=whole_space)
+    @decomposition(
+        f"conv{n}d", prepare=partial(_over_space, n, func, False, _bind_halo), rule=whole_space
+    )
     def run(
         over_space: Any, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
         groups: int = 1,
@@ -168,16 +213,22 @@ def _bind_tbc(targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
     return partial(_tbc_of_nothing, results[0]) if is_empty(*targets, *results) else torch.conv_tbc
 
 
-def _tbc_of_nothing(result: Layout, input: Tensor, weight: Tensor, bias: Tensor, pad: int = 0) -> Tensor:
+def _tbc_of_nothing(
+    result: Layout, input: Tensor, weight: Tensor, bias: Tensor, pad: int = 0
+) -> Tensor:
     sizes = [len(weight), 1, 1]
-    out = _with_graph_of(torch.conv_tbc(_sized(input, sizes), _sized(weight, sizes), _sized(bias, [1])), result)
+    out = _with_graph_of(
+        torch.conv_tbc(_sized(input, sizes), _sized(weight, sizes), _sized(bias, [1])), result
+    )
     return out + bias.to(out.dtype)
 
 
 # -- transposed --------------------------------------------------------------------------------------------------------
 
 
-def _bind_transposed(n: int, func: Parts, groups: int, targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
+def _bind_transposed(
+    n: int, func: Parts, groups: int, targets: Sequence[Layout], results: Sequence[Layout]
+) -> Parts:
     if is_empty(*targets, *results):
         return partial(_of_nothing, n, func, results[0])
     local = _local_groups(n, True, targets, results[0])
@@ -193,11 +244,21 @@ def _sources(window: Window, start: int, stop: int) -> tuple[int, int]:
     return (low, high) if start < stop and low < high else (0, 0)
 
 
-def _bind_reach(n: int, func: Parts, windows: Sequence[Window], targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
+def _bind_reach(
+    n: int,
+    func: Parts,
+    windows: Sequence[Window],
+    targets: Sequence[Layout],
+    results: Sequence[Layout],
+) -> Parts:
     first = len(results[0].shape) - n
-    halo = Halo(targets[0], results[0], {first + d: partial(_sources, w) for d, w in enumerate(windows)})
+    halo = Halo(
+        targets[0], results[0], {first + d: partial(_sources, w) for d, w in enumerate(windows)}
+    )
     if is_empty(*targets[1:], *results) or 0 in halo.shape:
-        return lambda x, weight, bias=None: _plus(bias, _of_nothing(n, func, results[0], halo(x), weight), n)
+        return lambda x, weight, bias=None: _plus(
+            bias, _of_nothing(n, func, results[0], halo(x), weight), n
+        )
     groups = _local_groups(n, True, targets, results[0])
     split = [bool(targets[0].spec.dims[first + d]) for d in range(n)]
     parts = zip(windows, results[0].box[first:], split, strict=True)
@@ -205,7 +266,9 @@ def _bind_reach(n: int, func: Parts, windows: Sequence[Window], targets: Sequenc
     stride, dilation = [w.stride for w in windows], [w.dilation for w in windows]
 
     def local(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return _plus(bias, F.pad(func(halo(x), weight, None, stride, 0, 0, groups, dilation), crop), n)
+        return _plus(
+            bias, F.pad(func(halo(x), weight, None, stride, 0, 0, groups, dilation), crop), n
+        )
 
     return local
 
@@ -223,9 +286,22 @@ def _register_transposed(n: int) -> None:
     func: Any = getattr(torch, f"conv_transpose{n}d")
 
     def whole_space(a: Any) -> Rule:
-        return _rule(n, True, a.groups, True, a.input, a.weight, a.bias, bind=partial(_bind_transposed, n, func, a.groups))
+        return _rule(
+            n,
+            True,
+            a.groups,
+            True,
+            a.input,
+            a.weight,
+            a.bias,
+            bind=partial(_bind_transposed, n, func, a.groups),
+        )
 
-    @decomposition(f"conv_transpose{n}d", prepare=partial(_over_space, n, func, True, _bind_reach), rule=whole_space)
+    @decomposition(
+        f"conv_transpose{n}d",
+        prepare=partial(_over_space, n, func, True, _bind_reach),
+        rule=whole_space,
+    )
     def run(
         over_space: Any, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
         groups: int = 1, dilation: Any = 1,
@@ -239,9 +315,19 @@ for _n in (1, 2, 3):
 
 @decomposition("convolution")
 def _convolution(
-    input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
 ) -> Any:
     n = weight.ndim - 2
     if transposed:
-        return getattr(F, f"conv_transpose{n}d")(input, weight, bias, stride, padding, output_padding, groups, dilation)
+        return getattr(F, f"conv_transpose{n}d")(
+            input, weight, bias, stride, padding, output_padding, groups, dilation
+        )
     return getattr(F, f"conv{n}d")(input, weight, bias, stride, padding, dilation, groups)

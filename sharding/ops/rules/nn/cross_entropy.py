@@ -30,7 +30,9 @@ from .softmax import log_sum_exp, max_over
 
 def _rule(a: Any) -> Rule:
     """Give one loss per target, with whole classes; or the reduced loss, with everything whole."""
-    names = ["[c]"] if a.input.ndim == 1 else ["n", "[c]", *[f"d{i}" for i in range(a.input.ndim - 2)]]
+    names = (
+        ["[c]"] if a.input.ndim == 1 else ["n", "[c]", *[f"d{i}" for i in range(a.input.ndim - 2)]]
+    )
     if a.reduction != "none":
         names = [f"[{name.strip('[]')}]" for name in names]
     rows = " ".join(name for name in names if name != "[c]")
@@ -62,15 +64,21 @@ def _class_dim(input: Any) -> int:
 # -- whole classes, split rows -----------------------------------------------------------------------------------------
 
 
-def _of_rows(func: Callable[..., Any], input: Any, target: Any, *, reduction: str, **options: Any) -> Any:
+def _of_rows(
+    func: Callable[..., Any], input: Any, target: Any, *, reduction: str, **options: Any
+) -> Any:
     """Divide the sum over all ranks by the global count (or weight) of targets that are not ignored."""
-    options = {name: value for name, value in options.items() if name not in ("size_average", "reduce")}
+    options = {
+        name: value for name, value in options.items() if name not in ("size_average", "reduce")
+    }
     each = func(input, target, reduction="none", **options)
     total = each.sum(dtype=accumulator_dtype(each.dtype))
     if reduction == "mean" and target.is_floating_point():
         total = total / each.numel()
     elif reduction == "mean":
-        total = total / _weights(target, options["weight"], options["ignore_index"], total.dtype).sum()
+        total = (
+            total / _weights(target, options["weight"], options["ignore_index"], total.dtype).sum()
+        )
     return narrowed(total, each.dtype)
 
 
@@ -88,7 +96,14 @@ def _weights(target: Any, weight: Any, ignore_index: int, dtype: torch.dtype) ->
 
 
 def _of_logits(
-    input: Any, target: Any, *, weight: Any, ignore_index: int, reduction: str, label_smoothing: float = 0.0, **_: Any
+    input: Any,
+    target: Any,
+    *,
+    weight: Any,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float = 0.0,
+    **_: Any,
 ) -> Any:
     if target.is_floating_point():
         return _of_probabilities(input, target, weight, reduction, label_smoothing)
@@ -102,11 +117,15 @@ def _of_logits(
         return _finished(weights * log_total, weights * hits, weights, at, reduction, x.dtype)
     share, of_all, distances = _over_all_classes(x - peak, weight, at, label_smoothing)
     held = log_total * ((1 - label_smoothing) * weights + share * of_all)
-    pending = (1 - label_smoothing) * weights * hits + share * torch.where(labels != ignore_index, distances, 0)
+    pending = (1 - label_smoothing) * weights * hits + share * torch.where(
+        labels != ignore_index, distances, 0
+    )
     return _finished(held, pending, weights, at, reduction, x.dtype)
 
 
-def _over_all_classes(distance: Any, weight: Any, at: int, label_smoothing: float) -> tuple[float, Any, Any]:
+def _over_all_classes(
+    distance: Any, weight: Any, at: int, label_smoothing: float
+) -> tuple[float, Any, Any]:
     """Return the share of every class in label smoothing, the sum of their weights, and the weighted sum of logits."""
     share, classes = label_smoothing / distance.shape[at], distance.shape[at]
     if weight is None:
@@ -115,7 +134,9 @@ def _over_all_classes(distance: Any, weight: Any, at: int, label_smoothing: floa
     return share, reduce_pending(each.sum()), (distance * each).sum(at, keepdim=True)
 
 
-def _of_log_probabilities(input: Any, target: Any, *, weight: Any, ignore_index: int, reduction: str, **_: Any) -> Any:
+def _of_log_probabilities(
+    input: Any, target: Any, *, weight: Any, ignore_index: int, reduction: str, **_: Any
+) -> Any:
     at, x = _class_dim(input), reduce_pending(input)
     labels = _align_labels(x, target, at)
     weights = _weights(labels, weight, ignore_index, accumulator_dtype(x.dtype))
@@ -123,15 +144,21 @@ def _of_log_probabilities(input: Any, target: Any, *, weight: Any, ignore_index:
     return _finished(0, hits, weights, at, reduction, x.dtype)
 
 
-def _of_probabilities(input: Any, target: Any, weight: Any, reduction: str, label_smoothing: float) -> Any:
+def _of_probabilities(
+    input: Any, target: Any, weight: Any, reduction: str, label_smoothing: float
+) -> Any:
     at, classes = _class_dim(input), input.shape[_class_dim(input)]
     log_probabilities = F.log_softmax(input, at, dtype=accumulator_dtype(input.dtype))
-    smoothed = target * (1 - label_smoothing) + label_smoothing / classes if label_smoothing else target
+    smoothed = (
+        target * (1 - label_smoothing) + label_smoothing / classes if label_smoothing else target
+    )
     each = log_probabilities * smoothed
     if weight is not None:
         each = each * weight.view(classes, *[1] * (input.ndim - 1 - at))
     total = -each.sum(at if reduction == "none" else None)
-    return narrowed(total / (input.numel() // classes) if reduction == "mean" else total, input.dtype)
+    return narrowed(
+        total / (input.numel() // classes) if reduction == "mean" else total, input.dtype
+    )
 
 
 def _align_labels(x: Any, target: Any, at: int) -> Any:
@@ -147,7 +174,14 @@ def _at_labels(x: Any, labels: Any, at: int, ignore_index: int, *peak: Any) -> A
     return from_parts(reduced(x._layout.replace(dtype=dtype), (at,)), take, x, labels, *peak)
 
 
-def _hits(layout: Layout, at: int, ignore_index: int, x: Tensor, labels: Tensor, peak: Tensor | None = None) -> Tensor:
+def _hits(
+    layout: Layout,
+    at: int,
+    ignore_index: int,
+    x: Tensor,
+    labels: Tensor,
+    peak: Tensor | None = None,
+) -> Tensor:
     """Look up the labels among this rank's classes; others give zero."""
     (start, stop), dtype = layout.box[at], accumulator_dtype(x.dtype)
     is_class = (labels >= 0) & (labels < layout.shape[at]) | (labels == ignore_index)
@@ -155,7 +189,9 @@ def _hits(layout: Layout, at: int, ignore_index: int, x: Tensor, labels: Tensor,
     if start == stop:
         return x.sum(at, keepdim=True, dtype=dtype)
     here = (labels >= start) & (labels < stop) & (labels != ignore_index)
-    found = x.gather(at, torch.where(here, labels - start, torch.where(is_class, 0, layout.shape[at]))).to(dtype)
+    found = x.gather(
+        at, torch.where(here, labels - start, torch.where(is_class, 0, layout.shape[at]))
+    ).to(dtype)
     return torch.where(here, found if peak is None else found - peak, 0)
 
 
@@ -169,7 +205,9 @@ def _check_labels(labels: Tensor, is_class: Tensor) -> None:
         raise IndexError(f"Target {labels[~is_class][0].item()} is out of bounds.")
 
 
-def _finished(held: Any, pending: Any, weights: Any, at: int, reduction: str, dtype: torch.dtype) -> Any:
+def _finished(
+    held: Any, pending: Any, weights: Any, at: int, reduction: str, dtype: torch.dtype
+) -> Any:
     """Return the loss `held - pending`. With the rows reduced first, a single number is pending."""
     if reduction == "none":
         return narrowed((held - pending).squeeze(at), dtype)

@@ -45,7 +45,9 @@ def _embedding(
     return einrule(f"{indices}, {rows} d -> {indices} d", input, weight, linear=((1,),), bind=bind)
 
 
-def _bind_embedding(func: Any, padding: int | None, targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
+def _bind_embedding(
+    func: Any, padding: int | None, targets: Sequence[Layout], _: Any
+) -> Callable[..., Tensor]:
     table = targets[1]
     if not splitting_axes(table, 0):
         return func
@@ -54,7 +56,13 @@ def _bind_embedding(func: Any, padding: int | None, targets: Sequence[Layout], _
     return lambda input, weight, *_, **__: _rows(part, input, weight, here)
 
 
-def _rows(part: Part, input: Tensor, weight: Tensor, padding: int | None = None, counted: Tensor | None = None) -> Tensor:
+def _rows(
+    part: Part,
+    input: Tensor,
+    weight: Tensor,
+    padding: int | None = None,
+    counted: Tensor | None = None,
+) -> Tensor:
     """Return the rows that this rank has; zeros for others, and for those that are not counted."""
     local, mine = part.find(input, 0)
     mine = mine if counted is None else mine & counted
@@ -63,16 +71,26 @@ def _rows(part: Part, input: Tensor, weight: Tensor, padding: int | None = None,
 
 @rule(also=(torch.embedding,))
 def _embedding_of_weight(
-    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Rule:
     padding = None if padding_idx < 0 else padding_idx
-    made = _embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    made = _embedding(
+        indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
+    )
     return replace(made, bind=partial(_bind_embedding_of_weight, padding))
 
 
-def _bind_embedding_of_weight(padding: int | None, targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
+def _bind_embedding_of_weight(
+    padding: int | None, targets: Sequence[Layout], _: Any
+) -> Callable[..., Tensor]:
     run = _bind_embedding(None, padding, targets, _)
-    return torch.embedding if run is None else lambda weight, indices, *_, **__: run(indices, weight)
+    return (
+        torch.embedding if run is None else lambda weight, indices, *_, **__: run(indices, weight)
+    )
 
 
 # -- bags --------------------------------------------------------------------------------------------------------------
@@ -95,7 +113,9 @@ def _embedding_bag(
     bind = partial(_bind_bags, _Bags(mode, padding, include_last_offset), input.ndim)
     result = torch.empty(count, weight.shape[1], dtype=weight.dtype, device="meta")
     pattern = f"{each}, {rows} d, [o], {each} -> {bags} d"
-    return einrule(pattern, input, weight, offsets, per_sample_weights, linear=linear, bind=bind, result=result)
+    return einrule(
+        pattern, input, weight, offsets, per_sample_weights, linear=linear, bind=bind, result=result
+    )
 
 
 def _bind_bags(bags: _Bags, ndim: int, targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
@@ -111,13 +131,28 @@ class _Bags:
     include_last_offset: bool
 
     def __call__(
-        self, part: Part, input: Tensor, weight: Tensor, offsets: Tensor | None = None, *args: Any, per_sample_weights: Any = None, **_: Any
+        self,
+        part: Part,
+        input: Tensor,
+        weight: Tensor,
+        offsets: Tensor | None = None,
+        *args: Any,
+        per_sample_weights: Any = None,
+        **_: Any,
     ) -> Tensor:
-        counted = torch.ones_like(input, dtype=torch.bool) if self.padding is None else input != self.padding
+        counted = (
+            torch.ones_like(input, dtype=torch.bool)
+            if self.padding is None
+            else input != self.padding
+        )
         rows = _rows(part, input, weight, counted=counted)
         if per_sample_weights is not None:
             rows = rows * per_sample_weights[..., None]
-        add: Any = partial(torch.sum, dim=1) if offsets is None else partial(_sum_of_runs, offsets, self.include_last_offset)
+        add: Any = (
+            partial(torch.sum, dim=1)
+            if offsets is None
+            else partial(_sum_of_runs, offsets, self.include_last_offset)
+        )
         if self.mode == "sum":
             return add(rows)
         return add(rows) / add(counted.to(rows.dtype)[..., None]).clamp_min(1)

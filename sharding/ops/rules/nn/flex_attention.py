@@ -290,7 +290,13 @@ class _PartOfAttention:
             device = mask.kv_num_blocks.device
             mask_mod: Any = self.mask_mod
             return flex.create_block_mask(
-                mask_mod, counts[0], counts[1], lengths[0], lengths[1], device=device, BLOCK_SIZE=(rows, columns)
+                mask_mod,
+                counts[0],
+                counts[1],
+                lengths[0],
+                lengths[1],
+                device=device,
+                BLOCK_SIZE=(rows, columns),
             )
         blocks = slice(start // rows, -(-stop // rows))
         tables = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices

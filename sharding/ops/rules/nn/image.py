@@ -23,7 +23,12 @@ from .window import Halo, Parts, on_parts, per_dim, unless_empty
 
 def _interpolate_rule(a: Any) -> Rule:
     n, linear = a.input.ndim - 2, ((0,),) if a.input.is_floating_point() else ()
-    return einrule(f"b c {_whole(n)} -> b c {'1 ' * n}", a.input, linear=linear, bind=unless_empty(F.interpolate, True))
+    return einrule(
+        f"b c {_whole(n)} -> b c {'1 ' * n}",
+        a.input,
+        linear=linear,
+        bind=unless_empty(F.interpolate, True),
+    )
 
 
 def _whole(n: int) -> str:
@@ -37,17 +42,30 @@ def _interpolate(
 ) -> Callable[..., Any] | None:  # fmt: skip
     """Make the decomposition over split space: fetch the elements that this rank's part of the result repeats or mixes."""
     n = input.ndim - 2
-    if mode not in ("nearest", "nearest-exact", "area", *_LINEAR) or antialias or not is_split(input, range(2, input.ndim)):
+    if (
+        mode not in ("nearest", "nearest-exact", "area", *_LINEAR)
+        or antialias
+        or not is_split(input, range(2, input.ndim))
+    ):
         return None
-    result = F.interpolate(input.detach(), size, scale_factor, mode, align_corners, recompute_scale_factor)
+    result = F.interpolate(
+        input.detach(), size, scale_factor, mode, align_corners, recompute_scale_factor
+    )
     if mode == "area":
         return partial(_averaged, list(result.shape[2:]))
     scales: Any = [None] * n if scale_factor is None else per_dim(scale_factor, n)
     sizes = result.shape[2:] if scale_factor is None else [None] * n
     taps, kind = (_linear, "linear") if mode in _LINEAR else (_nearest, mode)
-    options = {"mode": kind, "align_corners": align_corners, "recompute_scale_factor": recompute_scale_factor}
+    options = {
+        "mode": kind,
+        "align_corners": align_corners,
+        "recompute_scale_factor": recompute_scale_factor,
+    }
     dims = zip(input.shape[2:], sizes, scales, strict=True)
-    like: dict[str, Any] = {"dtype": _computed_in(input.dtype), "device": layout_of(input).mesh.device}  # type: ignore[attr-defined]
+    like: dict[str, Any] = {
+        "dtype": _computed_in(input.dtype),
+        "device": layout_of(input).mesh.device,
+    }  # type: ignore[attr-defined]
     bind = partial(_bind_taps, [taps(like, *dim, **options) for dim in dims])
     run = on_parts(einrule("... -> ...", input, linear=((0,),)), result, range(2, input.ndim), bind)
     return lambda input, *args, **kwargs: run(input)
@@ -77,14 +95,18 @@ class Taps(NamedTuple):
         return (self.first[start], self.last[stop - 1] + 1) if start < stop else (0, 0)
 
 
-def _nearest(like: dict[str, Any], length: int, size: int | None, scale: float | None, **options: Any) -> Taps:
+def _nearest(
+    like: dict[str, Any], length: int, size: int | None, scale: float | None, **options: Any
+) -> Taps:
     """Find the elements that torch repeats by interpolating the indices of this dim."""
     numbers = torch.arange(length, **like).view(1, 1, -1)
     picked = F.interpolate(numbers, size, scale, **options).flatten().long().tolist()
     return Taps(picked, picked)
 
 
-def _linear(like: dict[str, Any], length: int, size: int | None, scale: float | None, **options: Any) -> Taps:
+def _linear(
+    like: dict[str, Any], length: int, size: int | None, scale: float | None, **options: Any
+) -> Taps:
     """Find torch's own weights along this dim by interpolating ones at every third index, for each of the three offsets."""
     numbers = torch.arange(length)
     probes = torch.stack([numbers, *[numbers % 3 == offset for offset in range(3)]]).to(**like)
@@ -93,7 +115,9 @@ def _linear(like: dict[str, Any], length: int, size: int | None, scale: float | 
     at = torch.arange(len(near), device=near.device)
     first = near - (by_offset[(near - 1) % 3, at] != 0).long()
     last = (first + 1).clamp_max(length - 1)
-    return Taps(first.tolist(), last.tolist(), (by_offset[first % 3, at], by_offset[(first + 1) % 3, at]))
+    return Taps(
+        first.tolist(), last.tolist(), (by_offset[first % 3, at], by_offset[(first + 1) % 3, at])
+    )
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
@@ -117,11 +141,16 @@ def _bind_taps(taps: Sequence[Taps], targets: Sequence[Layout], results: Sequenc
     return local
 
 
-def _step(taps: Taps, dim: int, src: Layout, dst: Layout, device: Any) -> Callable[[Tensor], Tensor]:
+def _step(
+    taps: Taps, dim: int, src: Layout, dst: Layout, device: Any
+) -> Callable[[Tensor], Tensor]:
     """Return the function that interpolates one dim of this rank's part from the fetched elements."""
     mine = slice(*dst.box[dim])
     start = taps.reach(*dst.box[dim])[0] if src.spec.dims[dim] else 0
-    first, last = (torch.tensor(numbers[mine], dtype=torch.int64, device=device) - start for numbers in taps[:2])
+    first, last = (
+        torch.tensor(numbers[mine], dtype=torch.int64, device=device) - start
+        for numbers in taps[:2]
+    )
     if taps.weights is None:
         return lambda x: x.index_select(dim, first)
     w, v = (weight[mine].view(-1, *[1] * (len(dst.shape) - 1 - dim)) for weight in taps.weights)
@@ -146,7 +175,9 @@ def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None 
 
 def _bind_affine_grid(targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
     batch = results[0].local_shape[0]
-    local = lambda theta, size, *args, **kwargs: F.affine_grid(theta, [batch, *size[1:]], *args, **kwargs)  # noqa: E731
+    local = lambda theta, size, *args, **kwargs: F.affine_grid(
+        theta, [batch, *size[1:]], *args, **kwargs
+    )  # noqa: E731
     return unless_empty(local, True)(targets, results)
 
 
@@ -163,14 +194,32 @@ def _moves(pattern: str, input: Tensor, whole: str = "", **options: Any) -> Rule
 def _pixel_shuffle(input: Tensor, upscale_factor: int) -> Rule:
     c, h, w = input.shape[-3:]
     sizes = {"c": c // upscale_factor**2, "h": h, "w": w, "p": upscale_factor, "q": upscale_factor}
-    return _moves("... (c p q) h w -> ... c (h p) (w q)", input, "p q", sizes=sizes, bind=unless_empty(torch.pixel_shuffle, True))
+    return _moves(
+        "... (c p q) h w -> ... c (h p) (w q)",
+        input,
+        "p q",
+        sizes=sizes,
+        bind=unless_empty(torch.pixel_shuffle, True),
+    )
 
 
 @rule("pixel_unshuffle")
 def _pixel_unshuffle(input: Tensor, downscale_factor: int) -> Rule:
     c, h, w = input.shape[-3:]
-    sizes = {"c": c, "h": h // downscale_factor, "w": w // downscale_factor, "p": downscale_factor, "q": downscale_factor}
-    return _moves("... c (h p) (w q) -> ... (c p q) h w", input, "p q", sizes=sizes, bind=unless_empty(torch.pixel_unshuffle, True))
+    sizes = {
+        "c": c,
+        "h": h // downscale_factor,
+        "w": w // downscale_factor,
+        "p": downscale_factor,
+        "q": downscale_factor,
+    }
+    return _moves(
+        "... c (h p) (w q) -> ... (c p q) h w",
+        input,
+        "p q",
+        sizes=sizes,
+        bind=unless_empty(torch.pixel_unshuffle, True),
+    )
 
 
 @rule("channel_shuffle", "native_channel_shuffle")
@@ -179,15 +228,36 @@ def _channel_shuffle(input: Tensor, groups: int) -> Rule:
 
 
 @rule(also=(F.unfold,))
-def _unfold(input: Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Rule:
+def _unfold(
+    input: Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
+) -> Rule:
     sizes = {"c": input.shape[-3], "k": math.prod(per_dim(kernel_size, 2))}
-    made = einrule("... c [h] [w] -> ... (c k) 1", input, sizes=sizes, linear=((0,),), bind=unless_empty(F.unfold, True))
+    made = einrule(
+        "... c [h] [w] -> ... (c k) 1",
+        input,
+        sizes=sizes,
+        linear=((0,),),
+        bind=unless_empty(F.unfold, True),
+    )
     return replace(made, whole=made.whole | {"k"})
 
 
 @rule(also=(F.fold,))
-def _fold(input: Tensor, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Rule:
+def _fold(
+    input: Tensor,
+    output_size: Any,
+    kernel_size: Any,
+    dilation: Any = 1,
+    padding: Any = 0,
+    stride: Any = 1,
+) -> Rule:
     count = math.prod(per_dim(kernel_size, 2))
     sizes = {"c": input.shape[-2] // count, "k": count}
-    made = einrule("... (c k) [l] -> ... c 1 1", input, sizes=sizes, linear=((0,),), bind=unless_empty(F.fold, True))
+    made = einrule(
+        "... (c k) [l] -> ... c 1 1",
+        input,
+        sizes=sizes,
+        linear=((0,),),
+        bind=unless_empty(F.fold, True),
+    )
     return replace(made, whole=made.whole | {"k"})

@@ -27,7 +27,9 @@ def check_arguments(reduction: str, **legacy: Any) -> None:
     """
     given = [name for name, value in legacy.items() if value is not None]
     if given:
-        raise ValueError(f"{given[0]}= is deprecated by torch and not supported on ShardedTensors; pass reduction=")
+        raise ValueError(
+            f"{given[0]}= is deprecated by torch and not supported on ShardedTensors; pass reduction="
+        )
     if reduction not in ("none", "mean", "sum", "batchmean"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
 
@@ -56,7 +58,9 @@ def _any_split(*args: Any, **kwargs: Any) -> bool:
 # -- by element --------------------------------------------------------------------------------------------------------
 
 
-def _register(func: Callable[..., Any], run: Callable[..., Any], make_rule: Callable[..., Rule]) -> None:
+def _register(
+    func: Callable[..., Any], run: Callable[..., Any], make_rule: Callable[..., Rule]
+) -> None:
     """Register a loss; the mean or sum of split operands is that of one loss for each element or row, over all ranks.
 
     Args:
@@ -72,23 +76,40 @@ def _register(func: Callable[..., Any], run: Callable[..., Any], make_rule: Call
 
     @rule(also=(func,))
     def rule_of(*args: Any, reduction: str = "mean", **kwargs: Any) -> Rule:
-        return make_rule(*args, **kwargs) if reduction == "none" else _of_all(*tensors_of(*args, **kwargs))
+        return (
+            make_rule(*args, **kwargs)
+            if reduction == "none"
+            else _of_all(*tensors_of(*args, **kwargs))
+        )
 
 
 def _run(func: Callable[..., Any], *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
-    options = {name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")}
+    options = {
+        name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")
+    }
     return _averaged(func(*args, reduction="none", **options), reduction)
 
 
-def _run_by_weight(func: Callable[..., Any], *args: Any, reduction: str = "mean", weight: Any = None, **kwargs: Any) -> Any:
+def _run_by_weight(
+    func: Callable[..., Any], *args: Any, reduction: str = "mean", weight: Any = None, **kwargs: Any
+) -> Any:
     """Return the mean by weight, as `mse_loss` does."""
-    total = _run(func, *args, reduction="sum" if weight is not None else reduction, weight=weight, **kwargs)
+    total = _run(
+        func, *args, reduction="sum" if weight is not None else reduction, weight=weight, **kwargs
+    )
     return total / weight.sum() if weight is not None and reduction == "mean" else total
 
 
-def _run_kl_div(func: Callable[..., Any], input: Any, *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
+def _run_kl_div(
+    func: Callable[..., Any], input: Any, *args: Any, reduction: str = "mean", **kwargs: Any
+) -> Any:
     batch = input.shape[0] if reduction == "batchmean" and input.ndim else 1
-    return _run(func, input, *args, reduction="sum" if reduction == "batchmean" else reduction, **kwargs) / batch
+    return (
+        _run(
+            func, input, *args, reduction="sum" if reduction == "batchmean" else reduction, **kwargs
+        )
+        / batch
+    )
 
 
 _RUNS = {F.mse_loss: _run_by_weight, F.kl_div: _run_kl_div}
@@ -97,11 +118,17 @@ for _func in (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
     F.kl_div, F.soft_margin_loss, F.poisson_nll_loss, F.hinge_embedding_loss, F.margin_ranking_loss,
 ):  # fmt: skip
-    _register(_func, partial(_RUNS.get(_func, _run), _func), lambda *args, **kwargs: broadcast(*tensors_of(*args, **kwargs)))
+    _register(
+        _func,
+        partial(_RUNS.get(_func, _run), _func),
+        lambda *args, **kwargs: broadcast(*tensors_of(*args, **kwargs)),
+    )
 
 
 @handler(also=(F.l1_loss,))
-def _l1_loss(input: Any, target: Any, *, weight: Any = None, reduction: str = "mean", **legacy: Any) -> Any:
+def _l1_loss(
+    input: Any, target: Any, *, weight: Any = None, reduction: str = "mean", **legacy: Any
+) -> Any:
     """Return the mean by weight where there is one. torch's `l1_loss` does not pass its weight on: it is read from the caller's frame."""
     weight = _argument_of(F.l1_loss, "weight") if weight is None else weight
     if weight is None:
@@ -143,12 +170,20 @@ def _triplet_margin(anchor: Tensor, positive: Tensor, negative: Tensor, **_: Any
 
 def _multi_margin(input: Tensor, target: Tensor, weight: Tensor | None = None, **_: Any) -> Rule:
     rows = "n " if input.ndim > 1 else ""
-    return einrule(f"{rows}[c], {rows}, [c] -> {rows}", input, target, weight, result=input.new_empty(input.shape[:-1]))
+    return einrule(
+        f"{rows}[c], {rows}, [c] -> {rows}",
+        input,
+        target,
+        weight,
+        result=input.new_empty(input.shape[:-1]),
+    )
 
 
 def _multilabel_margin(input: Tensor, target: Tensor, **_: Any) -> Rule:
     rows = "n " if input.ndim > 1 else ""
-    return einrule(f"{rows}[c], {rows}[c] -> {rows}", input, target, result=input.new_empty(input.shape[:-1]))
+    return einrule(
+        f"{rows}[c], {rows}[c] -> {rows}", input, target, result=input.new_empty(input.shape[:-1])
+    )
 
 
 _register(F.cosine_embedding_loss, partial(_run, F.cosine_embedding_loss), _cosine_embedding)
@@ -186,10 +221,18 @@ def _ctc_applies(a: Any) -> bool:
 
 @decomposition(also=(F.ctc_loss,), when=_ctc_applies, rule=_ctc_rule)
 def _ctc_loss(
-    log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *, reduction: str = "mean", **options: Any
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    *,
+    reduction: str = "mean",
+    **options: Any,
 ) -> Any:
     """Take the mean over sequences, of the loss divided by the length of the target."""
-    each = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, reduction="none", **options)
+    each = F.ctc_loss(
+        log_probs, targets, input_lengths, target_lengths, reduction="none", **options
+    )
     return _averaged(each / target_lengths.clamp_min(1) if reduction == "mean" else each, reduction)
 
 
@@ -199,11 +242,20 @@ def _ctc_loss(
 def _register_body(func: Callable[..., Any]) -> None:
     @decomposition(also=(func,))
     def run(*args: Any, **kwargs: Any) -> Any:
-        check_arguments(kwargs.get("reduction", "mean"), **{name: kwargs.get(name) for name in ("size_average", "reduce")})
-        return body_of(func)(*[reduce_pending(x) if isinstance(x, Tensor) else x for x in args], **kwargs)
+        check_arguments(
+            kwargs.get("reduction", "mean"),
+            **{name: kwargs.get(name) for name in ("size_average", "reduce")},
+        )
+        return body_of(func)(
+            *[reduce_pending(x) if isinstance(x, Tensor) else x for x in args], **kwargs
+        )
 
 
-for _func in (F.multilabel_soft_margin_loss, F.gaussian_nll_loss, F.triplet_margin_with_distance_loss):
+for _func in (
+    F.multilabel_soft_margin_loss,
+    F.gaussian_nll_loss,
+    F.triplet_margin_with_distance_loss,
+):
     _register_body(_func)
 
 
@@ -234,7 +286,9 @@ def _register_numbered(name: str, parameters: Sequence[str]) -> None:
     @decomposition(also=(getattr(torch, name),))
     def run(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(parameters, args, strict=False)) | kwargs
-        reduction = ("none", "mean", "sum")[given.pop("reduction", 0)]  # torch's bindings default to 0
+        reduction = ("none", "mean", "sum")[
+            given.pop("reduction", 0)
+        ]  # torch's bindings default to 0
         return getattr(F, name)(**given, reduction=reduction)
 
 

@@ -30,7 +30,9 @@ def _check_running(*statistics: Any) -> None:
     """
     given = [layout_of(x) for x in statistics if x is not None]
     if any(layout.pending for layout in given):
-        raise ValueError(f"running statistics with the layouts {given} are pending; redistribute them to Replicate() or Shard(0) first")
+        raise ValueError(
+            f"running statistics with the layouts {given} are pending; redistribute them to Replicate() or Shard(0) first"
+        )
 
 
 def _scaled(x: Any, weight: Any, bias: Any, dtype: torch.dtype) -> Any:
@@ -67,11 +69,16 @@ def _split_last_dims(a: Any) -> tuple[int, ...] | None:
 
 def _normalised(a: Any, *weights: Tensor | None) -> Rule:
     names = " ".join(f"[n{i}]" for i in range(len(a.normalized_shape)))
-    return einrule(f"{', '.join(['... ' + names, *[names] * len(weights)])} -> ... {names}", a.input, *weights)
+    return einrule(
+        f"{', '.join(['... ' + names, *[names] * len(weights)])} -> ... {names}", a.input, *weights
+    )
 
 
 @decomposition(
-    "layer_norm", check=torch.layer_norm, prepare=_split_last_dims, rule=lambda a: _normalised(a, a.weight, a.bias)
+    "layer_norm",
+    check=torch.layer_norm,
+    prepare=_split_last_dims,
+    rule=lambda a: _normalised(a, a.weight, a.bias),
 )
 def _layer_norm(
     dims: tuple[int, ...], input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
@@ -82,11 +89,27 @@ def _layer_norm(
     return _scaled(_standardised(x, mean, var, eps), weight, bias, input.dtype)
 
 
-@decomposition("rms_norm", check=torch.rms_norm, prepare=_split_last_dims, rule=lambda a: _normalised(a, a.weight))
-def _rms_norm(dims: tuple[int, ...], input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+@decomposition(
+    "rms_norm",
+    check=torch.rms_norm,
+    prepare=_split_last_dims,
+    rule=lambda a: _normalised(a, a.weight),
+)
+def _rms_norm(
+    dims: tuple[int, ...],
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    eps: float | None = None,
+) -> Any:
     x = _wide(input)
     square = reduce_pending((x * x).mean(dims, keepdim=True))
-    return _scaled(x * (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt(), weight, None, input.dtype)
+    return _scaled(
+        x * (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt(),
+        weight,
+        None,
+        input.dtype,
+    )
 
 
 @decomposition(
@@ -95,7 +118,9 @@ def _rms_norm(dims: tuple[int, ...], input: Any, normalized_shape: Any, weight: 
     when=lambda a: is_split(a.input, normal_dims(a.dim, a.input.ndim)),
     rule=lambda a: along_dims(a.input, normal_dims(a.dim, a.input.ndim)),
 )
-def _normalize(input: Any, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, out: None = None) -> Any:
+def _normalize(
+    input: Any, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, out: None = None
+) -> Any:
     x = reduce_pending(input)
     return x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
 
@@ -119,21 +144,33 @@ def _weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
 
 def _group_norm_rule(a: Any) -> Rule:
     image = " ".join(f"[d{d}]" for d in range(2, a.input.ndim))
-    return einrule(f"n [c] {image}, [c], [c] -> n [c] {image}", a.input, a.weight, a.bias, local=_group_norm_local)
+    return einrule(
+        f"n [c] {image}, [c], [c] -> n [c] {image}",
+        a.input,
+        a.weight,
+        a.bias,
+        local=_group_norm_local,
+    )
 
 
-def _group_norm_local(input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Tensor:
+def _group_norm_local(
+    input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> Tensor:
     """Skip `F.group_norm`'s check of the batch size, which would see this rank's part."""
     return torch.group_norm(input, num_groups, weight, bias, eps)
 
 
 @decomposition(
     "group_norm",
-    check=lambda *args, **kwargs: F.group_norm(*args[:5], **kwargs),  # torch.group_norm has one argument more
+    check=lambda *args, **kwargs: F.group_norm(
+        *args[:5], **kwargs
+    ),  # torch.group_norm has one argument more
     when=lambda a: is_split(a.input, range(1, a.input.ndim)) and a.input.numel(),
     rule=_group_norm_rule,
 )
-def _group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
+def _group_norm(
+    input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> Any:
     x = _wide(input)
     distance = x - _mean_of_groups(x, num_groups)
     normal = distance * (_mean_of_groups(distance * distance, num_groups) + eps).rsqrt()
@@ -149,7 +186,9 @@ def _mean_of_groups(x: Any, groups: int) -> Any:
     """
     n, channels = x.shape[:2]
     sums = x.sum(tuple(range(2, x.ndim))) if x.ndim > 2 else x
-    means = reduce_pending(sums.unflatten(1, (groups, -1)).sum(2)) / (x.numel() // max(n * groups, 1))
+    means = reduce_pending(sums.unflatten(1, (groups, -1)).sum(2)) / (
+        x.numel() // max(n * groups, 1)
+    )
     spread = means[:, :, None].expand(-1, -1, channels // groups).flatten(1)
     return spread.view(n, channels, *[1] * (x.ndim - 2))
 
@@ -170,7 +209,10 @@ def _batch_norm_local(
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     """Skip `F.batch_norm`'s check of the batch size, which would see this rank's part; torch refuses a part without channels."""
-    given: list[Any] = [None if t is None else with_elements(t) for t in (input, weight, bias, running_mean, running_var)]
+    given: list[Any] = [
+        None if t is None else with_elements(t)
+        for t in (input, weight, bias, running_mean, running_var)
+    ]
     result = torch.batch_norm(*given, training, momentum, eps, torch.backends.cudnn.enabled)  # type: ignore[call-arg]
     return result if input.numel() else result[tuple(map(slice, input.shape))]
 
@@ -186,16 +228,27 @@ def _not_channels(input: Any) -> list[int]:
     return [d for d in range(input.ndim) if d != 1]
 
 
-@decomposition(also=(F.batch_norm,), check=F.batch_norm, when=_batch_norm_applies, rule=_batch_norm_rule)
+@decomposition(
+    also=(F.batch_norm,), check=F.batch_norm, when=_batch_norm_applies, rule=_batch_norm_rule
+)
 def _batch_norm(
     input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None, training: bool = False,
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
-    return _by_own_statistics(_not_channels(input), input, running_mean, running_var, weight, bias, momentum, eps)
+    return _by_own_statistics(
+        _not_channels(input), input, running_mean, running_var, weight, bias, momentum, eps
+    )
 
 
 def _by_own_statistics(
-    dims: Sequence[int], input: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, momentum: float, eps: float
+    dims: Sequence[int],
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any,
+    bias: Any,
+    momentum: float,
+    eps: float,
 ) -> Any:
     """Normalise by the mean and variance over these dims, and add these to the running averages."""
     x = _wide(input)
@@ -211,18 +264,26 @@ def _update(running: Any, value: Any, momentum: float) -> None:
     """Update the running average of each channel in place; the statistics are the same on every rank that has it."""
     if running is not None:
         with torch.no_grad():
-            running.mul_(1 - momentum).add_(value.flatten(1).mean(0).to(running.dtype), alpha=momentum)
+            running.mul_(1 - momentum).add_(
+                value.flatten(1).mean(0).to(running.dtype), alpha=momentum
+            )
 
 
 def _instance_norm_rule(a: Any) -> Rule:
     image = " ".join(f"[d{d}]" for d in range(2, a.input.ndim))
-    return einrule(f"n c {image}, c, c -> n c {image}", a.input, a.weight, a.bias, local=_instance_norm_local)
+    return einrule(
+        f"n c {image}, c, c -> n c {image}", a.input, a.weight, a.bias, local=_instance_norm_local
+    )
 
 
-def _instance_norm_local(input: Tensor, *args: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, **_: Any) -> Tensor:
+def _instance_norm_local(
+    input: Tensor, *args: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, **_: Any
+) -> Tensor:
     """Call torch's own function, which refuses an empty batch."""
     weight, bias = (None if t is None else with_elements(t) for t in (weight, bias))
-    result = torch.instance_norm(with_elements(input), weight, bias, None, None, True, 0.1, eps, torch.backends.cudnn.enabled)
+    result = torch.instance_norm(
+        with_elements(input), weight, bias, None, None, True, 0.1, eps, torch.backends.cudnn.enabled
+    )
     return result if input.numel() else result[tuple(map(slice, input.shape))]
 
 
@@ -232,14 +293,21 @@ def _instance_norm_applies(a: Any) -> bool:
     return a.running_mean is not None or is_split(a.input, range(2, a.input.ndim))
 
 
-@decomposition(also=(F.instance_norm,), check=F.instance_norm, when=_instance_norm_applies, rule=_instance_norm_rule)
+@decomposition(
+    also=(F.instance_norm,),
+    check=F.instance_norm,
+    when=_instance_norm_applies,
+    rule=_instance_norm_rule,
+)
 def _instance_norm(
     input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None, use_input_stats: bool = True,
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     if not use_input_stats:
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    return _by_own_statistics(range(2, input.ndim), input, running_mean, running_var, weight, bias, momentum, eps)
+    return _by_own_statistics(
+        range(2, input.ndim), input, running_mean, running_var, weight, bias, momentum, eps
+    )
 
 
 def _register_torch_order(func: Callable[..., Any]) -> None:
@@ -277,12 +345,19 @@ def _channels_around(a: Any) -> Callable[[int, int], list[tuple[int, int]]] | No
     rule=lambda a: along_dims(a.input, [1]),
 )
 def _local_response_norm(
-    around: Callable[[int, int], Any], input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+    around: Callable[[int, int], Any],
+    input: Any,
+    size: int,
+    alpha: float = 1e-4,
+    beta: float = 0.75,
+    k: float = 1.0,
 ) -> Any:
     """Fetch the channels next to this rank's own."""
     x = reduce_pending(input)
     fetch = IntervalExchange(x._layout, x._layout, 1, around)
-    sums = from_parts(x._layout, lambda local: _window_sums(fetch(local), x._layout.box, x.shape[1], size), x * x)
+    sums = from_parts(
+        x._layout, lambda local: _window_sums(fetch(local), x._layout.box, x.shape[1], size), x * x
+    )
     return x / (sums * (alpha / size) + k) ** beta
 
 

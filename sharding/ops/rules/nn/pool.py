@@ -25,7 +25,9 @@ def _pooled(n: int, func: Parts, input: Tensor, **options: Any) -> Rule:
     return along_dims(input, _space(n, input), "1", bind=unless_empty(func), **options)
 
 
-def _over_space(n: int, input: Tensor, result: Any, bind: Callable[..., Parts], **options: Any) -> Callable[..., Any]:
+def _over_space(
+    n: int, input: Tensor, result: Any, bind: Callable[..., Parts], **options: Any
+) -> Callable[..., Any]:
     """Return the decomposition of a pooling whose space may be split."""
     run = on_parts(einrule("... -> ...", input, **options), result, _space(n, input), bind)
     return lambda input, *args, **kwargs: run(input)
@@ -35,10 +37,14 @@ def _space(n: int, input: Tensor) -> range:
     return range(input.ndim - n, input.ndim)
 
 
-def _windows(n: int, input: Tensor, kernel_size: Any, stride: Any, padding: Any, dilation: Any = 1) -> list[Window]:
+def _windows(
+    n: int, input: Tensor, kernel_size: Any, stride: Any, padding: Any, dilation: Any = 1
+) -> list[Window]:
     sizes = per_dim(kernel_size, n)
     strides = per_dim(stride, n) if stride is not None and stride != [] and stride != () else sizes
-    parts = zip(input.shape[-n:], sizes, strides, per_dim(dilation, n), per_dim(padding, n), strict=True)
+    parts = zip(
+        input.shape[-n:], sizes, strides, per_dim(dilation, n), per_dim(padding, n), strict=True
+    )
     return [Window(*part) for part in parts]
 
 
@@ -53,19 +59,30 @@ def _register_max(n: int, func: Parts) -> None:
     ) -> Callable[..., Any] | None:  # fmt: skip
         if not is_split(input, _space(n, input)):
             return None
-        result = func(input.detach(), kernel_size, [] if stride is None else stride, padding, dilation, ceil_mode)
+        result = func(
+            input.detach(),
+            kernel_size,
+            [] if stride is None else stride,
+            padding,
+            dilation,
+            ceil_mode,
+        )
         windows = _windows(n, input, kernel_size, stride, padding, dilation)
         return _over_space(n, input, result, partial(_bind_max, windows, ceil_mode))
 
 
-def _bind_max(windows: Sequence[Window], ceil_mode: bool, targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
+def _bind_max(
+    windows: Sequence[Window], ceil_mode: bool, targets: Sequence[Layout], results: Sequence[Layout]
+) -> Parts:
     """Return torch's own function, with its own padding (less than any element), on elements that start with a window.
 
     Of its results those of this rank's part are kept.
     """
     n, (src, dst) = len(windows), (targets[0], results[0])
     space = range(len(dst.shape) - n, len(dst.shape))
-    halo = Halo(src, dst, {d: partial(_from_first_window, w) for d, w in zip(space, windows, strict=True)})
+    halo = Halo(
+        src, dst, {d: partial(_from_first_window, w) for d, w in zip(space, windows, strict=True)}
+    )
     pool = partial(
         getattr(F, f"max_pool{n}d"), kernel_size=[w.size for w in windows], stride=[w.stride for w in windows], ceil_mode=ceil_mode,
         padding=[w.before for w in windows], dilation=[w.dilation for w in windows], return_indices=len(results) == 2,
@@ -88,7 +105,9 @@ def _bind_max(windows: Sequence[Window], ceil_mode: bool, targets: Sequence[Layo
 
     def with_indices(local: Tensor) -> Any:
         values, indices = pool(halo(local))
-        return mine(values), _global_indices(mine(indices), halo.shape[-n:], firsts[-n:], src.shape[-n:])
+        return mine(values), _global_indices(
+            mine(indices), halo.shape[-n:], firsts[-n:], src.shape[-n:]
+        )
 
     return with_indices
 
@@ -98,7 +117,9 @@ def _from_first_window(window: Window, start: int, stop: int) -> tuple[int, int]
     return low // window.stride * window.stride, high
 
 
-def _global_indices(indices: Tensor, shape: Sequence[int], firsts: Sequence[int], whole: Sequence[int]) -> Tensor:
+def _global_indices(
+    indices: Tensor, shape: Sequence[int], firsts: Sequence[int], whole: Sequence[int]
+) -> Tensor:
     """Convert row-major indices in a part of this shape, which starts at `firsts`, to indices in the whole tensor."""
     total, scale = torch.zeros_like(indices), 1
     for size, first, length in reversed(list(zip(shape, firsts, whole, strict=True))):
@@ -119,13 +140,23 @@ def _register_avg(n: int, func: Parts) -> None:
         if not is_split(input, _space(n, input)):
             return None
         over = () if divisor_override is None else (divisor_override,)
-        result = func(input.detach(), kernel_size, [] if stride is None else stride, padding, ceil_mode, count_include_pad, *over)
+        result = func(
+            input.detach(),
+            kernel_size,
+            [] if stride is None else stride,
+            padding,
+            ceil_mode,
+            count_include_pad,
+            *over,
+        )
         windows = _windows(n, input, kernel_size, stride, padding)
         counts = partial(_counted, count_include_pad, per_dim(padding, n), divisor_override)
         return _over_space(n, input, result, partial(_bind_avg, windows, counts), linear=((0,),))
 
 
-def _counted(include: bool, padding: Sequence[int], override: int | None, window: Window, dim: int, at: int) -> int:
+def _counted(
+    include: bool, padding: Sequence[int], override: int | None, window: Window, dim: int, at: int
+) -> int:
     """Return the number of elements that count in the mean at one position along a dim."""
     if override is not None:
         return override if dim == 0 else 1
@@ -146,7 +177,12 @@ def _padded(windows: Sequence[Window], src: Layout, dst: Layout) -> Callable[[Te
     return (lambda local: F.pad(halo(local), flat)) if any(flat) else halo
 
 
-def _bind_avg(windows: Sequence[Window], counts: Callable[..., int], targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
+def _bind_avg(
+    windows: Sequence[Window],
+    counts: Callable[..., int],
+    targets: Sequence[Layout],
+    results: Sequence[Layout],
+) -> Parts:
     """Return the function that scales a mean over all elements of a window to one over those that count, in torch's own precision."""
     n, dtype, (result,) = len(windows), targets[0].dtype, results
     halo = _padded(windows, targets[0], result)
@@ -158,8 +194,14 @@ def _bind_avg(windows: Sequence[Window], counts: Callable[..., int], targets: Se
     for d, (w, interval) in enumerate(zip(windows, result.box[-n:], strict=True)):
         ratios = [w.size / counts(w, d, at) for at in range(*interval)]
         if set(ratios) != {1.0}:
-            factors.append(torch.tensor(ratios, dtype=high, device=device).view(-1, *[1] * (n - 1 - d)))
-    pool = partial(getattr(F, f"avg_pool{n}d"), kernel_size=[w.size for w in windows], stride=[w.stride for w in windows])
+            factors.append(
+                torch.tensor(ratios, dtype=high, device=device).view(-1, *[1] * (n - 1 - d))
+            )
+    pool = partial(
+        getattr(F, f"avg_pool{n}d"),
+        kernel_size=[w.size for w in windows],
+        stride=[w.stride for w in windows],
+    )
     if not factors:
         return lambda local: pool(halo(local))
 
@@ -178,7 +220,10 @@ def _bind_avg(windows: Sequence[Window], counts: Callable[..., int], targets: Se
 def _sizes(n: int, input: Tensor, output_size: Any) -> list[int]:
     """Return the size of each dim of space after an adaptive pooling; None keeps a dim's own."""
     own = input.shape[-n:]
-    return [size if size is not None else old for size, old in zip(per_dim(output_size, n), own, strict=True)]
+    return [
+        size if size is not None else old
+        for size, old in zip(per_dim(output_size, n), own, strict=True)
+    ]
 
 
 def _adaptive_avg(n: int, a: Any) -> Callable[[Any], Any] | None:
@@ -207,7 +252,9 @@ def _register_adaptive_avg(n: int, func: Parts) -> None:
         return averaged(input)
 
 
-def _averaged(n: int, means: Sequence[int], windows: Sequence[int], sizes: Sequence[int], input: Any) -> Any:
+def _averaged(
+    n: int, means: Sequence[int], windows: Sequence[int], sizes: Sequence[int], input: Any
+) -> Any:
     out = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
     if means:
         out = reduce_pending(out.mean(means, keepdim=True))
@@ -224,9 +271,13 @@ def _register_adaptive_max(n: int, func: Parts) -> None:
     indices = func is torch.adaptive_max_pool1d or "with_indices" in getattr(func, "__name__", "")
 
     @decomposition_maker(also=(func,), rule=lambda a: _pooled(n, func, a.input))
-    def make(input: Tensor, output_size: Any, return_indices: bool = False) -> Callable[..., Any] | None:
+    def make(
+        input: Tensor, output_size: Any, return_indices: bool = False
+    ) -> Callable[..., Any] | None:
         sizes = _sizes(n, input, output_size)
-        even = all(size > 0 and old % size == 0 for old, size in zip(input.shape[-n:], sizes, strict=True))
+        even = all(
+            size > 0 and old % size == 0 for old, size in zip(input.shape[-n:], sizes, strict=True)
+        )
         if not even or not is_split(input, _space(n, input)):
             return None
         windows = [old // size for old, size in zip(input.shape[-n:], sizes, strict=True)]
@@ -256,11 +307,18 @@ def _register_fractional(n: int, func: Parts) -> None:
         batch = [1] if input.ndim == n + 1 else []
         layout, spec = layout_of(input), layout_of(input).spec
         cuts = [*[() for _ in batch], *spec.cuts[:-n], ()]
-        drawn = Layout.of(layout.mesh, P.of_cuts(cuts, {}), (*batch, *input.shape[:-n], n), input.dtype)
+        drawn = Layout.of(
+            layout.mesh, P.of_cuts(cuts, {}), (*batch, *input.shape[:-n], n), input.dtype
+        )
 
         def run(input: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs = {name: value for name, value in kwargs.items() if name != "_random_samples"}
-            return func(input, *args[:4], **kwargs, _random_samples=ShardedTensor._make(uniform(drawn), drawn))
+            return func(
+                input,
+                *args[:4],
+                **kwargs,
+                _random_samples=ShardedTensor._make(uniform(drawn), drawn),
+            )
 
         return run
 
@@ -281,7 +339,11 @@ def _register_lp(n: int, func: Any) -> None:
     """Register torch's own steps: powers, a mean over windows, and a root."""
     body = body_of(func)
 
-    @decomposition(also=(func,), when=lambda a: is_split(a.input, _space(n, a.input)), rule=lambda a: _pooled(n, func, a.input))
+    @decomposition(
+        also=(func,),
+        when=lambda a: is_split(a.input, _space(n, a.input)),
+        rule=lambda a: _pooled(n, func, a.input),
+    )
     def run(input: Any, *args: Any, **kwargs: Any) -> Any:
         return body(input, *args, **kwargs)
 
@@ -302,5 +364,9 @@ _FAMILIES = {
 }
 for _name, _register in _FAMILIES.items():
     for _n in (1, 2, 3):
-        for _func in {getattr(owner, _name.format(_n)) for owner in (torch, F) if hasattr(owner, _name.format(_n))}:
+        for _func in {
+            getattr(owner, _name.format(_n))
+            for owner in (torch, F)
+            if hasattr(owner, _name.format(_n))
+        }:
             _register(_n, _func)

@@ -29,15 +29,26 @@ def _listed(hx: Any) -> list[Any]:
 
 def _sequence_rule(func: Any, a: Any) -> Rule:
     states = _listed(a.hx)
-    left = ["b [t] [i]" if a.batch_first else "[t] b [i]", *[f"[l{n}] b [h{n}]" for n in range(len(states))]]
+    left = [
+        "b [t] [i]" if a.batch_first else "[t] b [i]",
+        *[f"[l{n}] b [h{n}]" for n in range(len(states))],
+    ]
     left += [dim_names(w.ndim, range(w.ndim), f"w{n}_") for n, w in enumerate(a.params)]
     right = ["b 1 1" if a.batch_first else "1 b 1", *["1 b 1"] * len(states)]
-    return einrule(f"{', '.join(left)} -> {', '.join(right)}", a.input, *states, *a.params, bind=with_a_row(func))
+    return einrule(
+        f"{', '.join(left)} -> {', '.join(right)}",
+        a.input,
+        *states,
+        *a.params,
+        bind=with_a_row(func),
+    )
 
 
 def _register_sequence(func: Any) -> None:
     @decomposition(
-        also=(func,), when=lambda a: a.dropout and a.train and a.num_layers > 1, rule=partial(_sequence_rule, func)
+        also=(func,),
+        when=lambda a: a.dropout and a.train and a.num_layers > 1,
+        rule=partial(_sequence_rule, func),
     )
     def run(
         input: Any, hx: Any, params: Sequence[Any], has_biases: bool, num_layers: int, dropout: float, train: bool,
@@ -49,7 +60,9 @@ def _register_sequence(func: Any) -> None:
             states = [state.narrow(0, layer * directions, directions) for state in _listed(hx)]
             start = states if isinstance(hx, (tuple, list)) else states[0]
             mine = params[layer * count : (layer + 1) * count]
-            input, *end = func(input, start, mine, has_biases, 1, 0.0, train, bidirectional, batch_first)
+            input, *end = func(
+                input, start, mine, has_biases, 1, 0.0, train, bidirectional, batch_first
+            )
             ends.append(end)
             if layer < num_layers - 1:
                 input = F.dropout(input, dropout, True)
@@ -64,11 +77,19 @@ def _on_mesh(func: Any, input: Any, hx: Any, *args: Any, **kwargs: Any) -> Any:
 
     Any other plain state raises the error of plain tensors. Packed sequences are refused: their rows mix sequences.
     """
-    if func in _PACKABLE and not (len(args) > 1 and isinstance(args[1], bool)) and "has_biases" not in kwargs:
+    if (
+        func in _PACKABLE
+        and not (len(args) > 1 and isinstance(args[1], bool))
+        and "has_biases" not in kwargs
+    ):
         raise NotImplementedError(_PACKED.format(func.__name__))
     states = _listed(hx)
     plain = [not isinstance(x, ShardedTensor) for x in states]
-    if not isinstance(input, ShardedTensor) or not all(plain) or any(x.requires_grad or bool(x.any()) for x in states):
+    if (
+        not isinstance(input, ShardedTensor)
+        or not all(plain)
+        or any(x.requires_grad or bool(x.any()) for x in states)
+    ):
         return NotImplemented
     states = [ShardedTensor.from_local(x, input.mesh, P()) for x in states]
     return func(input, states if isinstance(hx, (tuple, list)) else states[0], *args, **kwargs)
@@ -90,7 +111,14 @@ def _pack(*args: Any, **kwargs: Any) -> Any:
 
 def _cell_rule(func: Any, a: Any) -> Rule:
     states = _listed(a.hx)
-    left = ["... [i]", *[f"... [h{n}]" for n in range(len(states))], "[g0] [i]", "[g1] [h0]", "[g0]", "[g1]"]
+    left = [
+        "... [i]",
+        *[f"... [h{n}]" for n in range(len(states))],
+        "[g0] [i]",
+        "[g1] [h0]",
+        "[g0]",
+        "[g1]",
+    ]
     right = ", ".join(["... 1"] * len(states))
     operands = (a.input, *states, a.w_ih, a.w_hh, a.b_ih, a.b_hh)
     return einrule(f"{', '.join(left)} -> {right}", *operands, bind=with_a_row(func))
@@ -105,7 +133,9 @@ def _register_cell(func: Any) -> None:
     """Register a cell. Over split weights or features it is two products of matrices, and gates on whole rows."""
     composed = _COMPOSED[func.__name__]
 
-    @decomposition(also=(func,), check=func, when=_has_split_features, rule=partial(_cell_rule, func))
+    @decomposition(
+        also=(func,), check=func, when=_has_split_features, rule=partial(_cell_rule, func)
+    )
     def run(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
         return composed(input, hx, w_ih, w_hh, b_ih, b_hh)
 
@@ -124,7 +154,9 @@ def _gru_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any) -
     return (hx - new) * (update + h_update).sigmoid() + new
 
 
-def _plain_cell(activation: Any, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any) -> Any:
+def _plain_cell(
+    activation: Any, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any
+) -> Any:
     return activation(F.linear(input, w_ih, b_ih) + F.linear(hx, w_hh, b_hh))
 
 

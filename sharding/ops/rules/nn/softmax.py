@@ -34,10 +34,14 @@ def _dim(input: Any, dim: int | None) -> int:
     return dim if dim is not None else 0 if input.ndim in (0, 1, 3) else 1
 
 
-def _split_dims(input: Any, dims: tuple[int, ...], dtype: torch.dtype | None = None) -> tuple[int, ...] | None:
+def _split_dims(
+    input: Any, dims: tuple[int, ...], dtype: torch.dtype | None = None
+) -> tuple[int, ...] | None:
     """Return the dims where any of them is split, and torch takes exponentials of this dtype; else None."""
     floating = (dtype or input.dtype).is_floating_point
-    return dims if floating and is_split(input, dims) and all(input.shape[d] for d in dims) else None
+    return (
+        dims if floating and is_split(input, dims) and all(input.shape[d] for d in dims) else None
+    )
 
 
 def _dtype_in(_stacklevel: Any, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -54,7 +58,9 @@ def _register(name: str, finish: Callable[..., Any]) -> None:
     """Register a function of x, its maximum and the dims."""
 
     @decomposition(name, prepare=_prepare, rule=lambda a: along(a.input, _dim(a.input, a.dim)))
-    def run(at: tuple[int, ...], input: Any, dim: Any = None, _stacklevel: Any = None, dtype: Any = None) -> Any:
+    def run(
+        at: tuple[int, ...], input: Any, dim: Any = None, _stacklevel: Any = None, dtype: Any = None
+    ) -> Any:
         result = _dtype_in(_stacklevel, dtype) or input.dtype
         x = reduce_pending(input.to(result))
         return finish(x, max_over(x, at), at).to(result)

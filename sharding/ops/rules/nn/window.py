@@ -1,8 +1,8 @@
 """Windows that slide along split dims: each rank fetches only the elements that its own part of the result is computed from.
 
-    x over 2 ranks, windows of 3   [0 1 2 3 | 4 5 6 7]
-    fetched                        [0 1 2 3 4] on rank 0, [3 4 5 6 7] on rank 1        a halo of one element
-    result                         [0 1 2 3 | 4 5 6 7]        padded with one element at either end of the whole
+x over 2 ranks, windows of 3   [0 1 2 3 | 4 5 6 7]
+fetched                        [0 1 2 3 4] on rank 0, [3 4 5 6 7] on rank 1        a halo of one element
+result                         [0 1 2 3 | 4 5 6 7]        padded with one element at either end of the whole
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ....redistribute.interval_exchange import Interval, IntervalExchange, Wanted
 from ...plain_operands import tensors_in
-from ..decomposition_utils import all_from_parts, layout_of, part_sizes, with_elements, with_part_sizes
+from ..decomposition_utils import (
+    all_from_parts,
+    layout_of,
+    part_sizes,
+    with_elements,
+    with_part_sizes,
+)
 from ..notation import Rule
 from ..propagation import assign
 
@@ -79,12 +85,16 @@ class Halo:
     Communication: for each split dim one all_to_all, where a rank needs elements of another one; the same backward.
     """
 
-    def __init__(self, src: Layout, dst: Layout, elements: Mapping[int, Callable[[int, int], Interval]]) -> None:
+    def __init__(
+        self, src: Layout, dst: Layout, elements: Mapping[int, Callable[[int, int], Interval]]
+    ) -> None:
         self.fetches = []
         for dim, interval in elements.items():
             if src.spec.dims[dim]:
                 self.fetches.append(IntervalExchange(src, dst, dim, _one(interval)))
-                src = with_part_sizes(src, dim, [high - low for low, high in (interval(*i) for i in _parts(dst, dim))])
+                src = with_part_sizes(
+                    src, dim, [high - low for low, high in (interval(*i) for i in _parts(dst, dim))]
+                )
         self.shape = src.local_shape
 
     def __call__(self, local: Tensor) -> Tensor:
@@ -104,7 +114,9 @@ def _parts(layout: Layout, dim: int) -> list[Interval]:
 # -- decompositions over split dims ------------------------------------------------------------------------------------
 
 
-def on_parts(made: Rule, result: Any, dims: Sequence[int], bind: Callable[..., Parts]) -> Callable[..., Any]:
+def on_parts(
+    made: Rule, result: Any, dims: Sequence[int], bind: Callable[..., Parts]
+) -> Callable[..., Any]:
     """Return a function that redistributes the operands of a rule to the layouts that it needs, and runs a function of their parts.
 
     Args:
@@ -125,7 +137,9 @@ def on_parts(made: Rule, result: Any, dims: Sequence[int], bind: Callable[..., P
     local = bind(chosen.targets, layouts) if mesh.coordinate is not None else None
 
     def run(*operands: Any) -> Any:
-        moved = [x.redistribute(target.spec) for x, target in zip(operands, chosen.targets, strict=True)]
+        moved = [
+            x.redistribute(target.spec) for x, target in zip(operands, chosen.targets, strict=True)
+        ]
         made_of = all_from_parts(layouts, lambda *parts: _several(local(*parts)), *moved)  # type: ignore[misc]
         return made_of[0] if isinstance(result, Tensor) else type(result)(made_of)
 
@@ -137,14 +151,19 @@ def _several(parts: Any) -> Sequence[Tensor]:
 
 
 def _cut_evenly(spec: P, dims: Sequence[int]) -> P:
-    cuts = [tuple(Cut((a,)) for cut in old for a in cut.axes) if d in dims else old for d, old in enumerate(spec.cuts)]
+    cuts = [
+        tuple(Cut((a,)) for cut in old for a in cut.axes) if d in dims else old
+        for d, old in enumerate(spec.cuts)
+    ]
     return P.of_cuts(cuts, dict(spec.unreduced))
 
 
 # -- parts without elements --------------------------------------------------------------------------------------------
 
 
-def unless_empty(func: Parts, linear: bool = False) -> Callable[[Sequence[Layout], Sequence[Layout]], Parts]:
+def unless_empty(
+    func: Parts, linear: bool = False
+) -> Callable[[Sequence[Layout], Sequence[Layout]], Parts]:
     """Return a `bind` of a rule: torch's own function, which may refuse empty tensors; for an empty part, its empty results.
 
     Args:
@@ -173,7 +192,10 @@ def with_a_row(func: Parts) -> Callable[[Sequence[Layout], Sequence[Layout]], Pa
             args, kwargs = pytree.tree_map_only(Tensor, with_elements, (args, kwargs))
             out = func(*args, **kwargs)
             parts = [out] if isinstance(out, Tensor) else out
-            cut = [x[tuple(map(slice, layout.local_shape))] for x, layout in zip(parts, results, strict=True)]
+            cut = [
+                x[tuple(map(slice, layout.local_shape))]
+                for x, layout in zip(parts, results, strict=True)
+            ]
             return cut[0] if isinstance(out, Tensor) else tuple(cut)
 
         return local

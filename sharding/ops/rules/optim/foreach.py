@@ -26,17 +26,34 @@ from ..reductions.reduction import accumulator_dtype, safe_root
 from ..registry import HANDLERS, handler
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_")
-_OF_NUMBERS = {"maximum": ("maximum", "clamp_min"), "minimum": ("minimum", "clamp_max")}  # which take no number elsewhere
-_TAKES_VALUE = ("addcmul", "addcmul_", "addcdiv", "addcdiv_")  # whose lists have a scalar where these have value=
+_OF_NUMBERS = {
+    "maximum": ("maximum", "clamp_min"),
+    "minimum": ("minimum", "clamp_max"),
+}  # which take no number elsewhere
+_TAKES_VALUE = (
+    "addcmul",
+    "addcmul_",
+    "addcdiv",
+    "addcdiv_",
+)  # whose lists have a scalar where these have value=
 
 
 def _lists(args: Any, kwargs: Any) -> list[Sequence[Any]]:
-    return [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+    return [
+        a
+        for a in (*args, *kwargs.values())
+        if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)
+    ]
 
 
 def aligned(lists: Sequence[Sequence[Any]]) -> bool:
     """Return whether the tensors at every index share shape and layout, with nothing pending, so that locals can be used directly."""
-    key = tuple([tuple([x._layout if type(x) is ShardedTensor else x.ndim for x in tensors]) for tensors in lists])
+    key = tuple(
+        [
+            tuple([x._layout if type(x) is ShardedTensor else x.ndim for x in tensors])
+            for tensors in lists
+        ]
+    )
     first = next((item for items in key for item in items if type(item) is Layout), None)
     return first is None or _are_alike(first, key)
 
@@ -64,7 +81,9 @@ _part = attrgetter("_local")
 def _local(argument: Any) -> Any:
     """Return the locals of a list; a single number next to lists is replicated."""
     if isinstance(argument, (list, tuple)):
-        part = known_local if torch.is_grad_enabled() else _part  # in an optimizer's step gradients are off
+        part = (
+            known_local if torch.is_grad_enabled() else _part
+        )  # in an optimizer's step gradients are off
         return [part(x) if type(x) is ShardedTensor else x for x in argument]
     return argument.redistribute(P())._local if isinstance(argument, ShardedTensor) else argument
 
@@ -76,9 +95,14 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         lists = _lists(args, kwargs)
         in_place = func.__name__.endswith("_")
-        if not aligned(lists) or (in_place and torch.is_grad_enabled() and _number_is_written(lists[0], args, kwargs)):
+        if not aligned(lists) or (
+            in_place and torch.is_grad_enabled() and _number_is_written(lists[0], args, kwargs)
+        ):
             return _one_by_one(func, args, kwargs)
-        if any(isinstance(a, Tensor) and type(a) is not ShardedTensor and a.is_meta for a in (*args, *kwargs.values())):
+        if any(
+            isinstance(a, Tensor) and type(a) is not ShardedTensor and a.is_meta
+            for a in (*args, *kwargs.values())
+        ):
             refuse_without_value(func, [x for x in lists[0] if type(x) is ShardedTensor])
         if in_place:
             check_writable(lists[0])
@@ -89,7 +113,9 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
                     row[0]._lineage = mixed(seed, [x for x in row if type(x) is ShardedTensor])
             # torch's fused kernels do not say that they have written, nor its other ones for the CPU under a dispatch mode.
             if func.__name__ in _FUSED or (in_place and torch._C._len_torch_dispatch_stack()):
-                torch.autograd.graph.increment_version([_part(x) for x in lists[0] if type(x) is ShardedTensor])
+                torch.autograd.graph.increment_version(
+                    [_part(x) for x in lists[0] if type(x) is ShardedTensor]
+                )
             return result if result is None else lists[0]
         return type(result)(map(_wrapped, result, zip(*lists, strict=True)))
 
@@ -111,7 +137,11 @@ def check_writable(tensors: Sequence[Any]) -> None:
 def _wrapped(local: Tensor, row: Sequence[Any]) -> Any:
     """Return a result in the layout of the operands at its index."""
     like = next((x for x in row if isinstance(x, ShardedTensor)), None)
-    return local if like is None else ShardedTensor._make(local, like._layout.replace(dtype=local.dtype))
+    return (
+        local
+        if like is None
+        else ShardedTensor._make(local, like._layout.replace(dtype=local.dtype))
+    )
 
 
 def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -157,7 +187,9 @@ def _unscale(grads: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> None
 
     Communication: an all_reduce of one number over each mesh that has a part in the gradients.
     """
-    torch._amp_foreach_non_finite_check_and_unscale_([_local([x])[0] for x in grads], found_inf, inv_scale)
+    torch._amp_foreach_non_finite_check_and_unscale_(
+        [_local([x])[0] for x in grads], found_inf, inv_scale
+    )
     for mesh in dict.fromkeys(x.mesh for x in grads if isinstance(x, ShardedTensor)):
         if mesh.coordinate is not None:
             mesh.group().all_reduce(found_inf, "max")

@@ -46,7 +46,9 @@ def _install() -> None:
 
 # -- steps -------------------------------------------------------------------------------------------------------------
 
-_stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # with sharded parameters; a step may contain another one
+_stepping: weakref.WeakSet[torch.optim.Optimizer] = (
+    weakref.WeakSet()
+)  # with sharded parameters; a step may contain another one
 _lock = threading.Lock()
 
 
@@ -82,9 +84,13 @@ _ELEMENTWISE = {
     "adamax": ("_multi_tensor_adamax",), "nadam": ("_multi_tensor_nadam",), "radam": ("_multi_tensor_radam",),
     "rmsprop": ("_multi_tensor_rmsprop",), "rprop": ("_multi_tensor_rprop",),
 }  # fmt: skip
-_MODULES: dict[str, Any] = {name: importlib.import_module(f"torch.optim.{name}") for name in _ELEMENTWISE}
+_MODULES: dict[str, Any] = {
+    name: importlib.import_module(f"torch.optim.{name}") for name in _ELEMENTWISE
+}
 _elementwise = {
-    getattr(_MODULES[name], step).__code__: step.startswith("_fused")  # code -> whether it calls a fused kernel
+    getattr(_MODULES[name], step).__code__: step.startswith(
+        "_fused"
+    )  # code -> whether it calls a fused kernel
     for name, steps in _ELEMENTWISE.items()
     for step in steps
     if hasattr(_MODULES[name], step)
@@ -105,11 +111,16 @@ def _by_local_device(lists: list[list[Any]], with_indices: bool = False) -> dict
     if caller in _elementwise and _may_be_parts(lists):
         _note_step(lists)
         if _elementwise[caller] or torch._C._len_torch_dispatch_stack():  # as in `foreach.py`
-            torch.autograd.graph.increment_version([x._local for x in lists[0] if type(x) is ShardedTensor])
+            torch.autograd.graph.increment_version(
+                [x._local for x in lists[0] if type(x) is ShardedTensor]
+            )
         return _torchs_grouping(parts, with_indices)
     found = _torchs_grouping(parts, True)
     return {
-        key: ([[tensors[i] for i in numbers] if tensors else [] for tensors in lists], numbers if with_indices else [])
+        key: (
+            [[tensors[i] for i in numbers] if tensors else [] for tensors in lists],
+            numbers if with_indices else [],
+        )
         for key, (_, numbers) in found.items()
     }
 
@@ -127,7 +138,10 @@ def _may_be_parts(lists: list[list[Any]]) -> bool:
 def _have_values(tensors: list[Any]) -> bool:
     """Return whether none of these is None, and no plain one is on "meta"."""
     kinds = set(map(type, tensors))
-    return kinds == _SHARDED or (type(None) not in kinds and not any(x.is_meta for x in tensors if type(x) is not ShardedTensor))
+    return kinds == _SHARDED or (
+        type(None) not in kinds
+        and not any(x.is_meta for x in tensors if type(x) is not ShardedTensor)
+    )
 
 
 _SHARDED = {ShardedTensor}
@@ -150,7 +164,11 @@ def _choose(optimizer: torch.optim.Optimizer) -> None:
     chosen = []
     for group in optimizer.param_groups:
         if _is_open(optimizer, group):
-            name = "fused" if "fused" in group and _is_contiguous(optimizer, group["params"]) else "foreach"
+            name = (
+                "fused"
+                if "fused" in group and _is_contiguous(optimizer, group["params"])
+                else "foreach"
+            )
             group[name] = True
             chosen.append((group, name, [x._lineage for x in group["params"]]))
     if chosen:
@@ -187,7 +205,11 @@ def _is_open(optimizer: torch.optim.Optimizer, group: Group) -> bool:
     return (
         group.get("foreach", False) is None
         and group.get("fused") is None
-        and not (group.get("differentiable") or group.get("capturable") or isinstance(group.get("lr"), torch.Tensor))
+        and not (
+            group.get("differentiable")
+            or group.get("capturable")
+            or isinstance(group.get("lr"), torch.Tensor)
+        )
         and not isinstance(optimizer, _LOOPS)
         and bool(params)
         and all(type(x) is ShardedTensor and x._local.is_cpu for x in params)
@@ -197,14 +219,21 @@ def _is_open(optimizer: torch.optim.Optimizer, group: Group) -> bool:
 def _is_contiguous(optimizer: torch.optim.Optimizer, params: Sequence[ShardedTensor]) -> bool:
     """Return whether fused kernels, which ignore strides and layouts, may iterate over the memory of all tensors in order."""
     return all(
-        x._local.is_contiguous() and x.dtype.is_floating_point and _lie_alike(x, (x.grad, *optimizer.state.get(x, {}).values()))
+        x._local.is_contiguous()
+        and x.dtype.is_floating_point
+        and _lie_alike(x, (x.grad, *optimizer.state.get(x, {}).values()))
         for x in params
     )
 
 
 def _lie_alike(x: ShardedTensor, others: Iterable[Any]) -> bool:
     layout = x._layout
-    return all((y._layout is layout and y._local.is_contiguous()) if type(y) is ShardedTensor else _is_number(y) for y in others)
+    return all(
+        (y._layout is layout and y._local.is_contiguous())
+        if type(y) is ShardedTensor
+        else _is_number(y)
+        for y in others
+    )
 
 
 def _is_number(y: Any) -> bool:

@@ -34,7 +34,9 @@ def _drawn(draw: Callable[..., Tensor], *values: float) -> Callable[[Layout, tor
 
 register_like("rand_like", lambda x: _drawn(random.uniform))
 register_like("randn_like", lambda x: _drawn(random.normal))
-register_like("randint_like", lambda x, *bounds, **named: _drawn(random.integers, *_bounds(*bounds, **named)))
+register_like(
+    "randint_like", lambda x, *bounds, **named: _drawn(random.integers, *_bounds(*bounds, **named))
+)
 
 
 def _bounds(*bounds: int, low: int = 0, high: int | None = None) -> tuple[int, int]:
@@ -114,7 +116,9 @@ def _random_(x: Any, *bounds: int, generator: Any = None, **ends: Any) -> Any:
     """Fill with integers: `random_()`, `random_(to)`, `random_(from, to)`; by default up to the largest contiguous one of the dtype."""
     low, high = (0, *bounds) if len(bounds) == 1 else (bounds or (0, None))
     low, high = ends.get("from", low), ends.get("to", high)
-    return _fill(x, generator, random.integers, low, limits(x.dtype)[1] + 1 if high is None else high)
+    return _fill(
+        x, generator, random.integers, low, limits(x.dtype)[1] + 1 if high is None else high
+    )
 
 
 @handler("bernoulli_")
@@ -137,7 +141,9 @@ def _as_operand(p: Tensor, like: Any) -> Any:
     """Return the probabilities as a tensor on the mesh; a plain 0-d one is the same on every rank."""
     if isinstance(p, ShardedTensor):
         if p.mesh != like.mesh:
-            raise ValueError(f"bernoulli_: the tensor is on {like.mesh}, its probabilities on {p.mesh}; move them to one mesh first")
+            raise ValueError(
+                f"bernoulli_: the tensor is on {like.mesh}, its probabilities on {p.mesh}; move them to one mesh first"
+            )
         return reduce_pending(p)
     if p.ndim:
         raise RuntimeError(
@@ -188,7 +194,9 @@ def _check_floating(name: str, *tensors: Tensor) -> bool:
     """
     for x in tensors:
         if not x.dtype.is_floating_point:
-            raise RuntimeError(f"{name}: its parameters are of dtype {x.dtype}; pass floating-point ones, such as x.float()")
+            raise RuntimeError(
+                f"{name}: its parameters are of dtype {x.dtype}; pass floating-point ones, such as x.float()"
+            )
     return True
 
 
@@ -203,13 +211,20 @@ def _bernoulli(input: Any, p: float | None = None, *, generator: Any = None) -> 
     drawn = random.bernoulli(layout, p)
 
     def values(local: Tensor) -> Tensor:
-        return drawn.to(local.dtype) + _nothing_of(local) if local.requires_grad else drawn.to(local.dtype)
+        return (
+            drawn.to(local.dtype) + _nothing_of(local)
+            if local.requires_grad
+            else drawn.to(local.dtype)
+        )
 
     return from_parts(layout, values, reduce_pending(input))
 
 
 def _truths(p: Tensor, units: distributions.Units) -> Tensor:
-    _demand((p >= 0) & (p <= 1), "bernoulli: expected probabilities between 0 and 1, and this rank holds others")
+    _demand(
+        (p >= 0) & (p <= 1),
+        "bernoulli: expected probabilities between 0 and 1, and this rank holds others",
+    )
     return distributions.bernoulli(p, units)
 
 
@@ -227,14 +242,18 @@ def _counts(rate: Tensor, units: distributions.Units) -> Tensor:
 
 def _check_sharded(name: str, *tensors: Any) -> None:
     if any(isinstance(x, Tensor) and not hasattr(x, "_operand") for x in tensors):
-        raise RuntimeError(f"{name}: one of its tensors is a plain one; shard it with distribute_tensor(t, mesh, placements)")
+        raise RuntimeError(
+            f"{name}: one of its tensors is a plain one; shard it with distribute_tensor(t, mesh, placements)"
+        )
 
 
 def _binomial_applies(a: Any) -> bool:
     _check_floating("binomial", a.count, a.prob)
     _check_sharded("binomial", a.count, a.prob)
     if a.count.dtype != a.prob.dtype:
-        raise RuntimeError(f"binomial: count is {a.count.dtype} and prob {a.prob.dtype}; give both in one dtype")
+        raise RuntimeError(
+            f"binomial: count is {a.count.dtype} and prob {a.prob.dtype}; give both in one dtype"
+        )
     return True
 
 
@@ -263,7 +282,9 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     def values(*locals: Tensor) -> Tensor:
         own = iter(local.detach() for local in locals)
         center, spread = [next(own) if isinstance(x, Tensor) else x for x in (mean, std)]
-        _demand(torch.as_tensor(spread) >= 0, "normal: expected std of at least 0, and found others")
+        _demand(
+            torch.as_tensor(spread) >= 0, "normal: expected std of at least 0, and found others"
+        )
         drawn = (centered * spread + center).to(layout.dtype)
         return sum((_nothing_of(local) for local in locals if local.requires_grad), start=drawn)
 
@@ -277,7 +298,9 @@ def _multinomial_applies(a: Any) -> bool:
     shape, count = a.input.shape, a.num_samples
     _check_floating("multinomial", a.input)
     if len(shape) not in (1, 2) or count <= 0:
-        raise RuntimeError(f"multinomial: expected weights of 1 or 2 dims and samples > 0, not {list(shape)} and {count}")
+        raise RuntimeError(
+            f"multinomial: expected weights of 1 or 2 dims and samples > 0, not {list(shape)} and {count}"
+        )
     if not a.replacement and count > shape[-1]:
         raise RuntimeError(
             f"multinomial: cannot draw {count} of {shape[-1]} categories without replacement; give replacement=True"
@@ -286,7 +309,9 @@ def _multinomial_applies(a: Any) -> bool:
 
 
 @decomposition("multinomial", when=_multinomial_applies)
-def _multinomial(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
+def _multinomial(
+    input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None
+) -> Any:
     """Draw categories, which are made whole; rows may be split.
 
     Without replacement every category gets an exponential random time with its weight as rate, and the earliest are taken
@@ -296,11 +321,16 @@ def _multinomial(input: Any, num_samples: int, replacement: bool = False, *, gen
     x = reduce_pending(unshard(input.detach(), -1))
     layout = with_dim(x._layout, x.ndim - 1, (), num_samples).replace(dtype=torch.int64)
     units = random.units(layout if replacement else x._layout)
-    return from_parts(layout, partial(_chosen, units=units, count=num_samples, replacement=replacement), x)
+    return from_parts(
+        layout, partial(_chosen, units=units, count=num_samples, replacement=replacement), x
+    )
 
 
 def _chosen(weights: Tensor, units: distributions.Units, count: int, replacement: bool) -> Tensor:
-    _demand((weights >= 0) & weights.isfinite(), "multinomial: expected finite weights of at least 0, and this rank holds others")
+    _demand(
+        (weights >= 0) & weights.isfinite(),
+        "multinomial: expected finite weights of at least 0, and this rank holds others",
+    )
     enough = (weights > 0).sum(-1) >= (1 if replacement else count)
     _demand(enough, "multinomial: a row on this rank has too few weights above 0")
     if replacement:
@@ -317,7 +347,9 @@ def _gumbel_applies(a: Any) -> bool:
 
 
 @decomposition("gumbel_softmax", when=_gumbel_applies)
-def _gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
+def _gumbel_softmax(
+    logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> Any:
     """Return the softmax of perturbed logits; with `hard`, its one-hot maximum with the gradient of the softmax."""
     layout = without_pending(logits._layout)
     noise = ShardedTensor._make(random.draw(distributions.gumbel, layout), layout)
@@ -338,7 +370,12 @@ def _register_rrelu(func: Callable[..., Any], in_place: bool) -> None:
 
     @decomposition(also=(func,), check=check)
     def run(
-        input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None, inplace: bool = False
+        input: Any,
+        lower: float = 1 / 8,
+        upper: float = 1 / 3,
+        training: bool = False,
+        generator: Any = None,
+        inplace: bool = False,
     ) -> Any:
         return _rrelu(in_place or inplace, input, lower, upper, training, generator)
 
@@ -348,7 +385,9 @@ _register_rrelu(torch.rrelu_, True)
 _register_rrelu(F.rrelu, False)
 
 
-def _rrelu(in_place: bool, input: Any, lower: float, upper: float, training: bool, generator: Any) -> Any:
+def _rrelu(
+    in_place: bool, input: Any, lower: float, upper: float, training: bool, generator: Any
+) -> Any:
     _no_generator(generator)
     if not training:
         return F.leaky_relu(input, (lower + upper) / 2, in_place)
@@ -359,7 +398,11 @@ def _rrelu(in_place: bool, input: Any, lower: float, upper: float, training: boo
     if in_place and x.mesh.coordinate is not None:
         x._local.mul_(_rectified(x._local.detach(), slopes))
         x._sync_requires_grad()
-    return input if in_place else from_parts(x._layout, lambda local: local * _rectified(local.detach(), slopes), x)
+    return (
+        input
+        if in_place
+        else from_parts(x._layout, lambda local: local * _rectified(local.detach(), slopes), x)
+    )
 
 
 def _rectified(local: Tensor, slopes: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ from ...sliced_from import check_base
 from ..decomposition_utils import from_parts, layout_of, reduce_pending
 from ..registry import decomposition
 
-_SELU_FLOOR = 1.7580993408473766  # the negative of the limit of SELU (Klambauer et al. 2017, "alpha prime")
+_SELU_FLOOR = (
+    1.7580993408473766  # the negative of the limit of SELU (Klambauer et al. 2017, "alpha prime")
+)
 
 Apply = Callable[[Tensor, Tensor, float], Tensor]
 
@@ -76,7 +78,14 @@ def _mask_layout(layout: Layout, kept_dims: int) -> Layout:
 # -- registration ------------------------------------------------------------------------------------------------------
 
 
-def _register(func: Callable[..., Any], apply: Apply, train: str, training: bool, kept_dims: Callable[[int], int], in_place: bool) -> None:
+def _register(
+    func: Callable[..., Any],
+    apply: Apply,
+    train: str,
+    training: bool,
+    kept_dims: Callable[[int], int],
+    in_place: bool,
+) -> None:
     """Register a kind of dropout: `train` is the name of its switch, `training` the default of it."""
 
     def prepare(a: Any) -> Callable[[Any, float], Any]:
@@ -91,7 +100,13 @@ def _register(func: Callable[..., Any], apply: Apply, train: str, training: bool
         return partial(_run, apply, _linear(apply, layout), mask)
 
     @decomposition(also=(func,), prepare=prepare)
-    def run(prepared: Callable[[Any, float], Any], input: Any, p: float = 0.5, *switches: bool, **named: bool) -> Any:
+    def run(
+        prepared: Callable[[Any, float], Any],
+        input: Any,
+        p: float = 0.5,
+        *switches: bool,
+        **named: bool,
+    ) -> Any:
         _check(p)
         return input if p == 0 else prepared(input, p)
 
@@ -176,7 +191,9 @@ def _native(a: Any) -> tuple[Layout, bool, bool]:
 
 
 @decomposition("native_dropout", prepare=_native)
-def _native_dropout(prepared: tuple[Layout, bool, bool], input: Any, p: float, train: bool | None) -> tuple[Any, Any]:
+def _native_dropout(
+    prepared: tuple[Layout, bool, bool], input: Any, p: float, train: bool | None
+) -> tuple[Any, Any]:
     """Return the result and the mask of elements that were kept."""
     _check(p)
     mask, on, linear = prepared

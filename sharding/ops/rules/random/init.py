@@ -32,7 +32,11 @@ def _constant(tensor: Any, val: float) -> Any:
 
 @handler(also=(init.kaiming_uniform_,))
 def _kaiming_uniform(
-    tensor: Any, a: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu", generator: Any = None
+    tensor: Any,
+    a: float = 0,
+    mode: str = "fan_in",
+    nonlinearity: str = "leaky_relu",
+    generator: Any = None,
 ) -> Any:
     """Compute bounds from the global shape, as He et al. 2015 (arXiv:1502.01852): gain * sqrt(3 / fan)."""
     mode = mode.lower()
@@ -53,7 +57,9 @@ def _eye(n: int, m: int | None = None, *, out: Any, **_: Any) -> Any:
     """Write this rank's part of `torch.eye(n, m, out=x)`, which `nn.init.eye_` calls."""
     shape = (n, n if m is None else m)
     if tuple(out.shape) != shape or out._layout.pending:
-        raise ValueError(f"eye: out= is {out._layout}, and the result {list(shape)}; give a tensor of that shape that is not pending")
+        raise ValueError(
+            f"eye: out= is {out._layout}, and the result {list(shape)}; give a tensor of that shape that is not pending"
+        )
     check_base(out)
     if out.mesh.coordinate is not None:
         rows, columns = [torch.arange(*interval, device=out.device) for interval in out._layout.box]

@@ -17,7 +17,9 @@ Decomposition = Callable[..., Any]
 
 
 @decomposition_maker("diff", rule=lambda a: with_whole_dims(a.input, [a.dim]))
-def _diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Decomposition | None:
+def _diff(
+    input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
+) -> Decomposition | None:
     """Fetch the next `n` elements after this rank's part, after joining `prepend` and `append`."""
     size = torch.diff(input, n, dim, prepend, append).shape[dim]
     if n == 0:  # torch then ignores `prepend` and `append`
@@ -28,11 +30,15 @@ def _diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append:
         return None
     dim, layout = dim % input.ndim, layout_of(input)
     target = evenly_split(layout, dim, size)
-    fetch = IntervalExchange(layout, target, dim, lambda start, stop: [(start, stop + n)] if stop > start else [])
+    fetch = IntervalExchange(
+        layout, target, dim, lambda start, stop: [(start, stop + n)] if stop > start else []
+    )
     return sequential(target, fetch, lambda part: part.diff(n, dim))
 
 
-def _diff_of_joined(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+def _diff_of_joined(
+    input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
+) -> Any:
     return torch.cat([x for x in (prepend, input, append) if x is not None], dim).diff(n, dim)
 
 
@@ -40,7 +46,9 @@ def _diff_of_joined(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, 
 
 
 @decomposition_maker("gradient")
-def _gradient(input: Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> Decomposition | None:
+def _gradient(
+    input: Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1
+) -> Decomposition | None:
     """Take central differences, and one-sided ones at the ends. Distances are numbers; coordinates are left to torch."""
     spacings = list(spacing) if isinstance(spacing, (list, tuple)) else [spacing]
     if not all(isinstance(h, (int, float)) for h in spacings):
@@ -58,8 +66,13 @@ def _gradient(input: Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: i
 def _slope(x: Any, dim: int, distance: float, edge_order: int) -> Any:
     size = x.shape[dim]
     inside = (x.narrow(dim, 2, size - 2) - x.narrow(dim, 0, size - 2)) / (2 * distance)
-    first, last = x.narrow(dim, 0, edge_order + 1), x.narrow(dim, size - edge_order - 1, edge_order + 1)
-    return torch.cat([_end(first, dim, distance), inside, -_end(last.flip(dim), dim, distance)], dim)
+    first, last = (
+        x.narrow(dim, 0, edge_order + 1),
+        x.narrow(dim, size - edge_order - 1, edge_order + 1),
+    )
+    return torch.cat(
+        [_end(first, dim, distance), inside, -_end(last.flip(dim), dim, distance)], dim
+    )
 
 
 def _end(x: Any, dim: int, distance: float) -> Any:
@@ -78,7 +91,9 @@ def _trapezoid(y: Any, x: Any = None, *, dx: float = 1, dim: int = -1) -> Any:
     return (_pairs(y, dim) * _widths(x, y.ndim, dim)).sum(dim) / 2
 
 
-@decomposition("cumulative_trapezoid", check=torch.cumulative_trapezoid, when=lambda a: a.y.shape[a.dim])
+@decomposition(
+    "cumulative_trapezoid", check=torch.cumulative_trapezoid, when=lambda a: a.y.shape[a.dim]
+)
 def _cumulative_trapezoid(y: Any, x: Any = None, *, dx: float = 1, dim: int = -1) -> Any:
     areas = _pairs(y, dim) * (dx if x is None else _widths(x, y.ndim, dim))
     return (areas / 2).cumsum(dim)

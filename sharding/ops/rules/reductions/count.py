@@ -22,15 +22,25 @@ from ..registry import decomposition, rule
 
 
 @rule("searchsorted")
-def _searchsorted(sorted_sequence: Tensor, input: Any = None, *, sorter: Tensor | None = None, **options: Any) -> Rule | None:
+def _searchsorted(
+    sorted_sequence: Tensor, input: Any = None, *, sorter: Tensor | None = None, **options: Any
+) -> Rule | None:
     values = options.get("self", input)
     if not is_operand(sorted_sequence) or (sorter is not None and not is_operand(sorter)):
         return None
     lead = dim_names(sorted_sequence.ndim - 1, prefix="b")
-    each = dim_names(values.ndim, prefix="v") if sorted_sequence.ndim == 1 and is_operand(values) else f"{lead} v"
+    each = (
+        dim_names(values.ndim, prefix="v")
+        if sorted_sequence.ndim == 1 and is_operand(values)
+        else f"{lead} v"
+    )
     row = f"{lead} [n]" if sorter is not None else f"{lead} n"
     if not is_operand(values):
-        return einrule(f"{row}, {row} ->", sorted_sequence, sorter) if sorted_sequence.ndim == 1 else None
+        return (
+            einrule(f"{row}, {row} ->", sorted_sequence, sorter)
+            if sorted_sequence.ndim == 1
+            else None
+        )
     return einrule(f"{row}, {each}, {row} -> {each}", sorted_sequence, values, sorter)
 
 
@@ -45,10 +55,16 @@ def _bucketize(input: Any, boundaries: Tensor, **options: Any) -> Rule | None:
 
 
 @rule("isin")
-def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Rule:
+def _isin(
+    elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
+) -> Rule:
     """Combine by max: an element is found if it is in any part; by min, if it is missing from all."""
     operands = tensors_of(elements, test_elements)
-    dims = [dim_names(x.ndim, prefix=name) for name, x in (("e", elements), ("t", test_elements)) if is_operand(x)]
+    dims = [
+        dim_names(x.ndim, prefix=name)
+        for name, x in (("e", elements), ("t", test_elements))
+        if is_operand(x)
+    ]
     result = dims[0] if is_operand(elements) else ""
     return einrule(f"{', '.join(dims)} -> {result}", *operands, combine="min" if invert else "max")
 
@@ -59,10 +75,18 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
 def _summed(x: Any, local: Tensor) -> Any:
     """Return this rank's counts of its part of x as a pending sum over the axes that split x."""
     check_inside(x.mesh)
-    return wrap(local, Layout.of(x.mesh, P(unreduced=all_splitting_axes(x._layout)), local.shape, local.dtype))
+    return wrap(
+        local,
+        Layout.of(x.mesh, P(unreduced=all_splitting_axes(x._layout)), local.shape, local.dtype),
+    )
 
 
-@decomposition("bincount", when=lambda a: is_operand(a.input) and a.input.ndim == 1 and (a.weights is None or is_operand(a.weights)))
+@decomposition(
+    "bincount",
+    when=lambda a: (
+        is_operand(a.input) and a.input.ndim == 1 and (a.weights is None or is_operand(a.weights))
+    ),
+)
 def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
     """Reduce the largest number, which gives the length of the result; then every rank counts its own part.
 
@@ -72,7 +96,9 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
     x = reduce_pending(input)
     low, high = (int(extreme) for extreme in torch.aminmax(x)) if x.numel() else (0, -1)
     if low < 0:
-        raise RuntimeError(f"bincount only supports 1-d non-negative integral inputs, and {low} is among these")
+        raise RuntimeError(
+            f"bincount only supports 1-d non-negative integral inputs, and {low} is among these"
+        )
     given = None if weights is None else reduce_pending(weights).redistribute(x.spec)._local
     counts = torch.bincount(x._local, given, max(minlength, high + 1))
     if given is not None and not x._local.numel():  # torch ignores the weights of an empty part
@@ -95,8 +121,13 @@ def _histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     return _summed(x, torch.histc(x._local, bins, min, max))
 
 
-@decomposition(also=(torch.histogram, torch.Tensor.histogram), when=lambda a: isinstance(a.bins, int) and a.input.numel())
-def _histogram(input: Any, bins: int, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+@decomposition(
+    also=(torch.histogram, torch.Tensor.histogram),
+    when=lambda a: isinstance(a.bins, int) and a.input.numel(),
+)
+def _histogram(
+    input: Any, bins: int, *, range: Any = None, weight: Any = None, density: bool = False
+) -> Any:
     x = reduce_pending(input.detach())
     low, high = range or [extreme.item() for extreme in torch.aminmax(x)]
     low, high = (low, high) if low < high else (low - 0.5, high + 0.5)

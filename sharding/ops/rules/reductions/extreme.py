@@ -53,7 +53,9 @@ _register(torch.amax)
 _register(torch.amin)
 
 
-def _reduced(extreme: Extreme, dims: tuple[int, ...], keepdim: bool, input: Any, nan_is_equal: bool = False) -> Any:
+def _reduced(
+    extreme: Extreme, dims: tuple[int, ...], keepdim: bool, input: Any, nan_is_equal: bool = False
+) -> Any:
     x = reduce_pending(input)
     kind = _KINDS[extreme]
     value = from_parts(reduced(x._layout, dims, kind), partial(_of_part, extreme, dims), x.detach())
@@ -66,7 +68,11 @@ def extreme_of_all(extreme: Extreme, input: Tensor) -> Callable[..., Any]:
     """Return the decomposition of `max(x)` and `min(x)`. Unlike for amax, torch's gradients have nan equal to nan here."""
     with torch.no_grad():
         extreme(input)
-    return partial(_reduced, extreme, tuple(range(input.ndim)), False, nan_is_equal=True) if is_split(input) else extreme
+    return (
+        partial(_reduced, extreme, tuple(range(input.ndim)), False, nan_is_equal=True)
+        if is_split(input)
+        else extreme
+    )
 
 
 def _with_gradient(x: Any, value: Any, dims: tuple[int, ...], nan_is_equal: bool) -> Any:
@@ -75,17 +81,36 @@ def _with_gradient(x: Any, value: Any, dims: tuple[int, ...], nan_is_equal: bool
         equal = equal | ((x != x) & (value != value))
     count = reduce_pending(equal.sum(dims, keepdim=True))
     if transforming():  # add zeros that have the derivative of the extreme
-        return value + reduce_pending((torch.where(equal & value.isfinite(), x - x.detach(), 0) / count).sum(dims, keepdim=True))
-    return from_parts(value._layout, partial(_Shared.apply, x._layout, value._layout), x, value, equal, count)
+        return value + reduce_pending(
+            (torch.where(equal & value.isfinite(), x - x.detach(), 0) / count).sum(
+                dims, keepdim=True
+            )
+        )
+    return from_parts(
+        value._layout, partial(_Shared.apply, x._layout, value._layout), x, value, equal, count
+    )
 
 
 class _Shared(torch.autograd.Function):
     """The extreme of all ranks' parts as a function of this rank's part, with its gradient divided among equal elements."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Any, reduced: Any, local: Tensor, value: Tensor, equal: Tensor, count: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        layout: Any,
+        reduced: Any,
+        local: Tensor,
+        value: Tensor,
+        equal: Tensor,
+        count: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(equal, count)
-        ctx.needed, ctx.arriving = reduced.replace(reduced.spec.with_unreduced(dict.fromkeys(layout.replicated_axes, "sum"))), reduced.dual
+        ctx.needed, ctx.arriving = (
+            reduced.replace(
+                reduced.spec.with_unreduced(dict.fromkeys(layout.replicated_axes, "sum"))
+            ),
+            reduced.dual,
+        )
         return value.clone()
 
     @staticmethod
@@ -101,6 +126,8 @@ class _Shared(torch.autograd.Function):
     prepare=split_dims,
     rule=lambda a: reduction(a.input, a.dim, a.keepdim, whole=True, results=2),
 )
-def _aminmax(dims: tuple[int, ...], input: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+def _aminmax(
+    dims: tuple[int, ...], input: Any, *, dim: int | None = None, keepdim: bool = False
+) -> Any:
     x = reduce_pending(input)
     return return_types.aminmax((x.amin(dims, keepdim), x.amax(dims, keepdim)))

@@ -23,7 +23,15 @@ def normal_dims(dim: Dims, ndim: int) -> tuple[int, ...]:
     return tuple(d % ndim for d in dims) if ndim else ()
 
 
-def reduction(input: Tensor, dim: Dims, keepdim: bool, *, whole: bool = False, results: int = 1, **options: Any) -> Rule:
+def reduction(
+    input: Tensor,
+    dim: Dims,
+    keepdim: bool,
+    *,
+    whole: bool = False,
+    results: int = 1,
+    **options: Any,
+) -> Rule:
     """Return the rule of a reduction over `dim`; with `whole` the reduced dims must not be split."""
     dims = normal_dims(dim, input.ndim)
     return along_dims(input, dims, "1" if keepdim else "", whole=whole, results=results, **options)
@@ -36,13 +44,17 @@ def whole_reduction(a: Any) -> Rule:
 
 
 @rule("sum")
-def _sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Rule:
+def _sum(
+    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Rule:
     linear = ((0,),) if casts_linearly(input.dtype, dtype) else ()
     return reduction(input, dim, keepdim, linear=linear)
 
 
 @rule("nansum")
-def _nansum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Rule:
+def _nansum(
+    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Rule:
     return reduction(input, dim, keepdim)
 
 
@@ -68,7 +80,9 @@ def _count_nonzero(input: Tensor, dim: Dims = None) -> Rule:
 
 
 @rule("prod")
-def _prod(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Rule:
+def _prod(
+    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Rule:
     return reduction(input, dim, keepdim, combine="product")
 
 
@@ -85,7 +99,9 @@ def _any(input: Tensor, dim: Dims = None, keepdim: bool = False) -> Rule:
 def _boolean(input: Tensor, dim: Dims, keepdim: bool, combine: str) -> Rule:
     """Return the rule of `all` or `any`, which reduce no dim for `dim=()`, unlike other reductions."""
     nothing = dim is not None and not isinstance(dim, int) and not len(dim)
-    return einrule("... -> ...", input) if nothing else reduction(input, dim, keepdim, combine=combine)
+    return (
+        einrule("... -> ...", input) if nothing else reduction(input, dim, keepdim, combine=combine)
+    )
 
 
 @handler("equal")
@@ -98,7 +114,9 @@ def _equal(input: Any, other: Any) -> bool:
 
 
 @handler("allclose")
-def _allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+def _allclose(
+    input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
     return bool(torch.isclose(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan).all())
 
 
@@ -113,7 +131,9 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 @decomposition_maker(
     "mean", rule=lambda a: reduction(a.input, a.dim, a.keepdim, whole=True, linear=((0,),))
 )
-def _mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def _mean(
+    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     """Divide the sum over all ranks by the global count, which is right for uneven parts."""
     dims = normal_dims(dim, input.ndim)
     if not is_split(input, dims):
@@ -124,7 +144,9 @@ def _mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torc
 
 
 @decomposition_maker("nanmean", rule=whole_reduction)
-def _nanmean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def _nanmean(
+    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     """Divide the sum of the numbers by their count, both over all ranks."""
     dims = normal_dims(dim, input.ndim)
     if not is_split(input, dims):
@@ -151,7 +173,12 @@ def safe_root(x: Any) -> Any:
 
 @decomposition_maker("vector_norm", rule=whole_reduction)
 def _vector_norm(
-    x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    x: Tensor,
+    ord: float = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """Make the decomposition over split dims: sum powers or compare absolute values, then take the root."""
     dims = normal_dims(dim, x.ndim)
@@ -186,9 +213,17 @@ def split_dims(a: Any) -> tuple[int, ...] | None:
     return dims if is_split(input, dims) else None
 
 
-@decomposition("matrix_norm", check=torch.linalg.matrix_norm, prepare=split_dims, rule=whole_reduction)
+@decomposition(
+    "matrix_norm", check=torch.linalg.matrix_norm, prepare=split_dims, rule=whole_reduction
+)
 def _matrix_norm(
-    dims: tuple[int, int], A: Any, ord: Any = "fro", dim: Dims = (-2, -1), keepdim: bool = False, *, dtype: Any = None
+    dims: tuple[int, int],
+    A: Any,
+    ord: Any = "fro",
+    dim: Dims = (-2, -1),
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
 ) -> Any:
     """Compute over split dims: a Frobenius norm as that of a vector, and the largest sum of a row or column from sums.
 
@@ -198,23 +233,44 @@ def _matrix_norm(
         return torch.linalg.vector_norm(A, 2, dims, keepdim, dtype=dtype)
     if ord == "nuc" or abs(ord) == 2:
         return torch.linalg.matrix_norm(unshard(A, *dims), ord, dims, keepdim, dtype=dtype)
-    sums = reduce_pending(torch.linalg.vector_norm(A, 1, dims[0] if abs(ord) == 1 else dims[1], True, dtype=dtype))
+    sums = reduce_pending(
+        torch.linalg.vector_norm(A, 1, dims[0] if abs(ord) == 1 else dims[1], True, dtype=dtype)
+    )
     return (torch.amax if ord > 0 else torch.amin)(sums, dims, keepdim)
 
 
-@decomposition(also=(torch.norm, Tensor.norm), check=torch.norm, prepare=split_dims, rule=whole_reduction)
+@decomposition(
+    also=(torch.norm, Tensor.norm), check=torch.norm, prepare=split_dims, rule=whole_reduction
+)
 def _norm(
-    dims: tuple[int, ...], input: Any, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: None = None, dtype: Any = None
+    dims: tuple[int, ...],
+    input: Any,
+    p: Any = "fro",
+    dim: Dims = None,
+    keepdim: bool = False,
+    out: None = None,
+    dtype: Any = None,
 ) -> Any:
     """Compute a vector norm (of all elements without `dim`), or the sum of singular values."""
     if p == "nuc":
         return torch.linalg.matrix_norm(input, "nuc", dims, keepdim, dtype=dtype)
-    return torch.linalg.vector_norm(input, 2 if p in ("fro", None) else p, dims, keepdim, dtype=dtype)
+    return torch.linalg.vector_norm(
+        input, 2 if p in ("fro", None) else p, dims, keepdim, dtype=dtype
+    )
 
 
-@decomposition(also=(torch.linalg.norm,), check=torch.linalg.norm, prepare=split_dims, rule=whole_reduction)
+@decomposition(
+    also=(torch.linalg.norm,), check=torch.linalg.norm, prepare=split_dims, rule=whole_reduction
+)
 def _linalg_norm(
-    dims: Any, A: Any, ord: Any = None, dim: Dims = None, keepdim: bool = False, *, out: None = None, dtype: Any = None
+    dims: Any,
+    A: Any,
+    ord: Any = None,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    out: None = None,
+    dtype: Any = None,
 ) -> Any:
     if len(dims) == 1 or ord is None:
         return torch.linalg.vector_norm(A, 2 if ord is None else ord, dims, keepdim, dtype=dtype)
@@ -241,7 +297,9 @@ def _dist(input: Any, other: Any, p: float = 2) -> Any:
 # -- operators along a whole dim ---------------------------------------------------------------------------------------
 
 
-def along(input: Tensor, dim: int, *, results: int = 1, keeps_size: bool = True, **options: Any) -> Rule:
+def along(
+    input: Tensor, dim: int, *, results: int = 1, keeps_size: bool = True, **options: Any
+) -> Rule:
     """Return the rule of an operator that mixes the elements along `dim`, which must be whole, and keeps the other dims."""
     dims = {dim % input.ndim} if input.ndim else ()
     return along_dims(input, dims, None if keeps_size else "1", results=results, **options)

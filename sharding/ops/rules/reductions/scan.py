@@ -58,7 +58,10 @@ class _Parts:
 
     def gather(self, *totals: Tensor) -> list[Tensor]:
         """Return, of each of these totals, those of the parts before this rank's. All ranks' totals are inputs of their graph."""
-        pairs = [(self.totals.replace(dtype=x.dtype), self.gathered.replace(dtype=x.dtype)) for x in totals]
+        pairs = [
+            (self.totals.replace(dtype=x.dtype), self.gathered.replace(dtype=x.dtype))
+            for x in totals
+        ]
         return [x.narrow(self.dim, 0, self.before) for x in redistribute_locals(totals, pairs)]
 
     def own(self, scanned: Tensor, part: Tensor) -> Tensor:
@@ -66,14 +69,18 @@ class _Parts:
         return scanned.narrow(self.dim, self.before, part.shape[self.dim])
 
 
-def _scanned(parts: _Parts, scan: Scan, total: Total, dtype: torch.dtype | None, part: Tensor) -> Tensor:
+def _scanned(
+    parts: _Parts, scan: Scan, total: Total, dtype: torch.dtype | None, part: Tensor
+) -> Tensor:
     """Return this rank's part of the scan, in the dtype that torch gives it (which depends on autocast), accumulated as torch does."""
     result = dtype or scan(part.detach().narrow(parts.dim, 0, 0), parts.dim).dtype
     wide = part.to(accumulator_dtype(result))
     one = total(wide, parts.dim) if wide.shape[parts.dim] else wide
     (before,) = parts.gather(one)
     scanned = parts.own(scan(torch.cat([before, wide], parts.dim), parts.dim), part)
-    return joined(scanned, before, linear=scan is torch.cumsum).to(result)  # the first rank needs `before` in its graph only
+    return joined(scanned, before, linear=scan is torch.cumsum).to(
+        result
+    )  # the first rank needs `before` in its graph only
 
 
 def _register(scan: Scan, total: Total, linear: bool) -> None:
@@ -89,7 +96,9 @@ def _register(scan: Scan, total: Total, linear: bool) -> None:
         source = layout if kept else without_pending(layout)
         local = partial(_scanned, _Parts(source, dim % input.ndim), scan, total, dtype)
         target = source.replace(dtype=result.dtype)
-        return lambda input, *_, **__: from_parts(target, local, input if kept else reduce_pending(input))
+        return lambda input, *_, **__: from_parts(
+            target, local, input if kept else reduce_pending(input)
+        )
 
 
 _register(torch.cumsum, partial(torch.sum, keepdim=True), True)
@@ -111,7 +120,9 @@ def _register_extreme(scan: Callable[..., Any]) -> None:
         source = without_pending(layout_of(input))
         local = partial(_extremes, scan, _Parts(source, dim % input.ndim), source.box[dim][0])
         layouts, container = [source, source.replace(dtype=torch.int64)], type(results)
-        return lambda input, *_, **__: container(all_from_parts(layouts, local, reduce_pending(input)))
+        return lambda input, *_, **__: container(
+            all_from_parts(layouts, local, reduce_pending(input))
+        )
 
 
 _register_extreme(torch.cummax)
@@ -127,8 +138,12 @@ def _extremes(scan: Callable[..., Any], parts: _Parts, start: int, part: Tensor)
     dim, length = parts.dim, part.shape[parts.dim]
     values, indices = _located(scan, part, dim)
     last = min(length, 1)
-    values, indices = parts.gather(values.narrow(dim, length - last, last), indices.narrow(dim, length - last, last) + start)
-    own = torch.arange(start, start + length, device=part.device).view([-1 if d == dim else 1 for d in range(part.ndim)])
+    values, indices = parts.gather(
+        values.narrow(dim, length - last, last), indices.narrow(dim, length - last, last) + start
+    )
+    own = torch.arange(start, start + length, device=part.device).view(
+        [-1 if d == dim else 1 for d in range(part.ndim)]
+    )
     everywhere = torch.cat([indices, own.expand(part.shape)], dim)
     values, chosen = _located(scan, torch.cat([values, part], dim), dim)
     return [parts.own(values, part), everywhere.gather(dim, parts.own(chosen, part))]

@@ -44,10 +44,14 @@ from ..registry import decomposition_maker, rule
 from .extreme import extreme_of_all
 from .reduction import along, reduction, whole_reduction
 
-Choose = Callable[[Any], tuple[Any, Any]]  # values and indices of the selected elements along a dim, which is kept
+Choose = Callable[
+    [Any], tuple[Any, Any]
+]  # values and indices of the selected elements along a dim, which is kept
 
 
-def _choice(input: Tensor, dim: int, count: int, choose: Choose) -> Callable[[Any], tuple[Any, Any]]:
+def _choice(
+    input: Tensor, dim: int, count: int, choose: Choose
+) -> Callable[[Any], tuple[Any, Any]]:
     """Return `x -> (values, indices)` of at most `count` elements along a split dim, selected by `choose` from any number of them."""
     layout, dim = without_pending(layout_of(input)), dim % input.ndim
     proposed = with_part_sizes(layout, dim, [min(count, size) for size in part_sizes(layout, dim)])
@@ -71,7 +75,9 @@ def _proposals(choose: Choose, dim: int, layout: Layout, local: Tensor) -> tuple
     return values, indices + layout.box[dim][0]
 
 
-def _together(dim: int, values: ShardedTensor, indices: ShardedTensor) -> tuple[ShardedTensor, ShardedTensor]:
+def _together(
+    dim: int, values: ShardedTensor, indices: ShardedTensor
+) -> tuple[ShardedTensor, ShardedTensor]:
     """Return `unshard` of both along `dim`, which have one layout; with the gradient of `unshard(values)`.
 
     Communication: one all_gather of the bytes of both, or an all_to_all where parts are uneven.
@@ -82,10 +88,14 @@ def _together(dim: int, values: ShardedTensor, indices: ShardedTensor) -> tuple[
     with torch.no_grad():
         packed = torch.cat([_bytes(values._local), _bytes(indices._local)], -1)
         spec, width = P.of_cuts([*layout.spec.cuts, ()], {}), packed.shape[-1]
-        gathered = unshard(wrap(packed, Layout.of(layout.mesh, spec, [*layout.shape, width], torch.uint8)), dim)._local
+        gathered = unshard(
+            wrap(packed, Layout.of(layout.mesh, spec, [*layout.shape, width], torch.uint8)), dim
+        )._local
         best, at = (x.contiguous() for x in gathered.split([width - 8, 8], -1))
         best, at = best.view(layout.dtype).squeeze(-1), at.view(torch.int64).squeeze(-1)
-    target = layout.replace(P.of_cuts([() if d == dim else cuts for d, cuts in enumerate(layout.spec.cuts)], {}))
+    target = layout.replace(
+        P.of_cuts([() if d == dim else cuts for d, cuts in enumerate(layout.spec.cuts)], {})
+    )
     best = with_gradient_of_redistribute(values._local, layout, target, best)
     return wrap(best, target), wrap(at, target.replace(dtype=torch.int64))
 
@@ -111,12 +121,17 @@ def _extreme(name: str, input: Any, *args: Any, **kwargs: Any) -> Callable[..., 
     return _extreme_along(name, input, *args, **kwargs)
 
 
-def _extreme_along(name: str, input: Tensor, dim: int, keepdim: bool = False) -> Callable[..., Any] | None:
+def _extreme_along(
+    name: str, input: Tensor, dim: int, keepdim: bool = False
+) -> Callable[..., Any] | None:
     func = getattr(torch, name)
     func(input, dim)
     if not _is_split(input, dim):
         return None
-    chosen, container = _choice(input, dim, 1, lambda x: func(x, dim, keepdim=True)), getattr(return_types, name)
+    chosen, container = (
+        _choice(input, dim, 1, lambda x: func(x, dim, keepdim=True)),
+        getattr(return_types, name),
+    )
 
     def run(x: Any, *_: Any, **__: Any) -> Any:
         both = chosen(x)
@@ -125,7 +140,9 @@ def _extreme_along(name: str, input: Tensor, dim: int, keepdim: bool = False) ->
     return run
 
 
-def _extreme_rule(name: str, input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Rule:
+def _extreme_rule(
+    name: str, input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None
+) -> Rule:
     if is_operand(dim) or is_operand(other):
         return broadcast(input, other if dim is None else dim)
     return reduction(input, dim, keepdim, whole=True, results=2)
@@ -135,7 +152,9 @@ def _register_argument(name: str) -> None:
     own = getattr(torch, f"arg{name}")
 
     @decomposition_maker(f"arg{name}", check=own, rule=whole_reduction)
-    def make(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Callable[..., Any] | None:
+    def make(
+        input: Tensor, dim: int | None = None, keepdim: bool = False
+    ) -> Callable[..., Any] | None:
         if dim is None:
             return _arg_of_all(name, input, keepdim) if is_split(input) else None
         if not _is_split(input, dim):
@@ -154,14 +173,23 @@ def _arg_of_all(name: str, input: Tensor, keepdim: bool) -> Callable[..., Any]:
     """Return the decomposition in which every rank proposes one element and its index among all; the first of equal ones wins."""
     layout, ndim = without_pending(layout_of(input)), input.ndim
     axes = all_splitting_axes(layout)
-    proposed = Layout.of(layout.mesh, P.of_cuts([[Cut(axes, _counts(layout, axes))]], {}), [sum(_counts(layout, axes))], layout.dtype)
+    proposed = Layout.of(
+        layout.mesh,
+        P.of_cuts([[Cut(axes, _counts(layout, axes))]], {}),
+        [sum(_counts(layout, axes))],
+        layout.dtype,
+    )
     layouts = proposed, proposed.replace(dtype=torch.int64)
 
     def run(input: Any, *_: Any, **__: Any) -> Any:
         x = reduce_pending(input.detach())
-        values, indices = _together(0, *all_from_parts(layouts, partial(_first_extreme, name, layout), x))
+        values, indices = _together(
+            0, *all_from_parts(layouts, partial(_first_extreme, name, layout), x)
+        )
         best = getattr(values, f"a{name}")()
-        first = torch.where((values == best) | (values != values), indices, math.prod(layout.shape)).amin()
+        first = torch.where(
+            (values == best) | (values != values), indices, math.prod(layout.shape)
+        ).amin()
         return first.reshape([1] * ndim) if keepdim else first
 
     return run
@@ -170,9 +198,16 @@ def _arg_of_all(name: str, input: Tensor, keepdim: bool) -> Callable[..., Any]:
 def _counts(layout: Layout, axes: tuple[str, ...]) -> tuple[int, ...]:
     """Return, for each combination of ranks of these axes, major to minor, 1 if they have elements, else 0."""
     mesh = layout.mesh
-    coordinates = torch.cartesian_prod(*[torch.arange(mesh.size(axis)) for axis in axes]).reshape(-1, len(axes)).tolist()
+    coordinates = (
+        torch.cartesian_prod(*[torch.arange(mesh.size(axis)) for axis in axes])
+        .reshape(-1, len(axes))
+        .tolist()
+    )
     numbers = [mesh.axis_index(axis) for axis in axes]
-    at = [[dict(zip(numbers, c, strict=True)).get(i, 0) for i in range(mesh.ndim)] for c in coordinates]
+    at = [
+        [dict(zip(numbers, c, strict=True)).get(i, 0) for i in range(mesh.ndim)]
+        for c in coordinates
+    ]
     return tuple(int(all(stop > start for start, stop in layout.box_at(c))) for c in at)
 
 
@@ -183,7 +218,9 @@ def _first_extreme(name: str, layout: Layout, local: Tensor) -> tuple[Tensor, Te
         return local.reshape(-1), local.new_empty(0, dtype=torch.int64)
     at = getattr(local, f"arg{name}")()
     index = torch.zeros_like(at)
-    for (start, _), offset, size in zip(layout.box, torch.unravel_index(at, local.shape), layout.shape, strict=True):
+    for (start, _), offset, size in zip(
+        layout.box, torch.unravel_index(at, local.shape), layout.shape, strict=True
+    ):
         index = index * size + start + offset
     return local.reshape(-1)[at][None], index[None]
 
@@ -191,8 +228,12 @@ def _first_extreme(name: str, layout: Layout, local: Tensor) -> tuple[Tensor, Te
 # -- the k largest -----------------------------------------------------------------------------------------------------
 
 
-@decomposition_maker("topk", check=torch.topk, rule=lambda a: along(a.input, a.dim, results=2, keeps_size=False))
-def _topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Callable[..., Any] | None:
+@decomposition_maker(
+    "topk", check=torch.topk, rule=lambda a: along(a.input, a.dim, results=2, keeps_size=False)
+)
+def _topk(
+    input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> Callable[..., Any] | None:
     if not _is_split(input, dim):
         return None
     chosen = _choice(input, dim, k, lambda x: x.topk(min(k, x.shape[dim]), dim, largest, sorted))
@@ -203,7 +244,9 @@ def _topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bo
 
 
 @rule("sort")
-def _sort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool | None = None) -> Rule:
+def _sort(
+    input: Tensor, dim: int = -1, descending: bool = False, stable: bool | None = None
+) -> Rule:
     return along(input, dim, results=2)
 
 
@@ -222,7 +265,15 @@ def _register_sort(func: Callable[..., Any], fixed: int | None) -> None:
 
     @decomposition_maker(func.__name__)
     def make(input: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-        dim = fixed if fixed is not None else kwargs["dim"] if "dim" in kwargs else args[0] if args else -1
+        dim = (
+            fixed
+            if fixed is not None
+            else kwargs["dim"]
+            if "dim" in kwargs
+            else args[0]
+            if args
+            else -1
+        )
         if not _is_split(input, dim):
             return None
         with torch.no_grad():
@@ -232,7 +283,9 @@ def _register_sort(func: Callable[..., Any], fixed: int | None) -> None:
 
         def run(input: Any, *args: Any, **kwargs: Any) -> Any:
             found = func(input.redistribute(gathered), *args, **kwargs)
-            parts = [x.redistribute(spec) for x in (found if isinstance(found, tuple) else (found,))]
+            parts = [
+                x.redistribute(spec) for x in (found if isinstance(found, tuple) else (found,))
+            ]
             return return_types.sort(tuple(parts)) if isinstance(found, tuple) else parts[0]
 
         return run

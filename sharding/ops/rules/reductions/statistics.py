@@ -27,19 +27,30 @@ def _moments(x: Any, dims: Sequence[int], keepdim: bool, correction: float) -> t
     distance = wide - mean
     squares = (distance * distance.conj()).real if x.is_complex() else distance * distance
     count = max(math.prod(x.shape[d] for d in dims) - correction, 0)
-    return reduce_pending(squares.sum(dims, keepdim=keepdim)) / count, mean if keepdim else mean.squeeze(dims)
+    return reduce_pending(
+        squares.sum(dims, keepdim=keepdim)
+    ) / count, mean if keepdim else mean.squeeze(dims)
 
 
 Arguments = tuple[tuple[int, ...], bool, float]
 
 
 def _arguments(
-    input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None
+    input: Any,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
 ) -> Arguments:
     """Return the dims, keepdim and the correction; `var(unbiased)` has a bool in place of the dim."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
-    return normal_dims(dim, input.ndim), keepdim, float(unbiased) if correction is None else correction
+    return (
+        normal_dims(dim, input.ndim),
+        keepdim,
+        float(unbiased) if correction is None else correction,
+    )
 
 
 def _variance(name: str) -> None:
@@ -77,7 +88,6 @@ def _variance(name: str) -> None:
         return reduction(input, dims, keepdim, whole=True, results=1 + with_mean, local=local)
 
 
-
 for _name in ("var", "std", "var_mean", "std_mean"):
     _variance(_name)
 
@@ -85,38 +95,52 @@ for _name in ("var", "std", "var_mean", "std_mean"):
 # -- covariances -------------------------------------------------------------------------------------------------------
 
 
-def _covariance(dtype: torch.dtype, correction: float, x: Any, fweights: Any = None, aweights: Any = None) -> Any:
+def _covariance(
+    dtype: torch.dtype, correction: float, x: Any, fweights: Any = None, aweights: Any = None
+) -> Any:
     """Return covariances as torch does: rows are variables, columns observations, optionally weighted."""
     x = reduce_pending(x).to(dtype)
     x = x[None] if x.ndim < 2 else x
-    weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
+    weights = (
+        fweights if aweights is None else aweights if fweights is None else fweights * aweights
+    )
     if weights is None:
         mean, scale = x.mean(1, keepdim=True), max(x.shape[1] - correction, 0)
     else:
         weights = reduce_pending(weights)
         total = reduce_pending(weights.sum())
         mean = (x * weights).sum(1, keepdim=True) / total
-        lost = correction if aweights is None else correction * reduce_pending((weights * aweights).sum()) / total
+        lost = (
+            correction
+            if aweights is None
+            else correction * reduce_pending((weights * aweights).sum()) / total
+        )
         scale = (total - lost).clamp_min(0)
     distance = x - reduce_pending(mean)
     weighted = distance if weights is None else distance * weights
     return (reduce_pending(distance @ weighted.T.conj()) / scale).squeeze()
 
 
-def _check_covariance(input: Tensor, fweights: Tensor | None, aweights: Tensor | None) -> torch.dtype:
+def _check_covariance(
+    input: Tensor, fweights: Tensor | None, aweights: Tensor | None
+) -> torch.dtype:
     """Return the dtype of covariances.
 
     Raises:
         RuntimeError: torch would refuse these arguments.
     """
     if input.ndim > 2:
-        raise RuntimeError(f"cov(): expected input to have two or fewer dimensions but got {input.ndim}")
+        raise RuntimeError(
+            f"cov(): expected input to have two or fewer dimensions but got {input.ndim}"
+        )
     count = input.shape[-1] if input.ndim else 1
     for name, weights, fits in (
         ("fweights", fweights, lambda x: not (x.dtype.is_floating_point or x.dtype.is_complex)),
         ("aweights", aweights, lambda x: x.dtype.is_floating_point),
     ):
-        if weights is not None and (weights.ndim > 1 or weights.numel() != count or not fits(weights)):
+        if weights is not None and (
+            weights.ndim > 1 or weights.numel() != count or not fits(weights)
+        ):
             raise RuntimeError(
                 f"cov(): {name} of {weights.dtype}{list(weights.shape)} for {count} observations; give one "
                 f"{'whole number' if name == 'fweights' else 'floating number'} for each"
@@ -130,11 +154,23 @@ def _cov_rule(a: Any) -> Rule:
     rows = "[v] [n]" if input.ndim == 2 else "[n]" if input.ndim else ""
     shape = (input.shape[0],) * 2 if input.ndim == 2 and input.shape[0] != 1 else ()
     result = torch.empty(shape, dtype=dtype, device="meta")
-    return einrule(f"{rows}, [n], [n] -> {'1 1' if shape else ''}", input, a.fweights, a.aweights, result=result)
+    return einrule(
+        f"{rows}, [n], [n] -> {'1 1' if shape else ''}",
+        input,
+        a.fweights,
+        a.aweights,
+        result=result,
+    )
 
 
 @decomposition_maker("cov", rule=_cov_rule)
-def _cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Any:
+def _cov(
+    input: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Any:
     dtype = _check_covariance(input, fweights, aweights)
     if not any(is_split(x) for x in (input, fweights, aweights) if x is not None):
         return None
@@ -145,7 +181,10 @@ def _cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, 
     return run
 
 
-@decomposition_maker("corrcoef", rule=lambda a: _cov_rule(SimpleNamespace(input=a.input, fweights=None, aweights=None)))
+@decomposition_maker(
+    "corrcoef",
+    rule=lambda a: _cov_rule(SimpleNamespace(input=a.input, fweights=None, aweights=None)),
+)
 def _corrcoef(input: Tensor) -> Any:
     dtype = _check_covariance(input, None, None)
     return partial(_correlations, dtype) if is_split(input) else None
@@ -159,7 +198,9 @@ def _correlations(dtype: torch.dtype, input: Any) -> Any:
     variance = c.diagonal().real if c.is_complex() else c.diagonal()
     deviation = variance.sqrt()
     c = c / deviation[:, None] / deviation[None]
-    return torch.complex(c.real.clip(-1, 1), c.imag.clip(-1, 1)) if c.is_complex() else c.clip(-1, 1)
+    return (
+        torch.complex(c.real.clip(-1, 1), c.imag.clip(-1, 1)) if c.is_complex() else c.clip(-1, 1)
+    )
 
 
 # -- quantiles ---------------------------------------------------------------------------------------------------------
@@ -170,7 +211,12 @@ def _register_quantile(name: str) -> None:
 
     @rule(name)
     def make(
-        input: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
+        input: Tensor,
+        q: Any,
+        dim: int | None = None,
+        keepdim: bool = False,
+        *,
+        interpolation: str = "linear",
     ) -> Rule:
         """Return the rule: the reduced dim is sorted, so it must not be split; each number of `q` is independent."""
         dims = normal_dims(dim, input.ndim)
@@ -178,12 +224,23 @@ def _register_quantile(name: str) -> None:
         if not is_operand(q):
             return reduction(input, dims, keepdim, whole=True, local=local)
         several = "q" if q.ndim else ""
-        right = " ".join(("1" if keepdim else "") if i in dims else f"d{i}" for i in range(input.ndim))
-        return einrule(f"{dim_names(input.ndim, dims)}, {several} -> {several} {right}", input, q, local=local)
+        right = " ".join(
+            ("1" if keepdim else "") if i in dims else f"d{i}" for i in range(input.ndim)
+        )
+        return einrule(
+            f"{dim_names(input.ndim, dims)}, {several} -> {several} {right}", input, q, local=local
+        )
 
 
 def _quantile_of_part(
-    own: Callable[..., Tensor], dims: tuple[int, ...], keepdim: bool, /, part: Tensor, q: Any, *args: Any, **kwargs: Any
+    own: Callable[..., Tensor],
+    dims: tuple[int, ...],
+    keepdim: bool,
+    /,
+    part: Tensor,
+    q: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """Call torch's own function, which refuses an empty tensor; of an empty part return sums of the same shape."""
     if part.numel() or not all(part.shape[d] for d in dims):

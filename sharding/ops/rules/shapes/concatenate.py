@@ -50,7 +50,10 @@ def _cat_rule(a: Any) -> Rule:
     ndim = max(t.ndim for t in a.tensors)
     dim = a.dim % ndim if ndim else 0
     sides = [  # torch accepts empty 1-d tensors in any cat
-        " ".join(f"[c{i}]" if d == dim else f"d{d}" for d in range(ndim)) if t.ndim == ndim else f"[e{i}]" for i, t in enumerate(a.tensors)
+        " ".join(f"[c{i}]" if d == dim else f"d{d}" for d in range(ndim))
+        if t.ndim == ndim
+        else f"[e{i}]"
+        for i, t in enumerate(a.tensors)
     ]
     right = " ".join("1" if d == dim else f"d{d}" for d in range(ndim))
     linear = (tuple(range(len(a.tensors))),)
@@ -68,7 +71,10 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Decompositio
     target = evenly_split(largest, dim, result.shape[dim]).replace(dtype=result.dtype)
     target = target.replace(target.spec.with_unreduced(_common_pending(layouts)))
     bounds = accumulate([layout.shape[dim] for layout in layouts], initial=0)
-    targets = [interval_of(target, dim, a, b).replace(dtype=x.dtype) for (a, b), x in zip(pairwise(bounds), layouts, strict=True)]
+    targets = [
+        interval_of(target, dim, a, b).replace(dtype=x.dtype)
+        for (a, b), x in zip(pairwise(bounds), layouts, strict=True)
+    ]
     pairs = list(zip(layouts, targets, strict=True))
 
     def joined(*parts: Tensor) -> Tensor:
@@ -136,7 +142,9 @@ def _block_diag(*tensors: Any) -> Any:
     """Pad each block with zeros to the whole width, and concatenate the rows."""
     blocks = [at_least(x, 2) for x in tensors]
     ends = list(accumulate(x.shape[1] for x in blocks))
-    return torch.cat([F.pad(x, (end - x.shape[1], ends[-1] - end)) for x, end in zip(blocks, ends, strict=True)])
+    return torch.cat(
+        [F.pad(x, (end - x.shape[1], ends[-1] - end)) for x, end in zip(blocks, ends, strict=True)]
+    )
 
 
 # -- pad ---------------------------------------------------------------------------------------------------------------
@@ -144,22 +152,36 @@ def _block_diag(*tensors: Any) -> Any:
 
 def _sides(ndim: int, pad: Sequence[int]) -> dict[int, tuple[int, int]]:
     """Return the lengths before and after each padded dim."""
-    return {ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
+    return {
+        ndim - 1 - i: (pad[2 * i], pad[2 * i + 1])
+        for i in range(len(pad) // 2)
+        if pad[2 * i] or pad[2 * i + 1]
+    }
 
 
 def _pad_rule(a: Any) -> Rule:
     """Return the rule: padded dims must not be split; padding with zeros is linear."""
     made = with_whole_dims(a.input, list(_sides(a.input.ndim, a.pad)), local=_pad_local)
-    return made if a.mode == "constant" and not a.value else replace(made, linear=(), transparent=False)
+    return (
+        made
+        if a.mode == "constant" and not a.value
+        else replace(made, linear=(), transparent=False)
+    )
 
 
-def _pad_local(local: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+def _pad_local(
+    local: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> Tensor:
     """Pad this rank's part; an empty one has no elements to reflect or repeat."""
-    return F.pad(local, pad, mode if local.numel() else "constant", value if mode == "constant" else None)
+    return F.pad(
+        local, pad, mode if local.numel() else "constant", value if mode == "constant" else None
+    )
 
 
 @decomposition_maker("pad", rule=_pad_rule)
-def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Decomposition | None:
+def _pad(
+    input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> Decomposition | None:
     F.pad(input, pad, mode, value if mode == "constant" else None)
     sides = _sides(input.ndim, pad)
     if not is_split(input, sides):
@@ -184,10 +206,18 @@ def _check_wraps_once(input: Tensor, sides: dict[int, tuple[int, int]]) -> None:
             )
 
 
-def _constant_pad(layout: Layout, sides: dict[int, tuple[int, int]], value: float | None) -> Decomposition:
+def _constant_pad(
+    layout: Layout, sides: dict[int, tuple[int, int]], value: float | None
+) -> Decomposition:
     """Cut the parts by negative lengths, then move them to where the padded result has them."""
     source = without_pending(layout) if value else layout
-    piece = Piece(source, {d: range(layout.shape[d])[max(0, -a) : layout.shape[d] - max(0, -b)] for d, (a, b) in sides.items()})
+    piece = Piece(
+        source,
+        {
+            d: range(layout.shape[d])[max(0, -a) : layout.shape[d] - max(0, -b)]
+            for d, (a, b) in sides.items()
+        },
+    )
     target = source
     lengths = {d: (max(a, 0), max(b, 0)) for d, (a, b) in sides.items()}
     for d, (a, b) in lengths.items():
@@ -198,10 +228,14 @@ def _constant_pad(layout: Layout, sides: dict[int, tuple[int, int]], value: floa
     around = _around(middle, target, lengths)
 
     def local_pad(local: Tensor, value: Any) -> Tensor:
-        return F.pad(redistribute_local(piece.part(local), piece.cut, middle), around, "constant", value)
+        return F.pad(
+            redistribute_local(piece.part(local), piece.cut, middle), around, "constant", value
+        )
 
     def run(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
-        return from_parts(target, partial(local_pad, value=value), reduce_pending(input) if value else input)
+        return from_parts(
+            target, partial(local_pad, value=value), reduce_pending(input) if value else input
+        )
 
     return run
 
@@ -228,13 +262,17 @@ def _source(mode: str, before: int, size: int, after: int, index: int) -> int:
     return size - 1 - abs(size - 1 - abs(at))
 
 
-def _mirrored_pad(layout: Layout, split: dict[int, tuple[int, int]], mode: str, rest: Sequence[int]) -> Decomposition:
+def _mirrored_pad(
+    layout: Layout, split: dict[int, tuple[int, int]], mode: str, rest: Sequence[int]
+) -> Decomposition:
     """Pad split dims one after the other, each fetching its border; then the others together."""
     fetches = []
     for d, (before, after) in split.items():
         size = layout.shape[d]
         target = evenly_split(layout, d, before + size + after)
-        fetches.append(IntervalExchange(layout, target, d, partial(_padded, mode, before, size, after)))
+        fetches.append(
+            IntervalExchange(layout, target, d, partial(_padded, mode, before, size, after))
+        )
         layout = target
 
     padded = sequential(layout, *fetches)
@@ -244,8 +282,15 @@ def _mirrored_pad(layout: Layout, split: dict[int, tuple[int, int]], mode: str, 
 def _padded(mode: str, before: int, size: int, after: int, start: int, stop: int) -> list[Interval]:
     """Return the source indices of the border one by one, and those between as one interval."""
     low, high = (min(max(n, start), stop) for n in (max(before, 0), before + size))
-    left, right = (map(partial(_source, mode, before, size, after), range(*ends)) for ends in ((start, low), (high, stop)))
-    return [*((i, i + 1) for i in left), (low - before, high - before), *((i, i + 1) for i in right)]
+    left, right = (
+        map(partial(_source, mode, before, size, after), range(*ends))
+        for ends in ((start, low), (high, stop))
+    )
+    return [
+        *((i, i + 1) for i in left),
+        (low - before, high - before),
+        *((i, i + 1) for i in right),
+    ]
 
 
 # -- writing into a copy -----------------------------------------------------------------------------------------------
@@ -260,13 +305,22 @@ def _scattered(input: Any, src: Any, dim: int, chosen: range) -> Any:
 
     def local_scatter(local: Tensor, part: Tensor) -> Tensor:
         index = cut.index[dim]
-        return torch.slice_scatter(local, redistribute_local(part, src._layout, wanted), dim, index.start, index.stop, index.step or 1)
+        return torch.slice_scatter(
+            local,
+            redistribute_local(part, src._layout, wanted),
+            dim,
+            index.start,
+            index.stop,
+            index.step or 1,
+        )
 
     return from_parts(input._layout, local_scatter, input, src)
 
 
 @decomposition("slice_scatter", check=torch.slice_scatter)
-def _slice_scatter(input: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+def _slice_scatter(
+    input: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Any:
     dim %= input.ndim
     return _scattered(input, src, dim, range(input.shape[dim])[start:end:step])
 
@@ -285,7 +339,9 @@ def _diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2
     padding = (above, input.shape[dim1] - src.shape[-1] - above)
     last = input.movedim((dim1, dim2), (-2, -1))
     mask = torch.ones_like(last, dtype=torch.bool).tril(offset).triu(offset)
-    return torch.where(mask, F.pad(src, padding).unsqueeze(-1), last).movedim((-2, -1), (dim1, dim2))
+    return torch.where(mask, F.pad(src, padding).unsqueeze(-1), last).movedim(
+        (-2, -1), (dim1, dim2)
+    )
 
 
 # -- grids -------------------------------------------------------------------------------------------------------------
@@ -300,7 +356,10 @@ def _meshgrid(*tensors: Any, indexing: str | None = None) -> Decomposition:
         given = list(_listed(tensors))
         order = [1, 0, *range(2, len(given))] if swapped else list(range(len(given)))
         shape = [given[i].numel() for i in order]
-        sides = [x.reshape([-1 if order[d] == i else 1 for d in range(len(given))]) for i, x in enumerate(given)]
+        sides = [
+            x.reshape([-1 if order[d] == i else 1 for d in range(len(given))])
+            for i, x in enumerate(given)
+        ]
         return container(side.expand(shape) for side in sides)
 
     return run
@@ -328,7 +387,9 @@ def _kron(input: Tensor, other: Tensor) -> Decomposition:
 @decomposition_maker(also=(torch.vander,))
 def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Decomposition | None:
     result = torch.vander(x, N, increasing)
-    return partial(_powers, result.shape[-1], result.dtype, increasing) if result.shape[-1] else None
+    return (
+        partial(_powers, result.shape[-1], result.dtype, increasing) if result.shape[-1] else None
+    )
 
 
 @decomposition_maker(also=(torch.linalg.vander,))

@@ -14,7 +14,14 @@ from ....layout.layout import Layout
 from ....layout.spec import P
 from ....redistribute.autograd import redistribute_local
 from ...sliced_from import marked_as_copy
-from ..decomposition_utils import evenly_split, from_parts, interval_of, is_split, layout_of, unshard
+from ..decomposition_utils import (
+    evenly_split,
+    from_parts,
+    interval_of,
+    is_split,
+    layout_of,
+    unshard,
+)
 from ..notation import Rule, dim_names, einrule
 from ..registry import decomposition, decomposition_maker, rule
 
@@ -25,10 +32,18 @@ Decomposition = Callable[..., Any]
 
 def _triangle(func: Callable[..., Tensor], input: Tensor, diagonal: int = 0) -> Rule:
     """Return the rule; the offset of the diagonal in a part depends on where the part begins."""
-    return einrule("... m n -> ... m n", input, linear=((0,),), transparent=True, bind=partial(_part_of_triangle, func))
+    return einrule(
+        "... m n -> ... m n",
+        input,
+        linear=((0,),),
+        transparent=True,
+        bind=partial(_part_of_triangle, func),
+    )
 
 
-def _part_of_triangle(func: Callable[..., Tensor], layouts: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
+def _part_of_triangle(
+    func: Callable[..., Tensor], layouts: Sequence[Layout], _: Any
+) -> Callable[..., Tensor]:
     (row, _), (column, _) = layouts[0].box[-2:]
     return lambda local, diagonal=0: func(local, diagonal + row - column)
 
@@ -41,7 +56,13 @@ for _name in ("tril", "triu", "tril_", "triu_"):
 def _fill_diagonal(input: Tensor, fill_value: Any, wrap: bool = False) -> Rule:
     """Write the elements that each part has of the diagonal."""
     names = dim_names(input.ndim)
-    return einrule(f"{names} -> {names}", input, linear=((0,),), transparent=True, bind=partial(_part_with_diagonal, wrap))
+    return einrule(
+        f"{names} -> {names}",
+        input,
+        linear=((0,),),
+        transparent=True,
+        bind=partial(_part_with_diagonal, wrap),
+    )
 
 
 def _part_with_diagonal(wrap: bool, layouts: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
@@ -50,7 +71,9 @@ def _part_with_diagonal(wrap: bool, layouts: Sequence[Layout], _: Any) -> Callab
     inside = torch.ones_like(positions[0], dtype=torch.bool)
     for position, (start, stop) in zip(positions, layout.box, strict=True):
         inside &= (position >= start) & (position < stop)
-    index = [position[inside] - start for position, (start, _) in zip(positions, layout.box, strict=True)]
+    index = [
+        position[inside] - start for position, (start, _) in zip(positions, layout.box, strict=True)
+    ]
     neutral = _neutral_on_this_rank(layout)
 
     def fill(local: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
@@ -75,7 +98,11 @@ def _neutral_on_this_rank(layout: Layout) -> float | None:
     """Return what this rank writes in place of a value, which the first rank of a pending sum or product has; None for the value."""
     mesh: Any = layout.mesh
     for axis, kind in layout.spec.unreduced:
-        if kind in ("sum", "product") and mesh.coordinate is not None and mesh.coordinate[mesh.axis_index(axis)]:
+        if (
+            kind in ("sum", "product")
+            and mesh.coordinate is not None
+            and mesh.coordinate[mesh.axis_index(axis)]
+        ):
             return float(kind == "product")
     return None
 
@@ -97,11 +124,15 @@ def _part_of_trace(layouts: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
 def _diagonal_rule(input: Tensor, dim1: int, dim2: int) -> Rule:
     chosen = {dim1 % input.ndim, dim2 % input.ndim}
     right = " ".join([f"d{i}" for i in range(input.ndim) if i not in chosen] + ["1"])
-    return einrule(f"{dim_names(input.ndim, chosen)} -> {right}", input, linear=((0,),), transparent=True)
+    return einrule(
+        f"{dim_names(input.ndim, chosen)} -> {right}", input, linear=((0,),), transparent=True
+    )
 
 
 @decomposition_maker(
-    also=(torch.diagonal, torch.Tensor.diagonal), rule=lambda a: _diagonal_rule(a.input, a.dim1, a.dim2), view=True
+    also=(torch.diagonal, torch.Tensor.diagonal),
+    rule=lambda a: _diagonal_rule(a.input, a.dim1, a.dim2),
+    view=True,
 )
 def _diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Decomposition | None:
     """Take each rank's piece of the diagonal of a matrix split in one dim; if both are split, gather the columns first."""
@@ -119,7 +150,9 @@ def _diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> D
 
     def local(part: Tensor) -> Tensor:
         taken = part.diagonal(offset + start, row, column)
-        return taken if cut is moved else marked_as_copy(redistribute_local(taken, cut, moved), part)
+        return (
+            taken if cut is moved else marked_as_copy(redistribute_local(taken, cut, moved), part)
+        )
 
     return lambda input, *_, **__: from_parts(moved, local, input)
 
@@ -131,8 +164,12 @@ def _diagonal_of(layout: Layout, dim: int, dropped: int) -> Layout:
     return Layout.of(layout.mesh, P.of_cuts(cuts, layout.pending), shape, layout.dtype)
 
 
-@decomposition_maker(also=(torch.linalg.diagonal,), rule=lambda a: _diagonal_rule(a.A, a.dim1, a.dim2), view=True)
-def _linalg_diagonal(A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Decomposition | None:
+@decomposition_maker(
+    also=(torch.linalg.diagonal,), rule=lambda a: _diagonal_rule(a.A, a.dim1, a.dim2), view=True
+)
+def _linalg_diagonal(
+    A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1
+) -> Decomposition | None:
     found = _diagonal(A, offset, dim1, dim2)
     return found and (lambda A, **_: found(A))
 
@@ -163,7 +200,9 @@ def _diag_embed(input: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> 
 
 @decomposition("diag", check=torch.diag)
 def _diag(input: Any, diagonal: int = 0) -> Any:
-    return torch.diag_embed(input, diagonal) if input.ndim == 1 else input.diagonal(diagonal).clone()
+    return (
+        torch.diag_embed(input, diagonal) if input.ndim == 1 else input.diagonal(diagonal).clone()
+    )
 
 
 @decomposition("diagflat")

@@ -58,7 +58,11 @@ def _rule_moves(layout: Layout, shape: Sequence[int]) -> bool:
     factors (as 4x6 and 6x4).
     """
     dims, _, _, whole = factor_shapes(layout.shape, shape)
-    joined = [before[0] for before, after in groups(layout.shape, shape) if len(before) > 1 or len(after) > 1]
+    joined = [
+        before[0]
+        for before, after in groups(layout.shape, shape)
+        if len(before) > 1 or len(after) > 1
+    ]
     split = [d for d in joined if splitting_axes(layout, d)]
     return any(whole.intersection(dims[d]) or len(set(part_sizes(layout, d))) > 1 for d in split)
 
@@ -70,12 +74,18 @@ def _register(name: str) -> None:
     @decomposition_maker(name)
     def make(input: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
         result, layout = own(input, *args, **kwargs), layout_of(input)
-        if result.dtype != layout.dtype or not prod(result.shape) or not _rule_moves(layout, result.shape):
+        if (
+            result.dtype != layout.dtype
+            or not prod(result.shape)
+            or not _rule_moves(layout, result.shape)
+        ):
             return None
         target = reshaped(layout, result.shape)
         if target is None:
             return None
-        return lambda input, *_, **__: from_parts(target, lambda part: reshape(part, tuple(target.local_shape)), input)
+        return lambda input, *_, **__: from_parts(
+            target, lambda part: reshape(part, tuple(target.local_shape)), input
+        )
 
 
 for _name in ("view", "reshape", "flatten", "unflatten"):

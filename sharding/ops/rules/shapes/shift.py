@@ -29,7 +29,11 @@ Decomposition = Callable[..., Any]
 
 
 def _split_dims(input: Tensor, dims: Sequence[int]) -> list[int]:
-    return [d for d in dict.fromkeys(d % input.ndim for d in dims) if is_split(input, [d])] if input.ndim else []
+    return (
+        [d for d in dict.fromkeys(d % input.ndim for d in dims) if is_split(input, [d])]
+        if input.ndim
+        else []
+    )
 
 
 def _cyclic(size: int, start: int, stop: int) -> Iterator[Interval]:
@@ -43,10 +47,15 @@ def _cyclic(size: int, start: int, stop: int) -> Iterator[Interval]:
 # -- reversing ---------------------------------------------------------------------------------------------------------
 
 
-@decomposition_maker(also=(torch.flip,), check=torch.flip, rule=lambda a: with_whole_dims(a.input, a.dims))
+@decomposition_maker(
+    also=(torch.flip,), check=torch.flip, rule=lambda a: with_whole_dims(a.input, a.dims)
+)
 def _flip(input: Tensor, dims: Sequence[int]) -> Decomposition | None:
     dims, layout = list(dims), layout_of(input)
-    fetches = [IntervalExchange(layout, layout, d, partial(_mirror, layout.shape[d])) for d in _split_dims(input, dims)]
+    fetches = [
+        IntervalExchange(layout, layout, d, partial(_mirror, layout.shape[d]))
+        for d in _split_dims(input, dims)
+    ]
     return sequential(layout, *fetches, lambda part: part.flip(dims)) if fetches else None
 
 
@@ -60,7 +69,9 @@ def _dims_given(a: Any) -> Sequence[int]:
 
 
 @decomposition_maker(
-    also=(torch.Tensor.flip,), check=torch.Tensor.flip, rule=lambda a: with_whole_dims(a.input, _dims_given(a))
+    also=(torch.Tensor.flip,),
+    check=torch.Tensor.flip,
+    rule=lambda a: with_whole_dims(a.input, _dims_given(a)),
 )
 def _flip_method(input: Tensor, *dims: Any, **kwargs: Any) -> Decomposition | None:
     return _flip(input, listed(dims) if dims else kwargs["dims"])
@@ -95,12 +106,21 @@ def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Decomposition | None:
     chosen = [dims] if isinstance(dims, int) else list(dims)
     if not chosen and input.ndim > 1:
         flat = bool(_split_dims(input, range(input.ndim)))
-        return (lambda input, *_, **__: input.flatten().roll(shifts, 0).reshape(input.shape)) if flat else None
+        return (
+            (lambda input, *_, **__: input.flatten().roll(shifts, 0).reshape(input.shape))
+            if flat
+            else None
+        )
     amounts = dict.fromkeys((d % max(input.ndim, 1) for d in chosen or [0]), 0)
-    for d, shift in zip(chosen or [0], [shifts] if isinstance(shifts, int) else shifts, strict=True):
+    for d, shift in zip(
+        chosen or [0], [shifts] if isinstance(shifts, int) else shifts, strict=True
+    ):
         amounts[d % max(input.ndim, 1)] += shift
     layout, split = layout_of(input), _split_dims(input, list(amounts))
-    fetches = [IntervalExchange(layout, layout, d, partial(_rolled, layout.shape[d], amounts[d])) for d in split]
+    fetches = [
+        IntervalExchange(layout, layout, d, partial(_rolled, layout.shape[d], amounts[d]))
+        for d in split
+    ]
     rest = [d for d in amounts if d not in split]
     others = [lambda part: part.roll([amounts[d] for d in rest], rest)] if rest else []
     return sequential(layout, *fetches, *others) if split else None
@@ -122,11 +142,16 @@ def _repeated(input: Tensor, counts: Sequence[int]) -> Decomposition | None:
     layout, steps = layout_of(input), []
     for d in split:
         size, target = layout.shape[d], evenly_split(layout, d, layout.shape[d] * counts[new + d])
-        steps += IntervalExchange(layout, target, d, partial(_repetition, size)), partial(_unrolled, d, size, *target.box[d])
+        steps += (
+            IntervalExchange(layout, target, d, partial(_repetition, size)),
+            partial(_unrolled, d, size, *target.box[d]),
+        )
         layout = target
     rest = [1 if d - new in split else n for d, n in enumerate(counts)]
     repeated = sequential(layout, *steps)
-    return lambda input, *_, **__: repeated(input).repeat(rest) if any(n != 1 for n in rest) or new else repeated(input)
+    return lambda input, *_, **__: (
+        repeated(input).repeat(rest) if any(n != 1 for n in rest) or new else repeated(input)
+    )
 
 
 def _repetition(size: int, start: int, stop: int) -> Any:
@@ -154,12 +179,16 @@ def _repeat_rule(a: Any) -> Rule:
 
 def _counts(input: Tensor, sizes: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
     """Return how often each dim is repeated; `tile` may leave out counts of leading dims."""
-    counts = list(listed(sizes) if sizes else kwargs["repeats"] if "repeats" in kwargs else kwargs["dims"])
+    counts = list(
+        listed(sizes) if sizes else kwargs["repeats"] if "repeats" in kwargs else kwargs["dims"]
+    )
     return [1] * (input.ndim - len(counts)) + counts
 
 
 @decomposition_maker(also=(torch.Tensor.repeat,), check=torch.Tensor.repeat, rule=_repeat_rule)
-@decomposition_maker("tile", check=lambda input, *sizes, **kwargs: input.tile(*sizes, **kwargs), rule=_repeat_rule)
+@decomposition_maker(
+    "tile", check=lambda input, *sizes, **kwargs: input.tile(*sizes, **kwargs), rule=_repeat_rule
+)
 def _repeat(input: Tensor, *sizes: Any, **kwargs: Any) -> Decomposition | None:
     return _repeated(input, _counts(input, sizes, kwargs))
 
@@ -168,7 +197,12 @@ def _repeat_interleave_rule(a: Any) -> Rule | None:
     if not isinstance(a.repeats, int):
         return None
     if a.dim is None:
-        return einrule(f"{dim_names(a.input.ndim, range(a.input.ndim))} -> 1", a.input, linear=((0,),), transparent=True)
+        return einrule(
+            f"{dim_names(a.input.ndim, range(a.input.ndim))} -> 1",
+            a.input,
+            linear=((0,),),
+            transparent=True,
+        )
     return with_whole_dims(a.input, [a.dim])
 
 
@@ -176,7 +210,9 @@ def _repeat_interleave_rule(a: Any) -> Rule | None:
 def _repeat_interleave(
     input: Tensor, repeats: int, dim: int | None = None, *, output_size: int | None = None
 ) -> Decomposition | None:
-    if not isinstance(repeats, int) or not _split_dims(input, range(input.ndim) if dim is None else [dim]):
+    if not isinstance(repeats, int) or not _split_dims(
+        input, range(input.ndim) if dim is None else [dim]
+    ):
         return None
     torch.repeat_interleave(input, repeats, dim, output_size=output_size)
     if dim is None and input.ndim > 1:
@@ -187,9 +223,13 @@ def _repeat_interleave(
     start, stop = target.box[dim]
 
     def arranged(part: Tensor) -> Tensor:
-        return part.repeat_interleave(repeats, dim).narrow(dim, start % max(repeats, 1), stop - start)
+        return part.repeat_interleave(repeats, dim).narrow(
+            dim, start % max(repeats, 1), stop - start
+        )
 
-    return sequential(target, IntervalExchange(layout, target, dim, partial(_origins, repeats)), arranged)
+    return sequential(
+        target, IntervalExchange(layout, target, dim, partial(_origins, repeats)), arranged
+    )
 
 
 def _origins(repeats: int, start: int, stop: int) -> list[Interval]:
@@ -204,7 +244,9 @@ def _unfold_rule(a: Any) -> Rule:
         return einrule(" -> 1", a.input, linear=((0,),), transparent=True)
     dim = a.dimension % a.input.ndim
     right = " ".join("1" if d == dim else f"d{d}" for d in range(a.input.ndim))
-    return einrule(f"{dim_names(a.input.ndim, [dim])} -> {right} 1", a.input, linear=((0,),), transparent=True)
+    return einrule(
+        f"{dim_names(a.input.ndim, [dim])} -> {right} 1", a.input, linear=((0,),), transparent=True
+    )
 
 
 @decomposition_maker(also=(torch.Tensor.unfold,), rule=_unfold_rule, view=True)
@@ -215,16 +257,27 @@ def _unfold(input: Tensor, dimension: int, size: int, step: int) -> Decompositio
         return None
     dim, layout = dimension % input.ndim, layout_of(input)
     cut = evenly_split(layout, dim, result.shape[dim])
-    fetch = IntervalExchange(layout, cut, dim, lambda start, stop: [(start * step, (stop - 1) * step + size)] if stop > start else [])
+    fetch = IntervalExchange(
+        layout,
+        cut,
+        dim,
+        lambda start, stop: [(start * step, (stop - 1) * step + size)] if stop > start else [],
+    )
     target = _with_last_dim(cut, size)
 
     def local(part: Tensor) -> Tensor:
         taken = marked_as_copy(fetch(part), part)
-        return taken.unfold(dim, size, step) if taken.shape[dim] else taken.unsqueeze(-1).expand(*taken.shape, size)
+        return (
+            taken.unfold(dim, size, step)
+            if taken.shape[dim]
+            else taken.unsqueeze(-1).expand(*taken.shape, size)
+        )
 
     return lambda input, *_, **__: from_parts(target, local, input)
 
 
 def _with_last_dim(layout: Layout, size: int) -> Layout:
     """Return the layout with one more dim, of this size and not split."""
-    return Layout.of(layout.mesh, layout.spec.padded(len(layout.shape) + 1), (*layout.shape, size), layout.dtype)
+    return Layout.of(
+        layout.mesh, layout.spec.padded(len(layout.shape) + 1), (*layout.shape, size), layout.dtype
+    )

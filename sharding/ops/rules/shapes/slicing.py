@@ -55,7 +55,11 @@ def _cut(layout: Layout, dim: int, chosen: range) -> Layout:
     for size in part_sizes(layout, dim):
         sizes.append(len(within(chosen, bounds, bounds + size)))
         bounds += size
-    return with_part_sizes(layout, dim, sizes) if layout.spec.dims[dim] else evenly_split(layout, dim, len(chosen))
+    return (
+        with_part_sizes(layout, dim, sizes)
+        if layout.spec.dims[dim]
+        else evenly_split(layout, dim, len(chosen))
+    )
 
 
 class Piece:
@@ -70,8 +74,13 @@ class Piece:
     def __init__(self, layout: Layout, ranges: dict[int, range]) -> None:
         self.cut = self.moved = layout
         for dim, chosen in ranges.items():
-            self.cut, self.moved = _cut(self.cut, dim, chosen), evenly_split(self.moved, dim, len(chosen))
-        self.index = tuple(_local_slice(ranges.get(dim), *interval) for dim, interval in enumerate(layout.box))
+            self.cut, self.moved = (
+                _cut(self.cut, dim, chosen),
+                evenly_split(self.moved, dim, len(chosen)),
+            )
+        self.index = tuple(
+            _local_slice(ranges.get(dim), *interval) for dim, interval in enumerate(layout.box)
+        )
 
     def part(self, local: Tensor) -> Tensor:
         """Return the slice of this rank's part, a view."""
@@ -88,12 +97,21 @@ def _local_slice(chosen: range | None, start: int, stop: int) -> slice:
 def _moved(piece: Piece, local: Tensor) -> Tensor:
     """Return this rank's part of the result, marked as a copy if anything moved."""
     part = piece.part(local)
-    return part if piece.cut is piece.moved else marked_as_copy(redistribute_local(part, piece.cut, piece.moved), local)
+    return (
+        part
+        if piece.cut is piece.moved
+        else marked_as_copy(redistribute_local(part, piece.cut, piece.moved), local)
+    )
 
 
 def _all_moved(pieces: Sequence[Piece], local: Tensor) -> list[Tensor]:
-    parts = redistribute_locals([piece.part(local) for piece in pieces], [(piece.cut, piece.moved) for piece in pieces])
-    return [part if piece.cut is piece.moved else marked_as_copy(part, local) for piece, part in zip(pieces, parts, strict=True)]
+    parts = redistribute_locals(
+        [piece.part(local) for piece in pieces], [(piece.cut, piece.moved) for piece in pieces]
+    )
+    return [
+        part if piece.cut is piece.moved else marked_as_copy(part, local)
+        for piece, part in zip(pieces, parts, strict=True)
+    ]
 
 
 # -- one slice ---------------------------------------------------------------------------------------------------------
@@ -103,7 +121,11 @@ def sliced(input: Tensor, entries: Sequence[Any]) -> Callable[[Any], Any] | None
     """Return the decomposition of `x[entries]`, one entry for each dim and None for each new one; None if no split dim is cut."""
     given = [e for e in entries if e is not None]
     ranges = {d: _chosen(e, n) for d, (e, n) in enumerate(zip(given, input.shape, strict=True))}
-    ranges = {d: chosen for d, chosen in ranges.items() if chosen != range(input.shape[d]) or type(given[d]) is int}
+    ranges = {
+        d: chosen
+        for d, chosen in ranges.items()
+        if chosen != range(input.shape[d]) or type(given[d]) is int
+    }
     if not is_split(input, ranges):
         return None
     piece = Piece(layout_of(input), ranges)
@@ -121,7 +143,12 @@ def _reshaped(layout: Layout, last: Sequence[Any]) -> Layout:
     kept = [isinstance(e, slice) for e in last if e is not None]
     cuts, sizes = compress(layout.spec.cuts, kept), compress(layout.shape, kept)
     dims = [((), 1) if e is None else (next(cuts), next(sizes)) for e in last if e != 0]
-    return Layout.of(layout.mesh, P.of_cuts([c for c, _ in dims], layout.pending), [n for _, n in dims], layout.dtype)
+    return Layout.of(
+        layout.mesh,
+        P.of_cuts([c for c, _ in dims], layout.pending),
+        [n for _, n in dims],
+        layout.dtype,
+    )
 
 
 def _basic(index: Any, ndim: int) -> list[Any] | None:
@@ -135,7 +162,9 @@ def _basic(index: Any, ndim: int) -> list[Any] | None:
 
 
 def _is_plain_slice(entry: Any) -> bool:
-    return isinstance(entry, slice) and all(e is None or type(e) is int for e in (entry.start, entry.stop, entry.step))
+    return isinstance(entry, slice) and all(
+        e is None or type(e) is int for e in (entry.start, entry.stop, entry.step)
+    )
 
 
 @decomposition_maker("__getitem__")
@@ -155,10 +184,17 @@ def _sliced_by_index(found: Callable[[Any], Any], input: Any, index: Any) -> Any
 
 
 def _along(input: Tensor, dim: int, entry: Any) -> Callable[[Any], Any] | None:
-    return sliced(input, [entry if d == dim % input.ndim else slice(None) for d in range(input.ndim)])
+    return sliced(
+        input, [entry if d == dim % input.ndim else slice(None) for d in range(input.ndim)]
+    )
 
 
-@decomposition_maker("select", check=torch.select, rule=lambda a: with_whole_dims(a.input, [a.dim], drop=True), view=True)
+@decomposition_maker(
+    "select",
+    check=torch.select,
+    rule=lambda a: with_whole_dims(a.input, [a.dim], drop=True),
+    view=True,
+)
 def _select(input: Tensor, dim: int, index: int | Tensor) -> Callable[..., Any] | None:
     found = _along(input, dim, index) if type(index) is int else None
     return found and (lambda input, dim, index: found(input))
@@ -178,7 +214,9 @@ def _copy_of_narrow(local: Tensor, dim: int, start: Any, length: int) -> Tensor:
 
 
 decomposition_maker("narrow", rule=lambda a: with_whole_dims(a.input, [a.dim]), view=True)(_narrow)
-decomposition_maker("narrow_copy", rule=lambda a: with_whole_dims(a.input, [a.dim], local=_copy_of_narrow))(_narrow)
+decomposition_maker(
+    "narrow_copy", rule=lambda a: with_whole_dims(a.input, [a.dim], local=_copy_of_narrow)
+)(_narrow)
 
 
 # -- several slices ----------------------------------------------------------------------------------------------------
@@ -189,14 +227,25 @@ def _register_split(func: Callable[..., Any], dim_of: Callable[..., int]) -> Non
 
     @decomposition_maker(also=(func,))
     def make(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        results, dim = func(input, *args, **kwargs), dim_of(input, *args, **kwargs) % max(input.ndim, 1)
+        results, dim = (
+            func(input, *args, **kwargs),
+            dim_of(input, *args, **kwargs) % max(input.ndim, 1),
+        )
         if not results or not is_split(input, [dim]):
             return None
-        starts = [(piece.storage_offset() - input.storage_offset()) // input.stride(dim) for piece in results]
-        chosen = [range(start, start + piece.shape[dim]) for start, piece in zip(starts, results, strict=True)]
+        starts = [
+            (piece.storage_offset() - input.storage_offset()) // input.stride(dim)
+            for piece in results
+        ]
+        chosen = [
+            range(start, start + piece.shape[dim])
+            for start, piece in zip(starts, results, strict=True)
+        ]
         pieces = [Piece(layout_of(input), {dim: each}) for each in chosen]
         layouts, container = [piece.moved for piece in pieces], type(results)
-        return lambda input, *_, **__: container(all_from_parts(layouts, partial(_all_moved, pieces), input))
+        return lambda input, *_, **__: container(
+            all_from_parts(layouts, partial(_all_moved, pieces), input)
+        )
 
 
 def _given_dim(input: Tensor, *args: Any, dim: int = 0, **kwargs: Any) -> int:
@@ -204,9 +253,21 @@ def _given_dim(input: Tensor, *args: Any, dim: int = 0, **kwargs: Any) -> int:
     return args[1] if len(args) > 1 else dim
 
 
-_SPLITS = ("split", "chunk", "tensor_split", "split_with_sizes", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes")
+_SPLITS = (
+    "split",
+    "chunk",
+    "tensor_split",
+    "split_with_sizes",
+    "unsafe_split",
+    "unsafe_chunk",
+    "unsafe_split_with_sizes",
+)
 _DIM_OF: dict[str, Callable[..., int]] = dict.fromkeys(_SPLITS, _given_dim)
-_DIM_OF |= {"hsplit": lambda x, *_, **__: min(x.ndim - 1, 1), "vsplit": lambda *_, **__: 0, "dsplit": lambda *_, **__: 2}
+_DIM_OF |= {
+    "hsplit": lambda x, *_, **__: min(x.ndim - 1, 1),
+    "vsplit": lambda *_, **__: 0,
+    "dsplit": lambda *_, **__: 2,
+}
 
 for name, dim_of in _DIM_OF.items():
     for func in functions(name):
@@ -214,9 +275,15 @@ for name, dim_of in _DIM_OF.items():
 
 
 @handler("tensor_split")
-def _tensor_split_at(input: Any, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any) -> Any:
+def _tensor_split_at(
+    input: Any, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any
+) -> Any:
     """Cut at a tuple of indices into pieces with the device of their parts in C++, where `torch.vmap(chunk_size=)` wraps them."""
-    if type(indices_or_sections) is not tuple or not isinstance(input, ShardedTensor) or not input.ndim:
+    if (
+        type(indices_or_sections) is not tuple
+        or not isinstance(input, ShardedTensor)
+        or not input.ndim
+    ):
         return NotImplemented
     sizes = [stop - start for start, stop in pairwise((0, *indices_or_sections, input.shape[dim]))]
     if min(sizes) < 0:
@@ -227,7 +294,12 @@ def _tensor_split_at(input: Any, indices_or_sections: Any = None, dim: int = 0, 
     return pieces
 
 
-@decomposition_maker("unbind", check=torch.unbind, rule=lambda a: with_whole_dims(a.input, [a.dim], drop=True), view=True)
+@decomposition_maker(
+    "unbind",
+    check=torch.unbind,
+    rule=lambda a: with_whole_dims(a.input, [a.dim], drop=True),
+    view=True,
+)
 def _unbind(input: Tensor, dim: int = 0) -> Callable[..., Any] | None:
     at = dim % input.ndim
     if not is_split(input, [at]) or not input.shape[at]:
@@ -235,7 +307,9 @@ def _unbind(input: Tensor, dim: int = 0) -> Callable[..., Any] | None:
     pieces = [Piece(layout_of(input), {at: range(i, i + 1)}) for i in range(input.shape[at])]
     dropped = [0 if d == at else slice(None) for d in range(input.ndim)]
     layouts = [_reshaped(piece.moved, dropped) for piece in pieces]
-    return lambda input, *_, **__: tuple(all_from_parts(layouts, partial(_rows_moved, pieces, tuple(dropped)), input))
+    return lambda input, *_, **__: tuple(
+        all_from_parts(layouts, partial(_rows_moved, pieces, tuple(dropped)), input)
+    )
 
 
 def _rows_moved(pieces: Sequence[Piece], dropped: tuple[Any, ...], local: Tensor) -> list[Tensor]:

@@ -18,7 +18,9 @@ from ..registry import decomposition, decomposition_maker, rule
 # -- reshape -----------------------------------------------------------------------------------------------------------
 
 
-def factor_shapes(before: Sequence[int], after: Sequence[int]) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
+def factor_shapes(
+    before: Sequence[int], after: Sequence[int]
+) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
     """Factor two shapes of equal size into common factors: (8, 3) and (2, 4, 3) into `(a b) c` and `a b c`.
 
     Returns:
@@ -64,7 +66,9 @@ def _single_pairs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple
             yield d, remaining[math.prod(before[:d])].pop(0)
 
 
-def _factor_empty(before: Sequence[int], after: Sequence[int]) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
+def _factor_empty(
+    before: Sequence[int], after: Sequence[int]
+) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
     """Factor shapes without elements, of which only equal leading dims correspond."""
     same = 0
     while same < min(len(before), len(after)) and before[same] == after[same]:
@@ -81,7 +85,9 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int],
     others = [d for d, n in enumerate(after) if n != 1]
     while dims:
         mine, theirs = [dims.pop(0)], [others.pop(0)]
-        while (a := math.prod(before[d] for d in mine)) != (b := math.prod(after[d] for d in theirs)):
+        while (a := math.prod(before[d] for d in mine)) != (
+            b := math.prod(after[d] for d in theirs)
+        ):
             mine.append(dims.pop(0)) if a < b else theirs.append(others.pop(0))
         found.append((mine, theirs))
     return found
@@ -95,7 +101,9 @@ def _cuts(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
     return cuts
 
 
-def _assign(found: list[Dim], shape: Sequence[int], dims: Sequence[int], names: dict[int, str], total: int) -> None:
+def _assign(
+    found: list[Dim], shape: Sequence[int], dims: Sequence[int], names: dict[int, str], total: int
+) -> None:
     """Give each dim the factors between its own cuts, major to minor."""
     low = 1
     for d in reversed(dims):
@@ -119,14 +127,20 @@ def reshape_rule(input: Tensor, shape: Sequence[int], local: Any = torch.Tensor.
     )
 
 
-def _to_local_shape(func: Callable[..., Tensor], _: Sequence[Layout], results: Sequence[Layout]) -> Callable[..., Tensor]:
+def _to_local_shape(
+    func: Callable[..., Tensor], _: Sequence[Layout], results: Sequence[Layout]
+) -> Callable[..., Tensor]:
     """Return the function with this rank's shape of the result in place of the global one."""
-    shape = tuple(results[0].local_shape) or ((),)  # torch takes twice as long over a Size as over integers
+    shape = tuple(results[0].local_shape) or (
+        (),
+    )  # torch takes twice as long over a Size as over integers
     return lambda local, *_, **__: func(local, *shape)
 
 
 @rule("view", view=True)
-def _view(input: Tensor, *shape: Any, size: Any = None, dtype: torch.dtype | None = None) -> Rule | None:
+def _view(
+    input: Tensor, *shape: Any, size: Any = None, dtype: torch.dtype | None = None
+) -> Rule | None:
     if shape and isinstance(shape[0], torch.dtype):
         shape, dtype = (), shape[0]
     if dtype is not None:
@@ -225,7 +239,9 @@ def _movedim(input: Tensor, source: int | Sequence[int], destination: int | Sequ
     if not input.ndim:
         return permuted(input, [])
     sources = [s % input.ndim for s in ([source] if isinstance(source, int) else source)]
-    targets = [d % input.ndim for d in ([destination] if isinstance(destination, int) else destination)]
+    targets = [
+        d % input.ndim for d in ([destination] if isinstance(destination, int) else destination)
+    ]
     rest = iter(d for d in range(input.ndim) if d not in sources)
     moved = dict(zip(targets, sources, strict=True))
     return permuted(input, [moved[i] if i in moved else next(rest) for i in range(input.ndim)])
@@ -252,7 +268,9 @@ def _broadcast_to(input: Tensor, size: Sequence[int]) -> Rule:
     left = " ".join(f"d{i}" if keep else f"[d{i}]" for i, keep in enumerate(kept))
     right = ["1"] * new + [f"d{i}" if keep else "1" for i, keep in enumerate(kept)]
     bind = partial(_to_local_shape, torch.Tensor.expand)
-    return einrule(f"{left} -> {' '.join(right)}", input, linear=((0,),), transparent=True, bind=bind)
+    return einrule(
+        f"{left} -> {' '.join(right)}", input, linear=((0,),), transparent=True, bind=bind
+    )
 
 
 @decomposition("expand_as")
@@ -265,16 +283,22 @@ def _broadcast_tensors(*tensors: Any) -> Callable[..., Any]:
     """Broadcast tensors that are given as several arguments or as a list."""
     shapes = [x.shape for x in (tensors if isinstance(tensors[0], Tensor) else tensors[0])]
     made, shape = type(torch.broadcast_tensors(*tensors)), torch.broadcast_shapes(*shapes)
-    return lambda *tensors: made(x.expand(shape) for x in (tensors if isinstance(tensors[0], Tensor) else tensors[0]))
+    return lambda *tensors: made(
+        x.expand(shape) for x in (tensors if isinstance(tensors[0], Tensor) else tensors[0])
+    )
 
 
 # -- split and stack ---------------------------------------------------------------------------------------------------
 
 
-def with_whole_dims(input: Tensor, dims: Sequence[int], *, drop: bool = False, **options: Any) -> Rule:
+def with_whole_dims(
+    input: Tensor, dims: Sequence[int], *, drop: bool = False, **options: Any
+) -> Rule:
     """Return the rule of an operator that moves elements, needs `dims` whole, and changes their size or drops them."""
     chosen = {d % input.ndim for d in dims} if input.ndim else ()
-    return along_dims(input, chosen, "" if drop else "1", linear=((0,),), transparent=True, **options)
+    return along_dims(
+        input, chosen, "" if drop else "1", linear=((0,),), transparent=True, **options
+    )
 
 
 @rule("split", "chunk", "tensor_split", "split_with_sizes", view=True)
@@ -289,4 +313,6 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Rule:
     dim %= ndim + 1
     left = ", ".join([" ".join(names)] * len(tensors))
     right = " ".join([*names[:dim], "1", *names[dim:]])
-    return einrule(f"{left} -> {right}", *tensors, linear=(tuple(range(len(tensors))),), transparent=True)
+    return einrule(
+        f"{left} -> {right}", *tensors, linear=(tuple(range(len(tensors))),), transparent=True
+    )

@@ -26,7 +26,10 @@ from ....tensor.sharded_tensor import ShardedTensor
 from .grad_places import ContiguousGrads
 from .grad_reduction import reduction_tag
 
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # an all_reduce is launched from these sizes on, as in torch's DDP
+FIRST_BUCKET_BYTES, BUCKET_BYTES = (
+    1 << 20,
+    25 << 20,
+)  # an all_reduce is launched from these sizes on, as in torch's DDP
 _REDUCING = seed_of("sum gradients of a unit")
 
 
@@ -57,8 +60,12 @@ class GradBucketer:
         self._waiting: list[UnitGrads] = []
         self._key: Any = None
         self._size, self._threshold = 0, FIRST_BUCKET_BYTES
-        self._buckets: dict[ContiguousGrads, tuple[ContiguousGrads, ...]] = {}  # of the last backward
-        self._buffers: dict[tuple[ContiguousGrads, ...], dict[ContiguousGrads, Tensor]] = {}  # of this backward, not in use yet
+        self._buckets: dict[
+            ContiguousGrads, tuple[ContiguousGrads, ...]
+        ] = {}  # of the last backward
+        self._buffers: dict[
+            tuple[ContiguousGrads, ...], dict[ContiguousGrads, Tensor]
+        ] = {}  # of this backward, not in use yet
 
     def add(self, part: UnitGrads) -> None:
         """Reduce these gradients, now or with those of other units. Communication: an all_reduce, or none yet."""
@@ -82,9 +89,18 @@ class GradBucketer:
         sources = tuple([part.source for part in parts if part.source is not None])
         self._buckets.update(dict.fromkeys(sources, sources if len(sources) == len(parts) else ()))
         leaves = [x for part in parts for x in part.leaves]
-        tag = CommTag.of("; ".join(reduction_tag(part.unit, len(part.leaves), part.missing).text for part in parts))
+        tag = CommTag.of(
+            "; ".join(
+                reduction_tag(part.unit, len(part.leaves), part.missing).text for part in parts
+            )
+        )
         with comm_context(leaves[0].mesh.world, mixed(_REDUCING, leaves)):
-            leaf_grads.start(leaves, [x for part in parts for x in part.grads], tag, donate=all(part.donate for part in parts))
+            leaf_grads.start(
+                leaves,
+                [x for part in parts for x in part.grads],
+                tag,
+                donate=all(part.donate for part in parts),
+            )
 
     def end(self) -> None:
         """Reduce the rest at the end of backward. Communication: as `launch`."""
@@ -111,7 +127,10 @@ class GradBucketer:
 
 def _kind(part: UnitGrads) -> Any:
     """Return what gradients of one all_reduce have in common; None if these cannot be in one."""
-    kinds = {(x._layout.mesh, x._layout.replicated_axes, grad.dtype) for x, grad in zip(part.leaves, part.grads, strict=True)}
+    kinds = {
+        (x._layout.mesh, x._layout.replicated_axes, grad.dtype)
+        for x, grad in zip(part.leaves, part.grads, strict=True)
+    }
     return kinds.pop() if len(kinds) == 1 else None
 
 
@@ -119,5 +138,8 @@ def _kind(part: UnitGrads) -> Any:
 def mean_local_bytes(layouts: tuple[Layout, ...]) -> int:
     """Return the bytes of local parts, averaged over ranks so that all ranks get the same number."""
     return sum(
-        math.prod(x.shape) * x.dtype.itemsize // math.prod(x.mesh.size(axis) for axis in x.spec.axes) for x in layouts
+        math.prod(x.shape)
+        * x.dtype.itemsize
+        // math.prod(x.mesh.size(axis) for axis in x.spec.axes)
+        for x in layouts
     )

@@ -1,8 +1,8 @@
 """Buffers for gradients: each is written into the buffer of its collective, when it is computed or when all of the unit are.
 
-    backward    grad of w_2 -> [      | w_2 |     ]    the gradients of one block, in the order of backward
-                grad of w_1 -> [ w_1  | w_2 |     ]
-                complete       [ w_1  | w_2 | w_3 ]    -> one collective
+backward    grad of w_2 -> [      | w_2 |     ]    the gradients of one block, in the order of backward
+            grad of w_1 -> [ w_1  | w_2 |     ]
+            complete       [ w_1  | w_2 | w_3 ]    -> one collective
 """
 
 from __future__ import annotations
@@ -46,8 +46,14 @@ class ContiguousGrads:
 
     scales = True
 
-    def __init__(self, layouts: Sequence[Layout], memory: Callable[[ContiguousGrads], Tensor] | None = None) -> None:
-        self._shapes, self._dtype, self._mesh = [x.local_shape for x in layouts], layouts[0].dtype, layouts[0].mesh
+    def __init__(
+        self, layouts: Sequence[Layout], memory: Callable[[ContiguousGrads], Tensor] | None = None
+    ) -> None:
+        self._shapes, self._dtype, self._mesh = (
+            [x.local_shape for x in layouts],
+            layouts[0].dtype,
+            layouts[0].mesh,
+        )
         self._sizes = list(map(math.prod, self._shapes))
         self.length, self._memory = sum(self._sizes), memory
 
@@ -59,7 +65,9 @@ class ContiguousGrads:
         """Allocate a buffer. To autograd its views are separate tensors, so that each may be written in place."""
         buffer = self.empty(self.length) if self._memory is None else self._memory(self)
         parts = torch.unsafe_split_with_sizes(buffer, self._sizes)
-        return GradBuffer(buffer, [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)])
+        return GradBuffer(
+            buffer, [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        )
 
 
 class GradWriter:
@@ -123,7 +131,12 @@ class GradWriter:
     def take(self, scale: float) -> GradWriter:
         """Return a writer with all gradients so far; the next backward through the same graph starts with new buffers."""
         found = GradWriter(self._sources, self._deferred)
-        found.buffers, self.buffers, found.written, self.written = self.buffers, {}, self.written, {}
+        found.buffers, self.buffers, found.written, self.written = (
+            self.buffers,
+            {},
+            self.written,
+            {},
+        )
         found.leaves = self.leaves
         while self._held:
             found._write(*self._held.popitem(), scale)
@@ -132,4 +145,6 @@ class GradWriter:
 
 def is_view_at(grad: Tensor, view: Tensor) -> bool:
     """Return whether a gradient is this view of a buffer."""
-    return grad.data_ptr() == view.data_ptr() and grad.dtype is view.dtype and grad.shape == view.shape
+    return (
+        grad.data_ptr() == view.data_ptr() and grad.dtype is view.dtype and grad.shape == view.shape
+    )

@@ -80,7 +80,11 @@ class Bucket:
         count = sum(grad is not None for grad in grads)
         if count == 0 and not (fill and missing):
             return lambda: list(grads)
-        tag = reduction_tag(unit, count + len(missing), ()) if fill else reduction_tag(unit, count, missing)
+        tag = (
+            reduction_tag(unit, count + len(missing), ())
+            if fill
+            else reduction_tag(unit, count, missing)
+        )
         whole, scale_after = self.flat.fill_grad_buffer(grads, self.sum_dtype, filled), scale
         if self.sum_dtype is torch.float16:  # scale first: a sum in float16 may overflow
             whole, scale_after = whole.mul_(scale), 1.0
@@ -89,7 +93,13 @@ class Bucket:
             given = [True] * len(grads)
         return lambda: self._parts(wait(), scale_after, given, hook)
 
-    def _parts(self, piece: Tensor, scale: float, given: Sequence[bool], hook: Callable[[Tensor], object] | None) -> Grads:
+    def _parts(
+        self,
+        piece: Tensor,
+        scale: float,
+        given: Sequence[bool],
+        hook: Callable[[Tensor], object] | None,
+    ) -> Grads:
         scaled = piece if scale == 1 else piece.mul_(scale)
         if hook is not None:
             hook(scaled)
@@ -102,17 +112,23 @@ class Bucket:
             return
         if self.deferred is None:
             device = self.flat.mesh.device
-            self.deferred = torch.zeros(self.flat.layout.length, dtype=self.sum_dtype, device=device)
+            self.deferred = torch.zeros(
+                self.flat.layout.length, dtype=self.sum_dtype, device=device
+            )
         views = self.flat.wholes_in(self.deferred)
         given = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
-        torch._foreach_add_([view for view, _ in given], [grad.to(self.sum_dtype) for _, grad in given])
+        torch._foreach_add_(
+            [view for view, _ in given], [grad.to(self.sum_dtype) for _, grad in given]
+        )
         self.used.update(i for i, grad in enumerate(grads) if grad is not None)
 
     def take_deferred(self) -> Grads:
         """Return the deferred gradients and drop them."""
         if self.deferred is None:
             return [None] * len(self.numbers)
-        found: Grads = [x if i in self.used else None for i, x in enumerate(self.flat.wholes_in(self.deferred))]
+        found: Grads = [
+            x if i in self.used else None for i, x in enumerate(self.flat.wholes_in(self.deferred))
+        ]
         self.drop_deferred()
         return found
 
@@ -138,7 +154,11 @@ def reduction_tag(unit: str, count: int, unused: Sequence[str]) -> CommTag:
 def _without(paths: Sequence[str]) -> str:
     """Return the part of a tag that lists parameters without a gradient."""
     more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
-    return f", without {', '.join(paths[:_NAMED])}{more}, which took no part in the loss" if paths else ""
+    return (
+        f", without {', '.join(paths[:_NAMED])}{more}, which took no part in the loss"
+        if paths
+        else ""
+    )
 
 
 def differentiable(

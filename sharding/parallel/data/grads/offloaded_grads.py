@@ -1,8 +1,8 @@
 """Gradients of parameters on the host: copied while backward continues, and added to `.grad` at its end.
 
-    device   backward 3 | backward 2 | backward 1 |
-    copies                grads 3      grads 2      grads 1
-    host     launches ...                                    waits for one event, adds to `.grad`
+device   backward 3 | backward 2 | backward 1 |
+copies                grads 3      grads 2      grads 1
+host     launches ...                                    waits for one event, adds to `.grad`
 """
 
 from __future__ import annotations
@@ -48,10 +48,15 @@ class OffloadedGrads:
             nodes: of the leaves' gradients, which autograd calls.
         """
         here = [grad is not None and grad.device.type == "cpu" for grad in grads]
-        mine = [there and _is_simple(leaf, node) for leaf, there, node in zip(leaves, here, nodes, strict=True)]
+        mine = [
+            there and _is_simple(leaf, node)
+            for leaf, there, node in zip(leaves, here, nodes, strict=True)
+        ]
         if here != mine:
             self.wait()
-        self._waiting += [(leaf, grad) for leaf, grad, later in zip(leaves, grads, mine, strict=True) if later]
+        self._waiting += [
+            (leaf, grad) for leaf, grad, later in zip(leaves, grads, mine, strict=True) if later
+        ]
         return [None if later else grad for grad, later in zip(grads, mine, strict=True)]
 
     def finish(self) -> None:
@@ -75,4 +80,8 @@ class OffloadedGrads:
 def _is_simple(leaf: ShardedTensor, node: Any) -> bool:
     """Return whether autograd would only add the gradient to `.grad`: no hook sees it, and it is not a result of `torch.autograd.grad`."""
     local = leaf._local
-    return not local._backward_hooks and not local._post_accumulate_grad_hooks and engine_hooks.accumulates(node)
+    return (
+        not local._backward_hooks
+        and not local._post_accumulate_grad_hooks
+        and engine_hooks.accumulates(node)
+    )

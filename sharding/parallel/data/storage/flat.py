@@ -27,7 +27,9 @@ from ....redistribute.executor import executor
 from ..grads.grad_places import GradBuffer, is_view_at
 from .flat_layout import make_flat_layout
 
-_View = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and the element at which it begins
+_View = tuple[
+    tuple[int, ...], tuple[int, ...], int
+]  # shape, strides and the element at which it begins
 
 
 class FlatBucket:
@@ -50,13 +52,23 @@ class FlatBucket:
         self.mesh, self.axes, self.bases, self._transport = mesh, axes, tuple(bases), transport
         self.dims = tuple(dims or [0] * len(bases))
         # The largest part, so that buffers have the same size on all ranks, with the split dim first, as it is stored.
-        self._largest = [_dim_first(base.largest_local_shape, dim) for base, dim in zip(bases, self.dims, strict=True)]
+        self._largest = [
+            _dim_first(base.largest_local_shape, dim)
+            for base, dim in zip(bases, self.dims, strict=True)
+        ]
         lengths, rows = (tuple(math.prod(s[i:]) for s in self._largest) for i in (0, 1))
-        self.layout = make_flat_layout(lengths, tuple(r if n else 0 for n, r in zip(lengths, rows, strict=True)), mesh.size(axes))
+        self.layout = make_flat_layout(
+            lengths,
+            tuple(r if n else 0 for n, r in zip(lengths, rows, strict=True)),
+            mesh.size(axes),
+        )
         self.layouts = [self._sharded_layout(i, base) for i, base in enumerate(bases)]
         self._others = tuple(axis for axis in mesh.axis_names if axis not in axes)
         self._flats: dict[Any, Layout] = {}
-        self._strides = [_strides_of_stored(shape, dim) for shape, dim in zip(self._largest, self.dims, strict=True)]
+        self._strides = [
+            _strides_of_stored(shape, dim)
+            for shape, dim in zip(self._largest, self.dims, strict=True)
+        ]
 
     # -- positions of parameters ---------------------------------------------------------------------------------------
 
@@ -101,7 +113,10 @@ class FlatBucket:
     @cached_property
     def _in_shard(self) -> list[_View]:
         counts, first = self._counts, self._part * self.layout.piece
-        return [self._view(i, *self.layout.rows_of(i, self._part, count), first) for i, count in enumerate(counts)]
+        return [
+            self._view(i, *self.layout.rows_of(i, self._part, count), first)
+            for i, count in enumerate(counts)
+        ]
 
     @cached_property
     def _in_whole(self) -> list[_View]:
@@ -128,19 +143,27 @@ class FlatBucket:
 
     # -- communication -------------------------------------------------------------------------------------------------
 
-    def _flat(self, dtype: torch.dtype, over: tuple[str, ...], pending: tuple[str, ...] = ()) -> Layout:
+    def _flat(
+        self, dtype: torch.dtype, over: tuple[str, ...], pending: tuple[str, ...] = ()
+    ) -> Layout:
         """Return the layout of the buffer, split over some of the axes. Ranks along the other mesh axes have separate buffers."""
         found = self._flats.get((dtype, over, pending))
         if found is None:
             found = self._flats[dtype, over, pending] = self._make_flat(dtype, over, pending)
         return found
 
-    def _make_flat(self, dtype: torch.dtype, over: tuple[str, ...], pending: tuple[str, ...]) -> Layout:
+    def _make_flat(
+        self, dtype: torch.dtype, over: tuple[str, ...], pending: tuple[str, ...]
+    ) -> Layout:
         copies = math.prod(self.mesh.size(axis) for axis in self._others)
         length = copies * self.layout.length
-        return Layout.of(self.mesh, P((*self._others, *over) or None, unreduced=set(pending)), (length,), dtype)
+        return Layout.of(
+            self.mesh, P((*self._others, *over) or None, unreduced=set(pending)), (length,), dtype
+        )
 
-    def start_gather(self, x: Tensor, before: tuple[str, ...], after: tuple[str, ...], tag: CommTag) -> Callable[[], Tensor]:
+    def start_gather(
+        self, x: Tensor, before: tuple[str, ...], after: tuple[str, ...], tag: CommTag
+    ) -> Callable[[], Tensor]:
         """Launch the all_gather from a buffer split over the axes `before` to one split over `after`; the returned function waits for it.
 
         Communication: one all_gather.
@@ -169,14 +192,18 @@ class FlatBucket:
                 return [(0, self.layout.length)]
             found.append((end, start))
             end = start + math.prod(shape)
-        return [(start, stop) for start, stop in (*found, (end, self.layout.length)) if start < stop]
+        return [
+            (start, stop) for start, stop in (*found, (end, self.layout.length)) if start < stop
+        ]
 
     def new_grad_buffer(self, dtype: torch.dtype) -> GradBuffer:
         """Allocate a buffer for gradients, with a view for each."""
         whole = self.empty_gradients(dtype)
         return GradBuffer(whole, self.wholes_in(whole))
 
-    def fill_grad_buffer(self, grads: Sequence[Tensor | None], dtype: torch.dtype, filled: GradBuffer | None = None) -> Tensor:
+    def fill_grad_buffer(
+        self, grads: Sequence[Tensor | None], dtype: torch.dtype, filled: GradBuffer | None = None
+    ) -> Tensor:
         """Copy gradients into a buffer, zero if there is none; those that are in `filled` already are not copied."""
         whole, views = self.new_grad_buffer(dtype) if filled is None else filled
         given, absent = [], []
@@ -196,7 +223,10 @@ class FlatBucket:
 
         Communication: one reduce_scatter over the axes.
         """
-        src, dst = self._flat(whole.dtype, (), pending=self.axes), self._flat(whole.dtype, self.axes)
+        src, dst = (
+            self._flat(whole.dtype, (), pending=self.axes),
+            self._flat(whole.dtype, self.axes),
+        )
         wait = executor(src, dst, transport=self._transport).start([whole], tag=tag)
         return lambda: wait()[0]
 
@@ -207,7 +237,9 @@ class FlatBucket:
 def _views(buffer: Tensor, places: Sequence[_View]) -> list[Tensor]:
     first = buffer.storage_offset()
     return [
-        buffer.as_strided(shape, strides, first + start) if math.prod(shape) else buffer.new_empty(shape)
+        buffer.as_strided(shape, strides, first + start)
+        if math.prod(shape)
+        else buffer.new_empty(shape)
         for shape, strides, start in places
     ]
 

@@ -19,7 +19,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 _TRIES = 4096  # lengths of a piece to try before no tensor is split
-_ALIGNMENTS = (64, 8)  # elements, the first that fits: 128 and 16 bytes of the smallest dtype that is common, more of others
+_ALIGNMENTS = (
+    64,
+    8,
+)  # elements, the first that fits: 128 and 16 bytes of the smallest dtype that is common, more of others
 _PADDING = 256  # alignment adds at most this part of the shortest buffer
 
 
@@ -65,10 +68,15 @@ def make_flat_layout(lengths: tuple[int, ...], rows: tuple[int, ...], parts: int
     if shortest is None:
         raise AssertionError("pieces as long as all tensors together hold them")
     longest = shortest.length + shortest.length // _PADDING
-    return next((found for align in _ALIGNMENTS if (found := _make(lengths, rows, parts, align, longest))), shortest)
+    return next(
+        (found for align in _ALIGNMENTS if (found := _make(lengths, rows, parts, align, longest))),
+        shortest,
+    )
 
 
-def _make(lengths: tuple[int, ...], rows: tuple[int, ...], parts: int, align: int, longest: float) -> FlatLayout | None:
+def _make(
+    lengths: tuple[int, ...], rows: tuple[int, ...], parts: int, align: int, longest: float
+) -> FlatLayout | None:
     """Return the layout with the shortest pieces whose starts are multiples of `align`; None if there is none of at most this length."""
     least = tuple(max(row, 1) for row in rows)
     for allowed in (least, tuple(map(max, lengths, least))):  # the second: no tensor is split
@@ -81,10 +89,15 @@ def _make(lengths: tuple[int, ...], rows: tuple[int, ...], parts: int, align: in
     return None
 
 
-def _candidates(lengths: Sequence[int], rows: Sequence[int], parts: int, align: int) -> Iterator[int]:
+def _candidates(
+    lengths: Sequence[int], rows: Sequence[int], parts: int, align: int
+) -> Iterator[int]:
     """Yield lengths of a piece, short ones first; the last one fits everything."""
     total = sum(_rounded(length, align) for length in lengths)
-    shortest, step = _rounded(-(-sum(lengths) // parts), align), math.lcm(math.gcd(*(row for row in rows if row > 1)) or 1, align)
+    shortest, step = (
+        _rounded(-(-sum(lengths) // parts), align),
+        math.lcm(math.gcd(*(row for row in rows if row > 1)) or 1, align),
+    )
     start = _rounded(shortest, step)
     yield shortest
     yield from range(start, start + _TRIES * step, step)
@@ -93,11 +106,15 @@ def _candidates(lengths: Sequence[int], rows: Sequence[int], parts: int, align: 
         yield total
 
 
-def _starts(lengths: Sequence[int], rows: Sequence[int], piece: int, parts: int, align: int) -> tuple[int, ...] | None:
+def _starts(
+    lengths: Sequence[int], rows: Sequence[int], piece: int, parts: int, align: int
+) -> tuple[int, ...] | None:
     """Return where each tensor starts, None if they do not fit."""
     end, offsets = 0, []
     for length, row in zip(lengths, rows, strict=True):
-        start = _start(_rounded(end, align) if length else end, length, row, piece, piece * parts, align)
+        start = _start(
+            _rounded(end, align) if length else end, length, row, piece, piece * parts, align
+        )
         if start is None:
             return None
         offsets.append(start)

@@ -47,16 +47,28 @@ class GatherOp:
         *,
         overlaps: bool = True,
     ) -> None:
-        self.values, self.reduce, self.differentiable, self.writer, self.scale = values, reduce, differentiable, writer, 1.0
+        self.values, self.reduce, self.differentiable, self.writer, self.scale = (
+            values,
+            reduce,
+            differentiable,
+            writer,
+            1.0,
+        )
         self.overlaps = overlaps
         self.factors: Sequence[float] = ()
-        self.seen: set[int] = set()  # the numbers of the gradients that the views' nodes have had in this backward
+        self.seen: set[int] = (
+            set()
+        )  # the numbers of the gradients that the views' nodes have had in this backward
         self.wait: Callable[[], Grads] | None = None
 
     def set_grad_scale(self, scales: Sequence[float]) -> None:
         """Set the factor for each parameter's gradient."""
         self.scale = max(scales, default=1.0)
-        self.factors = () if min(scales, default=1.0) == self.scale else [scale / self.scale for scale in scales]
+        self.factors = (
+            ()
+            if min(scales, default=1.0) == self.scale
+            else [scale / self.scale for scale in scales]
+        )
 
     def scale_grad(self, i: int, grad: Tensor) -> Tensor:
         """Return a gradient times its parameter's own factor."""
@@ -75,7 +87,9 @@ class GatherOp:
         found: tuple[Tensor, ...] = _GatherParams.apply(self, *entered)  # type: ignore[assignment]
         if not self.overlaps:
             self._find_leaves(found)
-        return tuple([_use_param(self, i, x) if x.requires_grad else x for i, x in enumerate(found)])
+        return tuple(
+            [_use_param(self, i, x) if x.requires_grad else x for i, x in enumerate(found)]
+        )
 
     def _find_leaves(self, outputs: Sequence[Tensor]) -> None:
         """Store the nodes that add gradients to `.grad`: the inputs of the node that made these outputs."""
@@ -109,16 +123,27 @@ class _GatherParams(torch.autograd.Function):
         writer = op.writer.take(op.scale)
         seen, op.seen = op.seen, set()
         wanted = [  # a write in forward replaces the node of a view
-            None if grad is None or not needed else writer.written.get(i, grad) if i in seen else op.scale_grad(i, grad)
+            None
+            if grad is None or not needed
+            else writer.written.get(i, grad)
+            if i in seen
+            else op.scale_grad(i, grad)
             for i, (grad, needed) in enumerate(zip(grads, ctx.needs_input_grad[1:], strict=True))
         ]
-        if torch.is_grad_enabled() and any(grad is not None and grad.requires_grad for grad in wanted):
+        if torch.is_grad_enabled() and any(
+            grad is not None and grad.requires_grad for grad in wanted
+        ):
             return None, *op.differentiable(wanted, op.scale)
         op.wait = op.reduce(wanted, op.scale, writer)
-        if not op.overlaps or torch.is_anomaly_enabled():  # anomaly mode reads the values between nodes
+        if (
+            not op.overlaps or torch.is_anomaly_enabled()
+        ):  # anomaly mode reads the values between nodes
             found, op.wait = op.wait(), None
             return None, *found
-        return None, *[None if grad is None else _placeholder(*part) for grad, part in zip(wanted, ctx.parts, strict=True)]
+        return None, *[
+            None if grad is None else _placeholder(*part)
+            for grad, part in zip(wanted, ctx.parts, strict=True)
+        ]
 
 
 def _use_param(op: GatherOp, number: int, value: Tensor) -> Tensor:
@@ -132,7 +157,11 @@ def _use_param(op: GatherOp, number: int, value: Tensor) -> Tensor:
         writer.discard(number)
         op.seen.add(number)
         grad = op.scale_grad(number, grad)
-        if torch.is_grad_enabled() or torch.is_anomaly_enabled() or not writer.write(number, grad, op.scale):
+        if (
+            torch.is_grad_enabled()
+            or torch.is_anomaly_enabled()
+            or not writer.write(number, grad, op.scale)
+        ):
             return (grad,)
         return (_placeholder(grad.shape, grad.dtype, grad.device),)
 
@@ -146,7 +175,9 @@ def _use_param(op: GatherOp, number: int, value: Tensor) -> Tensor:
 
 def _mark_frozen(ctx: Any, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return a node's outputs; mark those of frozen parameters as non-differentiable."""
-    ctx.mark_non_differentiable(*[x for x, needed in zip(values, ctx.needs_input_grad[1:], strict=True) if not needed])
+    ctx.mark_non_differentiable(
+        *[x for x, needed in zip(values, ctx.needs_input_grad[1:], strict=True) if not needed]
+    )
     return tuple(values)
 
 

@@ -33,8 +33,15 @@ class ParamStorage:
         shard: the flat shard, in the parameters' own dtype.
     """
 
-    def __init__(self, flat: FlatBucket, dtype: torch.dtype, options: UnitOptions, name: str) -> None:
-        self.flat, self._stage, self._policy, self._offloaded = flat, options.stage, options.policy, options.offloaded
+    def __init__(
+        self, flat: FlatBucket, dtype: torch.dtype, options: UnitOptions, name: str
+    ) -> None:
+        self.flat, self._stage, self._policy, self._offloaded = (
+            flat,
+            options.stage,
+            options.policy,
+            options.offloaded,
+        )
         self._copies: dict[tuple[str, ...], tuple[Any, Tensor]] = {}
         self._pending: tuple[Any, Callable[[], Tensor]] | None = None
         self._moves, self._address = 0, 0
@@ -55,11 +62,19 @@ class ParamStorage:
         """Move the parameters' local parts into the flat shard, from which they are gathered without a copy."""
         parts = [x._local for x in parameters]
         owners = [id(x) for x in parameters]
-        is_converted = parts[0].dtype is not self.shard.dtype or parts[0].device != self.shard.device
-        if is_converted or (self._owners and self._owners != owners):  # replaced parameters keep the old shard
+        is_converted = (
+            parts[0].dtype is not self.shard.dtype or parts[0].device != self.shard.device
+        )
+        if is_converted or (
+            self._owners and self._owners != owners
+        ):  # replaced parameters keep the old shard
             self._allocate(parts[0].dtype, parts[0].device)
         self._owners = owners
-        moved = [(view, x) for view, x in zip(self._shard_views, parts, strict=True) if view.data_ptr() != x.data_ptr()]
+        moved = [
+            (view, x)
+            for view, x in zip(self._shard_views, parts, strict=True)
+            if view.data_ptr() != x.data_ptr()
+        ]
         if not moved:
             return
         # `x.data = ...` leaves no trace but the storage address, which changes here; so count the moves.
@@ -71,7 +86,11 @@ class ParamStorage:
 
     def as_shard(self, piece: Tensor) -> Tensor:
         """Return a piece of gradients on the device and in the dtype of the shard; on the host its values may come later."""
-        if self._offloaded is not None and self.shard.device != piece.device and thread_context.recorder is None:  # a graph has no events
+        if (
+            self._offloaded is not None
+            and self.shard.device != piece.device
+            and thread_context.recorder is None
+        ):  # a graph has no events
             return self._offloaded.start(piece, self.shard.dtype)
         return piece.to(self.shard.device, self.shard.dtype)
 
@@ -84,7 +103,9 @@ class ParamStorage:
             optimizer, one more after each step of the optimizer.
         """
         versions = [_version(x, self._moves) for x in parameters]
-        if self._find(versions, _WHOLE) is not None or (self._pending is not None and self._pending[0] == versions):
+        if self._find(versions, _WHOLE) is not None or (
+            self._pending is not None and self._pending[0] == versions
+        ):
             return
         self.drop_pending()  # it may still read the shard
         self.move_to_shard(parameters)
@@ -107,15 +128,25 @@ class ParamStorage:
 
     def _shard_in_use(self) -> Tensor:
         """Return the shard on the device, in the dtype in which parameters are used."""
-        shard = self.shard.to(self.flat.mesh.device, non_blocking=True)  # a copy that also casts would wait
+        shard = self.shard.to(
+            self.flat.mesh.device, non_blocking=True
+        )  # a copy that also casts would wait
         return shard.to(self._policy.used_as(shard.dtype))
 
     def _find(self, versions: Any, axes: tuple[str, ...]) -> Tensor | None:
         copy = self._copies.get(axes)
-        if copy is None or copy[0] != versions or (copy[1].is_inference() and not torch.is_inference_mode_enabled()):
+        if (
+            copy is None
+            or copy[0] != versions
+            or (copy[1].is_inference() and not torch.is_inference_mode_enabled())
+        ):
             return None
         recorder = thread_context.recorder
-        if recorder is not None and axes != self._stage.parameter and recorder.node_of(copy[1]) is None:
+        if (
+            recorder is not None
+            and axes != self._stage.parameter
+            and recorder.node_of(copy[1]) is None
+        ):
             return None  # gathered before the recording, such as by a validation: later calls will not find it
         return copy[1]
 
@@ -125,7 +156,10 @@ class ParamStorage:
             versions, wait = self._pending
             self._pending = None
             whole = wait()
-            self._copies[_WHOLE], self._address = (versions, whole), whole.untyped_storage().data_ptr()
+            self._copies[_WHOLE], self._address = (
+                (versions, whole),
+                whole.untyped_storage().data_ptr(),
+            )
         return self._copies[_WHOLE][1]
 
     @property
@@ -143,7 +177,9 @@ class ParamStorage:
         """The storage address of the whole buffer, None while it is not gathered."""
         return self._address if _WHOLE in self._copies else None
 
-    def update_shard(self, parameters: Sequence[ShardedTensor], values: dict[int, Tensor], *, is_in_whole: bool) -> None:
+    def update_shard(
+        self, parameters: Sequence[ShardedTensor], values: dict[int, Tensor], *, is_in_whole: bool
+    ) -> None:
         """Write this rank's rows of whole values to parameters. Communication: none.
 
         Args:
@@ -191,7 +227,9 @@ class ParamStorage:
 
     def after_backward(self) -> None:
         """Free all copies that are not kept until the next step."""
-        self._copies = {axes: copy for axes, copy in self._copies.items() if axes == self._stage.parameter}
+        self._copies = {
+            axes: copy for axes, copy in self._copies.items() if axes == self._stage.parameter
+        }
 
 
 def _version(x: ShardedTensor, moves: int) -> Version:
@@ -201,7 +239,12 @@ def _version(x: ShardedTensor, moves: int) -> Version:
     written every time.
     """
     local = x._local
-    return local.data_ptr(), next(_unique) if local.is_inference() else local._version, x._data_accesses + moves, id(x)
+    return (
+        local.data_ptr(),
+        next(_unique) if local.is_inference() else local._version,
+        x._data_accesses + moves,
+        id(x),
+    )
 
 
 _unique = iter(range(-1, -(1 << 62), -1))

@@ -45,9 +45,13 @@ class _SavedWrapper(ShardedTensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
-            return ShardedTensor._make_guarded(args[0]._local, args[0]._layout, args[0]._lineage)  # with its gradient history
+            return ShardedTensor._make_guarded(
+                args[0]._local, args[0]._layout, args[0]._lineage
+            )  # with its gradient history
         return super().__torch_dispatch__(func, types, args, kwargs)  # pyright: ignore
 
 
@@ -66,7 +70,12 @@ def note_in_checkpoint(values: Any) -> None:
     recomputation would use the parameters themselves.
     """
     hooks = engine_hooks.saved_tensor_hooks()
-    if values and torch.is_grad_enabled() and hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+    if (
+        values
+        and torch.is_grad_enabled()
+        and hooks is not None
+        and hooks[0].__module__ == "torch.utils.checkpoint"
+    ):
         hooks[0](torch.empty(0))
 
 
@@ -80,7 +89,11 @@ class saved_param_hooks:
         gather: `(buffer, offset)` -> the buffer as a tensor, gathered again if it was freed; the offset is for error messages.
     """
 
-    def __init__(self, find: Callable[[int], GatheredBuffer | None], gather: Callable[[GatheredBuffer, int], Tensor]) -> None:
+    def __init__(
+        self,
+        find: Callable[[int], GatheredBuffer | None],
+        gather: Callable[[GatheredBuffer, int], Tensor],
+    ) -> None:
         outer = engine_hooks.saved_tensor_hooks()
         is_checkpoint = outer is not None and outer[0].__module__ == "torch.utils.checkpoint"
 
@@ -90,14 +103,22 @@ class saved_param_hooks:
             buffer = find(x.untyped_storage().data_ptr())
             if buffer is None:
                 return x if outer is None else _OuterPacked(outer[0](x))
-            if is_checkpoint:  # checkpoint compares the number of saved tensors with that of the recomputation
+            if (
+                is_checkpoint
+            ):  # checkpoint compares the number of saved tensors with that of the recomputation
                 outer[0](x)  # type: ignore[index]
             return _BufferView(buffer, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
         def unpack(packed: Any) -> Tensor:
             if type(packed) is _BufferView:
-                return gather(packed.buffer, packed.offset).as_strided(packed.size, packed.stride, packed.offset)
-            return outer[1](packed.packed) if outer is not None and type(packed) is _OuterPacked else packed
+                return gather(packed.buffer, packed.offset).as_strided(
+                    packed.size, packed.stride, packed.offset
+                )
+            return (
+                outer[1](packed.packed)
+                if outer is not None and type(packed) is _OuterPacked
+                else packed
+            )
 
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

@@ -62,7 +62,11 @@ def test_fingerprint_numbers_wrap(four: list[DrivenRank], ahead: int) -> None:
     assert have_all_come(members(four[0].monitor, four[0].recorder(), (1 << 16) + 1))
     for _ in range(ahead):
         four[0].call()
-    (late,) = {m.came for m in members(four[0].monitor, four[0].recorder(), (1 << 16) + 1 + ahead) if m.rank}
+    (late,) = {
+        m.came
+        for m in members(four[0].monitor, four[0].recorder(), (1 << 16) + 1 + ahead)
+        if m.rank
+    }
     assert late is False
 
 
@@ -71,7 +75,12 @@ def test_row_of_an_earlier_round_is_ignored(four: list[DrivenRank]) -> None:
     call_on(four, 0, 1, 2, 3)
     for _ in range(LONG_SLOTS):
         four[0].call("all_gather")
-    assert [m.came for m in members(four[0].monitor, four[0].recorder(), LONG_SLOTS)] == [True, False, False, False]
+    assert [m.came for m in members(four[0].monitor, four[0].recorder(), LONG_SLOTS)] == [
+        True,
+        False,
+        False,
+        False,
+    ]
     assert four[0].diagnosed(LONG_SLOTS, waited=LONG_S) is None
 
 
@@ -101,7 +110,10 @@ def test_outlier_of_four_ranks(four: list[DrivenRank], field: str, outlier: int)
     assert found.seen[0].rank == outlier
     assert {seen.rank for seen in found.seen} == {0, 1, 2, 3}
     assert all(seen.place.rpartition("/")[2].startswith("driven_ranks.py:") for seen in found.seen)
-    assert f"rank {outlier} called another collective than ranks {', '.join(map(str, rest))}" in found.text
+    assert (
+        f"rank {outlier} called another collective than ranks {', '.join(map(str, rest))}"
+        in found.text
+    )
 
 
 def test_the_source_of_a_broadcast(four: list[DrivenRank]) -> None:
@@ -113,7 +125,12 @@ def test_the_source_of_a_broadcast(four: list[DrivenRank]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tag", "field"), [("f64[4] @ P() -> P()", "dtype"), ("f32[2, 2] @ P() -> P()", "shape"), ("f32[4] @ P('x') -> P()", "layout")]
+    ("tag", "field"),
+    [
+        ("f64[4] @ P() -> P()", "dtype"),
+        ("f32[2, 2] @ P() -> P()", "shape"),
+        ("f32[4] @ P('x') -> P()", "layout"),
+    ],
 )
 def test_layout_difference_is_named(four: list[DrivenRank], tag: str, field: str) -> None:
     call_on(four, 0, 1, 2, tag="f32[4] @ P() -> P()")
@@ -136,7 +153,9 @@ def test_lineage_difference_is_an_outlier(four: list[DrivenRank]) -> None:
     assert "made differently" in found.text
 
 
-@pytest.mark.parametrize("other", [lineage(1, 5, 6), lineage(4, 2, 6), lineage(4, 5, 3), lineage(1, 2, 6), 0])
+@pytest.mark.parametrize(
+    "other", [lineage(1, 5, 6), lineage(4, 2, 6), lineage(4, 5, 3), lineage(1, 2, 6), 0]
+)
 def test_one_common_hash_is_enough(four: list[DrivenRank], other: int) -> None:
     call_on(four, 0, 1, 3, lineage=lineage(1, 2, 3))
     four[2].call(lineage=other)
@@ -172,7 +191,11 @@ def test_rank_with_its_own_line_and_tensor(ours, theirs, layout: int, expected: 
         for line in lines:
             buffer.note_line(line)
     one, other = lineage(1, 2, 3, 7), lineage(4, 5, 6, layout)
-    assert differ(one, buffers[0], other, buffers[1]) is differ(other, buffers[1], one, buffers[0]) is expected
+    assert (
+        differ(one, buffers[0], other, buffers[1])
+        is differ(other, buffers[1], one, buffers[0])
+        is expected
+    )
     assert not differ(one, buffers[0], lineage(1, 5, 6, layout), buffers[1])
     assert differ(one, None, other, buffers[1])
 
@@ -400,7 +423,9 @@ def test_ranks_that_may_still_arrive_are_waited_for(four: list[DrivenRank]) -> N
 
 def test_worst_correspondent_by_share_then_count() -> None:
     worst = worst_correspondent
-    assert worst([0, 1, 2, 3], [(0, 1, True), (0, 2, False), (0, 3, True)]) == (2,)  # all of rank 2's, a third of rank 0's
+    assert worst([0, 1, 2, 3], [(0, 1, True), (0, 2, False), (0, 3, True)]) == (
+        2,
+    )  # all of rank 2's, a third of rank 0's
     assert worst([4, 5, 6, 7], [(0, 1, False), (0, 2, False), (0, 3, False)]) == (4,)
     assert worst([0, 1, 2, 3], [(0, 1, False), (2, 3, True)]) == ()
 

@@ -97,10 +97,17 @@ def test_devices_that_cannot_be_queried():
         raise subprocess.TimeoutExpired([], 60.0)
 
     assert probed("CUDA 12.8", True, hangs).error == "the driver did not answer within 60 s"
-    assert probed("CUDA 12.8", True, ended("", "Traceback\nRuntimeError: driver too old\n", 1)).error == "RuntimeError: driver too old"
+    assert (
+        probed("CUDA 12.8", True, ended("", "Traceback\nRuntimeError: driver too old\n", 1)).error
+        == "RuntimeError: driver too old"
+    )
     assert probed("CUDA 12.8", True, ended("", "", -11)).error == "exit status -11"
-    printed = json.dumps({"devices": [["H100", 80 * GIB, 79 * GIB]], "no_peers": [[0, 1]], "nccl": "2.27.3"})
-    assert probed("CUDA 12.8", True, ended(printed)) == Devices("CUDA 12.8", True, (GPU,), ((0, 1),), "2.27.3")
+    printed = json.dumps(
+        {"devices": [["H100", 80 * GIB, 79 * GIB]], "no_peers": [[0, 1]], "nccl": "2.27.3"}
+    )
+    assert probed("CUDA 12.8", True, ended(printed)) == Devices(
+        "CUDA 12.8", True, (GPU,), ((0, 1),), "2.27.3"
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -142,14 +149,22 @@ def test_files_of_dead_jobs_are_found_and_of_live_jobs_are_not(tmp_path):
         (tmp_path / f"torch_{pid}_1_0").write_bytes(b"1234")
     (tmp_path / f"{folder_prefix()}empty").mkdir()
     (tmp_path / "torch_notes").touch()
-    expected = [Leftover(f"{tmp_path}/{folder_prefix()}dead", BUFFER_BYTES), Leftover(f"{tmp_path}/torch_{done.pid}_1_0", 4)]
+    expected = [
+        Leftover(f"{tmp_path}/{folder_prefix()}dead", BUFFER_BYTES),
+        Leftover(f"{tmp_path}/torch_{done.pid}_1_0", 4),
+    ]
     assert list(leftovers([tmp_path], tmp_path)) == expected
 
 
 def write_page(folder: Path, pid: int) -> None:
     memory = bytearray(BUFFER_BYTES)
     words = TraceBuffer(memory).words
-    words[Header.MAGIC], words[Header.PID], words[Header.BORN], words[Header.PID_SPACE] = MAGIC, pid, born(pid), pid_space()
+    words[Header.MAGIC], words[Header.PID], words[Header.BORN], words[Header.PID_SPACE] = (
+        MAGIC,
+        pid,
+        born(pid),
+        pid_space(),
+    )
     folder.mkdir()
     (folder / "rank0.trace").write_bytes(memory)
 
@@ -178,11 +193,20 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in (*JOB, *BY_HAND)}
 
 
-def doctor(*arguments: str, env: dict[str, str], before: str = "") -> subprocess.CompletedProcess[str]:
+def doctor(
+    *arguments: str, env: dict[str, str], before: str = ""
+) -> subprocess.CompletedProcess[str]:
     code = f"import sys; from shardmesh.__main__ import main; {before}; sys.exit(main(['doctor', *sys.argv[1:]]))"
-    start = [sys.executable, "-c", code] if before else [sys.executable, "-m", "shardmesh", "doctor"]
+    start = (
+        [sys.executable, "-c", code] if before else [sys.executable, "-m", "shardmesh", "doctor"]
+    )
     process = subprocess.Popen(
-        [*start, *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*start, *arguments],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         out, err = process.communicate(timeout=2 * LIMIT_S)
@@ -247,7 +271,10 @@ def test_in_a_job_it_uses_its_ranks_and_one_prints(world4):
         (axis, op) for axis in ("dp", "tp") for op in ("all_reduce", "all_to_all")
     ]
     assert checks["collectives"]["status"] == checks["clocks"]["status"] == "ok"
-    assert checks["process group"]["found"] == "cpu: gloo, 300 s; cuda: gloo, 300 s; device bound: none"  # as the pool starts it
+    assert (
+        checks["process group"]["found"]
+        == "cpu: gloo, 300 s; cuda: gloo, 300 s; device bound: none"
+    )  # as the pool starts it
     assert checks["device of each rank"]["found"] == "none: no GPU"
     assert checks["hosts"]["found"] == f"{socket.gethostname()}: ranks 0, 1, 2, 3"
 
@@ -260,5 +287,7 @@ def refused(arguments: list[str]) -> str:
 
 
 def test_in_a_job_the_mesh_must_be_of_all_ranks(world4):
-    assert all("has 6 ranks, but the job has 4" in said for said in world4(refused, ["--mesh", "dp=6"]))
+    assert all(
+        "has 6 ranks, but the job has 4" in said for said in world4(refused, ["--mesh", "dp=6"])
+    )
     assert all("a job of 4 already" in said for said in world4(refused, ["--nprocs", "2"]))

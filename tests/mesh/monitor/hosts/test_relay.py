@@ -43,7 +43,9 @@ def soon(condition: Callable[[], object]) -> None:
 
 
 def record(buffer: TraceBuffer, number: int, call: str, place: str = "train.py:1") -> None:
-    buffer.write_record(number, (number, buffer.text(call), buffer.text(place), 10, 20, 7, 100, 200))
+    buffer.write_record(
+        number, (number, buffer.text(call), buffer.text(place), 10, 20, 7, 100, 200)
+    )
 
 
 # -- copies of trace buffers --------------------------------------------------------------------------------------------
@@ -70,7 +72,10 @@ def test_copy_equals_the_trace_buffer(pair):
     buffer.add_group(99, "dp\t0,2")
     buffer.words[Header.DOING] = buffer.text("loading data")
     row = row_of(0)
-    buffer.words[row : row + SLOT_WORDS], buffer.words[called_at(0)] = memoryview(bytes(range(SLOT_WORDS * 8))).cast("Q"), 1
+    buffer.words[row : row + SLOT_WORDS], buffer.words[called_at(0)] = (
+        memoryview(bytes(range(SLOT_WORDS * 8))).cast("Q"),
+        1,
+    )
     for number in range(70):
         record(buffer, number, f"call {number % 3}")
     buffer.write_stack("  File train.py, line 3")
@@ -79,8 +84,15 @@ def test_copy_equals_the_trace_buffer(pair):
     assert list(other.records()) == list(buffer.records())
     assert (other.find_group(99), other.group_text(0)) == (0, "dp\t0,2")
     assert other.read_text(other.words[Header.DOING]) == "loading data"
-    assert other.words[row : row + SLOT_WORDS].tolist() == buffer.words[row : row + SLOT_WORDS].tolist()
-    assert (other.read_stack(), other.words[Header.RANK], other.words[Header.PID_SPACE]) == ("  File train.py, line 3", 2, 0)
+    assert (
+        other.words[row : row + SLOT_WORDS].tolist()
+        == buffer.words[row : row + SLOT_WORDS].tolist()
+    )
+    assert (other.read_stack(), other.words[Header.RANK], other.words[Header.PID_SPACE]) == (
+        "  File train.py, line 3",
+        2,
+        0,
+    )
 
 
 def test_only_changes_are_sent(pair):
@@ -97,7 +109,11 @@ def test_only_changes_are_sent(pair):
 
 def test_times_are_on_the_readers_clock(pair):
     buffer, source, copy = pair
-    buffer.words[Header.HEARTBEAT], buffer.words[Header.BLOCKED_SINCE], buffer.words[Header.BLOCKED] = 5_000_000_000, 2_000_000_000, 1
+    (
+        buffer.words[Header.HEARTBEAT],
+        buffer.words[Header.BLOCKED_SINCE],
+        buffer.words[Header.BLOCKED],
+    ) = 5_000_000_000, 2_000_000_000, 1
     carry(source, copy)
     now = time.monotonic_ns()
     beat = copy.buffer.words[Header.HEARTBEAT]
@@ -113,9 +129,15 @@ def test_lost_rank_comes_back(pair):
     carry(source, copy)
     copy.set_reason("host-b is down")
     copy.mark_lost()
-    assert (copy.buffer.words[Header.STATE], copy.buffer.read_text(copy.buffer.words[Header.DOING])) == (RankState.LOST, "host-b is down")
+    assert (
+        copy.buffer.words[Header.STATE],
+        copy.buffer.read_text(copy.buffer.words[Header.DOING]),
+    ) == (RankState.LOST, "host-b is down")
     copy.write({0: bytes(buffer.data[:256])}, source.versions)
-    assert (copy.buffer.words[Header.STATE], copy.buffer.words[Header.DOING]) == (RankState.RUNNING, 0)
+    assert (copy.buffer.words[Header.STATE], copy.buffer.words[Header.DOING]) == (
+        RankState.RUNNING,
+        0,
+    )
 
 
 def test_buffer_of_another_rank_is_never_written(tmp_path):
@@ -187,15 +209,24 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     monkeypatch.setattr(relay_module, "_TICK_S", 0.02)
     monkeypatch.setenv("SHARDMESH_HOST_LOST_S", "0.5")
     made = Ranks(tmp_path, monkeypatch)
-    soon(lambda: all(made.buffer(reader, rank) is not None for reader in range(4) for rank in range(4)))
+    soon(
+        lambda: all(
+            made.buffer(reader, rank) is not None for reader in range(4) for rank in range(4)
+        )
+    )
     yield made
     made.close()
 
 
 def test_all_ranks_see_all_buffers_until_they_end(ranks):
     record(ranks.monitors[3].buffer, 0, "all_reduce")
-    soon(lambda: ranks.buffer(0, 3).last is not None and ranks.buffer(0, 3).last.call == "all_reduce")
-    assert (ranks.buffer(0, 3).words[Header.PID_SPACE], ranks.buffer(0, 1).words[Header.PID_SPACE] > 0) == (0, True)
+    soon(
+        lambda: ranks.buffer(0, 3).last is not None and ranks.buffer(0, 3).last.call == "all_reduce"
+    )
+    assert (
+        ranks.buffer(0, 3).words[Header.PID_SPACE],
+        ranks.buffer(0, 1).words[Header.PID_SPACE] > 0,
+    ) == (0, True)
     for rank in (2, 3):
         ranks.monitors[rank].buffer.words[Header.STATE] = RankState.ENDED
         ranks.relays[rank].close()
@@ -266,8 +297,16 @@ class Broken:
 def test_nothing_is_lost_after_a_broken_connection(ranks):
     ranks.relays[2]._store = Broken(ranks.relays[2]._store)
     record(ranks.monitors[2].buffer, 0, "lost on its way")
-    soon(lambda: ranks.beat() or ((last := ranks.buffer(0, 2).last) is not None and last.call == "lost on its way"))
-    assert [relay for relay in ranks.relays if relay._is_speaker()] == [ranks.relays[0], ranks.relays[2]], "it was not told by rank 3"
+    soon(
+        lambda: (
+            ranks.beat()
+            or ((last := ranks.buffer(0, 2).last) is not None and last.call == "lost on its way")
+        )
+    )
+    assert [relay for relay in ranks.relays if relay._is_speaker()] == [
+        ranks.relays[0],
+        ranks.relays[2],
+    ], "it was not told by rank 3"
 
 
 def test_without_the_store_all_other_hosts_are_lost(ranks):
@@ -275,7 +314,10 @@ def test_without_the_store_all_other_hosts_are_lost(ranks):
         relay._try_to = lambda act: time.sleep(0.01)  # type: ignore[method-assign]
     soon(ranks.sees(1, 2, RankState.LOST))
     reason = ranks.buffer(1, 2).read_text(ranks.buffer(1, 2).words[Header.DOING])
-    assert re.search(r"has no answer from the store at here:1 since \d\.\d s, and so knows nothing of \S+ \(ranks 2, 3\)", reason), reason
+    assert re.search(
+        r"has no answer from the store at here:1 since \d\.\d s, and so knows nothing of \S+ \(ranks 2, 3\)",
+        reason,
+    ), reason
 
 
 def test_relay_only_runs_if_there_may_be_other_hosts(monkeypatch, tmp_path):

@@ -1,6 +1,6 @@
 """Four gloo ranks of which one is killed; a separate program, which forks the ranks after importing torch.
 
-    python crash.py PORT     prints nothing; the ranks' trace buffers stay in SHARDMESH_WATCH_DIR
+python crash.py PORT     prints nothing; the ranks' trace buffers stay in SHARDMESH_WATCH_DIR
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def start(rank: int) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    os.environ.update(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+    os.environ.update(
+        WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1]
+    )
     codes = [os.waitpid(pid, 0)[1] for pid in [start(rank) for rank in range(4)]]
     print([os.waitstatus_to_exitcode(code) for code in codes])

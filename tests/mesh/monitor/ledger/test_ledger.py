@@ -16,7 +16,13 @@ import torch
 import shardmesh as sm
 from shardmesh.__main__ import main
 from shardmesh.mesh import current_world, init_device_mesh, null_world, simulate
-from shardmesh.mesh.comm.recording.trace_buffer import RECORD_WORDS, RECORDS, RING, Header, TraceBuffer
+from shardmesh.mesh.comm.recording.trace_buffer import (
+    RECORD_WORDS,
+    RECORDS,
+    RING,
+    Header,
+    TraceBuffer,
+)
 from shardmesh.mesh.monitor.ledger.ledger import Ledger, LedgerEntry, ledger, mark_step, read_buffer
 from shardmesh.mesh.settings import collective_check, settings
 from tests.mesh.monitor.four_ranks import SIZE, every_collective, ledger_of
@@ -42,7 +48,14 @@ def test_every_collective_is_listed_with_its_bytes() -> None:
     ]
     assert [e.sequence for e in found] == [0, 0, 1, 0, 1, 2, 3, 4]
     assert [e.record for e in found] == list(range(8))
-    assert [(e.bytes_sent, e.bytes_received) for e in found[:6]] == [(32, 32), (32, 32), (16, 16), (24, 24), (0, 16), (32, 32)]
+    assert [(e.bytes_sent, e.bytes_received) for e in found[:6]] == [
+        (32, 32),
+        (32, 32),
+        (16, 16),
+        (24, 24),
+        (0, 16),
+        (32, 32),
+    ]
     lines = [int(e.place.rpartition(":")[2]) for e in found]
     assert lines == list(range(lines[0], lines[0] + 8))
     assert {e.place.rpartition("/")[2].partition(":")[0] for e in found} == {"four_ranks.py"}
@@ -137,7 +150,9 @@ def test_ledger_can_be_read_while_the_rank_runs() -> None:
         for _ in range(5):
             entries = read_buffer(traces[0]).entries
             assert all(e.bytes_sent == 4 * (e.elements or 0) for e in entries)
-            assert all(b.sequence == a.sequence + 1 and a.start <= b.start for a, b in pairwise(entries))
+            assert all(
+                b.sequence == a.sequence + 1 and a.start <= b.start for a, b in pairwise(entries)
+            )
     finally:
         over.set()
         thread.join()
@@ -151,7 +166,13 @@ def test_records_missing_from_a_copy_are_omitted() -> None:
     buffer.data[RING * 8 : (RING + 3 * RECORD_WORDS) * 8] = bytes(3 * RECORD_WORDS * 8)
     buffer.words[RING + 4 * RECORD_WORDS] |= 0xFFFF << 48
     found = read_buffer(buffer)
-    assert [e.op for e in found.entries] == ["all_to_all", "broadcast", "permute", "barrier", "all_gather_object"]
+    assert [e.op for e in found.entries] == [
+        "all_to_all",
+        "broadcast",
+        "permute",
+        "barrier",
+        "all_gather_object",
+    ]
     assert [e.group for e in found.entries] == ["dp,tp", "?", "dp,tp", "dp,tp", "dp,tp"]
     assert "broadcast(src=2, bfloat16, 8 elements)" in found.report()
 
@@ -160,7 +181,11 @@ def test_current_collective_of_a_waiting_rank_is_shown() -> None:
     with null_world(4) as world:
         every_collective(0)
         words = world.trace_buffer.words
-        words[Header.BLOCKED], words[Header.BLOCKED_SINCE], words[Header.HEARTBEAT] = 1, 1_000_000_000, 3_500_000_000
+        words[Header.BLOCKED], words[Header.BLOCKED_SINCE], words[Header.HEARTBEAT] = (
+            1,
+            1_000_000_000,
+            3_500_000_000,
+        )
         words[Header.CLOCK] = 7
         found = ledger().ranks[0]
     assert found.blocked == found.entries[0]
@@ -177,7 +202,9 @@ def test_collectives_match_across_ranks() -> None:
         entries = list(each.values())
         assert set(each) == set(entries[0].ranks)
         assert len({(e.op, e.group_key, e.sequence, e.elements, e.place) for e in entries}) == 1
-    assert [e.start for e in found.entries] == sorted(e.start for r in found.ranks.values() for e in r.entries)
+    assert [e.start for e in found.entries] == sorted(
+        e.start for r in found.ranks.values() for e in r.entries
+    )
 
 
 # -- real processes ----------------------------------------------------------------------------------------------------
@@ -192,7 +219,10 @@ def _meet() -> tuple[str, dict[int, str], list[LedgerEntry], str]:
     found = ledger()
     assert world.monitor is not None
     states = {rank: each.state for rank, each in found.ranks.items()}
-    last = [next(e for e in reversed(each.entries) if e.op == "all_reduce") for each in found.ranks.values()]
+    last = [
+        next(e for e in reversed(each.entries) if e.op == "all_reduce")
+        for each in found.ranks.values()
+    ]
     return str(world.monitor.directory.folder), states, last, str(found)
 
 
@@ -223,7 +253,9 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = {"SHARDMESH_WATCH_DIR": str(folder), "OMP_NUM_THREADS": "1", "PATH": ""}
     if path := [p for p in sys.path if p.endswith(".venv/src")]:
         env["PYTHONPATH"] = path[0]
-    done = subprocess.run([sys.executable, CRASH, str(port)], env=env, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(
+        [sys.executable, CRASH, str(port)], env=env, capture_output=True, text=True, timeout=90
+    )
     assert done.stdout.strip() == "[7, 7, -9, 7]", done.stderr
     (job,) = folder.iterdir()
     return job
@@ -241,30 +273,45 @@ def test_collectives_of_a_killed_rank_are_kept(crashed: Path) -> None:
     assert all(e.end is not None for e in killed.entries)
     for rank in (0, 1, 3):
         last = found.ranks[rank].entries[-1]
-        assert (last.op, last.reduction, last.elements) in {("all_reduce", "max", 5), ("all_reduce", "sum", 3)}
+        assert (last.op, last.reduction, last.elements) in {
+            ("all_reduce", "max", 5),
+            ("all_reduce", "sum", 3),
+        }
     assert any(found.ranks[rank].entries[-1].is_under_way for rank in (0, 1, 3))
 
 
-def test_command_shows_what_happened(crashed: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_shows_what_happened(
+    crashed: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(crashed.parent))
     trace, dumps = tmp_path / "trace.json", tmp_path / "dumps"
-    assert main(["ledger", "--last", "2", "--trace", str(trace), "--flight-recorder", str(dumps)]) == 0
+    assert (
+        main(["ledger", "--last", "2", "--trace", str(trace), "--flight-recorder", str(dumps)]) == 0
+    )
     said = capsys.readouterr().out
     assert said.startswith(f"{crashed}\n")
     assert f"rank 2 of 4 on {socket.gethostname()}" in said
     assert "why the job could not go on (lost):\nrank 2 died" in said
     assert said.count("all_reduce(") >= 4
     assert trace.stat().st_size > 0
-    assert {path.name for path in dumps.iterdir()} == {f"trace_rank_{r}" for r in range(4)} | {f"rank_{r}.json" for r in range(4)}
+    assert {path.name for path in dumps.iterdir()} == {f"trace_rank_{r}" for r in range(4)} | {
+        f"rank_{r}.json" for r in range(4)
+    }
 
 
 def test_the_command_shows_stragglers(crashed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ledger", str(crashed), "--stragglers"]) == 0
     said = capsys.readouterr().out
-    assert [line.split()[0] for line in said.splitlines() if line[:2] in ("0 ", "1 ", "2 ")] == ["0", "1", "2"]
+    assert [line.split()[0] for line in said.splitlines() if line[:2] in ("0 ", "1 ", "2 ")] == [
+        "0",
+        "1",
+        "2",
+    ]
 
 
-def test_command_without_jobs_says_where_it_looked(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_without_jobs_says_where_it_looked(
+    tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(tmp_path))
     for arguments in ([], [str(tmp_path / "nowhere")]):
         with pytest.raises(SystemExit):

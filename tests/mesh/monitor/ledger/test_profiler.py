@@ -14,16 +14,24 @@ from shardmesh.mesh.monitor.ledger.profiler import named
 def test_each_redistribution_has_a_name() -> None:
     with null_world(4):
         mesh = init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
-        x, y = (sm.device_put(torch.ones(8, 4), mesh, sm.P(axis)).requires_grad_() for axis in ("dp", "tp"))
+        x, y = (
+            sm.device_put(torch.ones(8, 4), mesh, sm.P(axis)).requires_grad_()
+            for axis in ("dp", "tp")
+        )
         with profile(activities=[ProfilerActivity.CPU]) as prof:
             x.redistribute(sm.P()).to_local()
             sm.redistribute_many([x, y], [sm.P(), sm.P(None, "dp")])
             y.redistribute(sm.P("dp")).to_local().sum().backward()
     names = {e.name for e in prof.events() or () if e.name.startswith("shardmesh::redistribute ")}
-    found = sorted(name.removeprefix("shardmesh::redistribute ").replace(" on (dp=2, tp=2)", "") for name in names)
+    found = sorted(
+        name.removeprefix("shardmesh::redistribute ").replace(" on (dp=2, tp=2)", "")
+        for name in names
+    )
     assert "f32[8, 4] @ P('dp', None) -> P(None, None)" in found
     assert "f32[8, 4] @ P('tp', None) -> P('dp', None)" in found
-    assert any(name.startswith("2 tensors (f32[8, 4] @ P('dp', None) -> P(None, None);") for name in found)
+    assert any(
+        name.startswith("2 tensors (f32[8, 4] @ P('dp', None) -> P(None, None);") for name in found
+    )
     assert len(found) >= 4  # and the way back of the gradient
 
 

@@ -84,7 +84,15 @@ def test_simultaneous_ranks_do_not_wait() -> None:
     found = report({rank: [(0, 1), (2, 3), (4, 5), (6, 7)] for rank in range(4)})
     assert found.all.total == 0
     assert found.all.straggler is None
-    assert str(found).splitlines()[1].split() == ["0", "-", "0.000", "0.000", "0.000", "0.000", "0.000"]
+    assert str(found).splitlines()[1].split() == [
+        "0",
+        "-",
+        "0.000",
+        "0.000",
+        "0.000",
+        "0.000",
+        "0.000",
+    ]
 
 
 def test_of_many_ranks_the_latest_are_shown() -> None:

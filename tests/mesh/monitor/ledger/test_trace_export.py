@@ -19,7 +19,10 @@ from tests.mesh.monitor.four_ranks import every_collective, ledger_of, run, set_
 
 fr_trace: Any = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
 fr_types: Any = pytest.importorskip("torch.distributed.flight_recorder.components.types")
-needs_gloo = pytest.mark.skipif('"gloo"' not in Path(fr_types.__file__).read_text(), reason="torch 2.11 analyzes dumps of NCCL only")
+needs_gloo = pytest.mark.skipif(
+    '"gloo"' not in Path(fr_types.__file__).read_text(),
+    reason="torch 2.11 analyzes dumps of NCCL only",
+)
 
 
 # -- trace -------------------------------------------------------------------------------------------------------------
@@ -55,11 +58,18 @@ def test_the_same_collective_has_the_same_name_on_all_ranks() -> None:
     for e in _slices(trace_export.events(ledger_of(every_collective))):
         where.setdefault(e["args"]["collective"], set()).add(e["pid"])
         assert e["pid"] in e["args"]["ranks"]
-    assert sorted(map(sorted, where.values())) == sorted([[0, 2], [1, 3], *[[0, 1], [2, 3]] * 2, *[[0, 1, 2, 3]] * 5])
+    assert sorted(map(sorted, where.values())) == sorted(
+        [[0, 2], [1, 3], *[[0, 1], [2, 3]] * 2, *[[0, 1, 2, 3]] * 5]
+    )
 
 
 def test_overlapping_collectives_are_on_different_threads() -> None:
-    buffers = run(lambda rank: [init_device_mesh("cpu", (4,)).group().all_reduce(torch.ones(2)) for _ in range(4)] and None)
+    buffers = run(
+        lambda rank: (
+            [init_device_mesh("cpu", (4,)).group().all_reduce(torch.ones(2)) for _ in range(4)]
+            and None
+        )
+    )
     for buffer in buffers.values():
         for number, times in enumerate([(1000, 9000), (2000, 3000), (4000, 5000), (9000, 9500)]):
             set_times(buffer, number, *times)
@@ -135,19 +145,29 @@ def _odd_size(rank: int) -> None:
 
 
 def _odd_dtype(rank: int) -> None:
-    init_device_mesh("cpu", (4,)).group().all_reduce(torch.ones(4, dtype=torch.float64 if rank == 2 else torch.bfloat16))
+    init_device_mesh("cpu", (4,)).group().all_reduce(
+        torch.ones(4, dtype=torch.float64 if rank == 2 else torch.bfloat16)
+    )
 
 
 @needs_gloo
 @pytest.mark.parametrize(
     ("program", "kind", "sequence"),
-    [(_odd, "COLLECTIVE_TYPE_MISMATCH", 2), (_odd_size, "SIZE_OR_SYNTAX_MISMATCH", 1), (_odd_dtype, "COLLECTIVE_DTYPE_MISMATCH", 1)],
+    [
+        (_odd, "COLLECTIVE_TYPE_MISMATCH", 2),
+        (_odd_size, "SIZE_OR_SYNTAX_MISMATCH", 1),
+        (_odd_dtype, "COLLECTIVE_DTYPE_MISMATCH", 1),
+    ],
 )
-def test_torchs_analyzer_finds_the_outlier(program: Any, kind: str, sequence: int, tmp_path: Path) -> None:
+def test_torchs_analyzer_finds_the_outlier(
+    program: Any, kind: str, sequence: int, tmp_path: Path
+) -> None:
     found = _analysed(ledger_of(program), tmp_path / "dumps")
     (bad,) = [c for c in found.collectives if not c.pass_check]
     assert bad.collective_seq_id == sequence
-    assert {rank: str(c.type_of_mismatch.state.name) for rank, c in bad.mismatch_collectives.items()} == {2: kind}
+    assert {
+        rank: str(c.type_of_mismatch.state.name) for rank, c in bad.mismatch_collectives.items()
+    } == {2: kind}
     (frame,) = bad.mismatch_collectives[2].collective_frames
     assert frame["filename"] == __file__
     assert frame["line"] > 0
@@ -155,7 +175,9 @@ def test_torchs_analyzer_finds_the_outlier(program: Any, kind: str, sequence: in
 
 @needs_gloo
 def test_torchs_analyzer_finds_the_missing_rank(tmp_path: Path) -> None:
-    found = _analysed(ledger_of(lambda rank: every_collective(rank) if rank != 3 else None), tmp_path / "dumps")
+    found = _analysed(
+        ledger_of(lambda rank: every_collective(rank) if rank != 3 else None), tmp_path / "dumps"
+    )
     missing = [c.missing_ranks for c in found.collectives if c.missing_ranks]
     assert missing
     assert all(ranks == {3} for ranks in missing)
@@ -167,11 +189,19 @@ def test_files_have_torchs_fields(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "rank_1.json").read_text())["pg_config"] == dump["pg_config"]
     first, gather, scatter = dump["entries"][:3]
     assert first["profiling_name"] == "gloo:all_reduce"
-    assert (first["input_sizes"], first["input_dtypes"], first["state"]) == ([[8]], ["Float"], "completed")
+    assert (first["input_sizes"], first["input_dtypes"], first["state"]) == (
+        [[8]],
+        ["Float"],
+        "completed",
+    )
     assert (gather["input_sizes"], gather["output_sizes"]) == ([[8]], [[16]])
     assert (scatter["input_sizes"], scatter["output_sizes"]) == ([[8]], [[4]])
     assert dump["entries"][4]["input_dtypes"] == ["BFloat16"]
-    assert {tuple(json.loads(g["ranks"])) for g in dump["pg_config"].values()} == {(1, 3), (0, 1), (0, 1, 2, 3)}
+    assert {tuple(json.loads(g["ranks"])) for g in dump["pg_config"].values()} == {
+        (1, 3),
+        (0, 1),
+        (0, 1, 2, 3),
+    }
     assert [s["last_completed_collective"] for s in dump["pg_status"].values()] == [1, 2, 5]
     assert first["frames"][0]["filename"].endswith("four_ranks.py")
 

@@ -35,9 +35,13 @@ def full() -> Iterator[None]:
 
 STARTS: dict[str, Start] = {
     "all_gather": lambda g, x: g.all_gather(x.new_empty(g.size * x.numel()), x, async_op=True),
-    "reduce_scatter": lambda g, x: g.reduce_scatter(x.new_empty(x.numel() // g.size), x, async_op=True),
+    "reduce_scatter": lambda g, x: g.reduce_scatter(
+        x.new_empty(x.numel() // g.size), x, async_op=True
+    ),
     "all_to_all": lambda g, x: g.all_to_all(torch.empty_like(x), x, async_op=True),
-    "permute": lambda g, x: g.permute(torch.empty_like(x), x, dst=1 - g.rank, src=1 - g.rank, async_op=True),
+    "permute": lambda g, x: g.permute(
+        torch.empty_like(x), x, dst=1 - g.rank, src=1 - g.rank, async_op=True
+    ),
     "all_reduce": lambda g, x: g.all_reduce(x, async_op=True),
     "broadcast": lambda g, x: g.broadcast(x, 0, async_op=True),
 }
@@ -60,9 +64,14 @@ def waited(start: Start, write: Callable[[Tensor], Any], x: Tensor | None = None
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x[1:].zero_(), lambda x: x.view(2, 2).copy_(torch.zeros(2, 2))])
+@pytest.mark.parametrize(
+    "write",
+    [lambda x: x.add_(1), lambda x: x[1:].zero_(), lambda x: x.view(2, 2).copy_(torch.zeros(2, 2))],
+)
 def test_write_to_a_pending_buffer_raises(start: Start, write: Callable[[Tensor], Any]) -> None:
-    with pytest.raises(CollectiveError, match="its buffer was written to while it was under way") as caught:
+    with pytest.raises(
+        CollectiveError, match="its buffer was written to while it was under way"
+    ) as caught:
         waited(start, write)
     assert "test_buffer_check.py:" in str(caught.value)
 
@@ -74,7 +83,9 @@ def test_reading_a_pending_buffer_is_allowed(start: Start, full: None) -> None:
 
 @pytest.mark.parametrize("start", INPUTS.values(), ids=INPUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16, torch.complex64])
-def test_write_that_bypasses_operators_is_found(start: Start, dtype: torch.dtype, full: None) -> None:
+def test_write_that_bypasses_operators_is_found(
+    start: Start, dtype: torch.dtype, full: None
+) -> None:
     def write(x: Tensor) -> None:
         x.data[0] = 0
 
@@ -142,7 +153,10 @@ def test_two_threads_in_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
         blocking.released.set()
         thread.join()
         text = str(caught.value)
-        assert "two threads are in collectives of the group of ranks (0, 1, 2, 3) at the same time: 'loader' in all_reduce at" in text
+        assert (
+            "two threads are in collectives of the group of ranks (0, 1, 2, 3) at the same time: 'loader' in all_reduce at"
+            in text
+        )
         assert "'MainThread' in all_gather at" in text
         assert text.count("test_buffer_check.py:") == 2
         group.all_gather(torch.empty(8), torch.ones(2))
@@ -194,7 +208,9 @@ def test_exceptions_of_threads_are_shown_with_a_stall(monkeypatch: pytest.Monkey
     run(SystemExit(1))
     assert "raised" not in verdict_text.how_it_is(buffer)
     run(MemoryError("no room for the batch"))
-    assert verdict_text.how_it_is(buffer).endswith("; its thread 'loader' raised MemoryError: no room for the batch")
+    assert verdict_text.how_it_is(buffer).endswith(
+        "; its thread 'loader' raised MemoryError: no room for the batch"
+    )
     run(KeyError())
     assert verdict_text.how_it_is(buffer).endswith("; its thread 'loader' raised KeyError")
     assert len(seen) == 3

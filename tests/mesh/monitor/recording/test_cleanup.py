@@ -15,7 +15,13 @@ from hypothesis import given
 from shardmesh.__main__ import main
 from shardmesh.mesh.comm.recording.trace_buffer import BUFFER_BYTES, MAGIC, Header, RankState
 from shardmesh.mesh.monitor.recording import job_directory
-from shardmesh.mesh.monitor.recording.cleanup import is_left, is_over, remove_jobs_of, remove_left, sweep
+from shardmesh.mesh.monitor.recording.cleanup import (
+    is_left,
+    is_over,
+    remove_jobs_of,
+    remove_left,
+    sweep,
+)
 from shardmesh.mesh.monitor.recording.files import folder_prefix
 from shardmesh.mesh.monitor.recording.job_directory import JobDirectory, is_dead, open_header
 from shardmesh.mesh.monitor.verdict import Verdict
@@ -37,7 +43,13 @@ PROCESSES = {
     "is dead, of another version": False,
 }
 # What else the folder is -> whether it may be deleted.
-FOLDERS = {"ours": True, "a stranger's": False, "open to others": False, "a link": False, "of another name": False}
+FOLDERS = {
+    "ours": True,
+    "a stranger's": False,
+    "open to others": False,
+    "a link": False,
+    "of another name": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +79,9 @@ def make_rank(folder_name: str, rank: int, process: str, parent: Path, dead_pid:
     return directory.folder
 
 
-def make_folder(parent: Path, name: str, processes: list[str], kind: str, age_s: float, dead_pid: int) -> Path:
+def make_folder(
+    parent: Path, name: str, processes: list[str], kind: str, age_s: float, dead_pid: int
+) -> Path:
     elsewhere = parent.parent / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     above = elsewhere if kind == "a link" else parent
@@ -103,7 +117,10 @@ JOBS = st.lists(
 
 @given(jobs=JOBS, by=st.sampled_from(["sweep", "doctor"]))
 def test_only_what_dead_jobs_have_left_is_deleted(
-    jobs: list[tuple[list[str], str, float]], by: str, tmp_path_factory: pytest.TempPathFactory, dead_pid: int
+    jobs: list[tuple[list[str], str, float]],
+    by: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    dead_pid: int,
 ) -> None:
     parent = tmp_path_factory.mktemp("jobs") / "shared"
     parent.mkdir()
@@ -111,7 +128,11 @@ def test_only_what_dead_jobs_have_left_is_deleted(
     expected = []
     for folder, (processes, kind, age) in zip(folders, jobs, strict=True):
         is_whole_or_old = len(processes) == SIZE or age > 0
-        if FOLDERS[kind] and is_whole_or_old and not any(PROCESSES[process] for process in processes):
+        if (
+            FOLDERS[kind]
+            and is_whole_or_old
+            and not any(PROCESSES[process] for process in processes)
+        ):
             expected.append(folder)
     if by == "doctor":
         assert sorted(remove_left([parent])) == sorted(expected)
@@ -127,7 +148,9 @@ def test_only_what_dead_jobs_have_left_is_deleted(
             assert len(list(folder.glob("rank*.trace"))) == len(processes)
 
 
-def test_a_half_written_folder_is_left_to_the_job_that_makes_it(tmp_path: Path, dead_pid: int) -> None:
+def test_a_half_written_folder_is_left_to_the_job_that_makes_it(
+    tmp_path: Path, dead_pid: int
+) -> None:
     """Its first rank has died before the second one has made its file."""
     folder = make_folder(tmp_path, "begins", ["is dead"], "ours", 0.0, dead_pid)
     assert is_over(folder)
@@ -146,7 +169,9 @@ def test_a_rank_whose_files_are_half_written(tmp_path: Path) -> None:
     assert list(remove_left([tmp_path])) == [folder]
 
 
-def test_the_proc_of_another_namespace_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead_pid: int) -> None:
+def test_the_proc_of_another_namespace_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead_pid: int
+) -> None:
     """As after `unshare --pid` without mounting /proc: numbers there mean other processes."""
     folder = make_folder(tmp_path, "job", ["is dead"] * SIZE, "ours", 1000.0, dead_pid)
     header = open_header(folder / "rank0.trace")
@@ -169,9 +194,12 @@ def test_jobs_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead
 
 
 @pytest.mark.parametrize(
-    ("field", "is_left_behind"), [("KeyboardInterrupt", False), ("SIGTERM", False), ("SIGHUP", False), ("ValueError", True)]
+    ("field", "is_left_behind"),
+    [("KeyboardInterrupt", False), ("SIGTERM", False), ("SIGHUP", False), ("ValueError", True)],
 )
-def test_last_rank_of_an_interrupted_job_removes_the_folder(field: str, is_left_behind: bool, tmp_path: Path) -> None:
+def test_last_rank_of_an_interrupted_job_removes_the_folder(
+    field: str, is_left_behind: bool, tmp_path: Path
+) -> None:
     one, two = JobDirectory("job", 0, 2, tmp_path), JobDirectory("job", 1, 2, tmp_path)
     one.post(Verdict("raised", (0,), field, (), "rank 0 ..."))
     one.leave(RankState.ENDED)
@@ -181,11 +209,19 @@ def test_last_rank_of_an_interrupted_job_removes_the_folder(field: str, is_left_
 
 
 def test_the_doctor_deletes_and_says_what(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dead_pid: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    dead_pid: int,
 ) -> None:
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(tmp_path))
-    monkeypatch.setattr("shardmesh.mesh.doctor.command._examine_host", lambda here, mesh: pytest.skip.Exception)
-    dead = [make_folder(tmp_path, name, ["is dead"] * SIZE, "ours", 0.0, dead_pid) for name in ("one", "two")]
+    monkeypatch.setattr(
+        "shardmesh.mesh.doctor.command._examine_host", lambda here, mesh: pytest.skip.Exception
+    )
+    dead = [
+        make_folder(tmp_path, name, ["is dead"] * SIZE, "ours", 0.0, dead_pid)
+        for name in ("one", "two")
+    ]
     living = make_folder(tmp_path, "three", ["lives"] * SIZE, "ours", 0.0, dead_pid)
     with pytest.raises(AttributeError):  # there is no report
         main(["doctor", "--fix"])
@@ -207,5 +243,9 @@ def test_a_killed_job_is_swept_by_the_next(tmp_path: Path) -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     for number in range(3):
-        subprocess.run([sys.executable, "-c", program, f"job{number}", str(tmp_path)], check=False, timeout=100)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{folder_prefix()}job{number}" for number in (1, 2)]
+        subprocess.run(
+            [sys.executable, "-c", program, f"job{number}", str(tmp_path)], check=False, timeout=100
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"{folder_prefix()}job{number}" for number in (1, 2)
+    ]

@@ -69,13 +69,20 @@ try:
 except OSError as error:
     print(error.errno, os.listdir("{tmp_path}/{folder_prefix()}job"))
 """
-    env = os.environ | {"SHARDMESH_WATCH_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    env = os.environ | {
+        "SHARDMESH_WATCH_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+    )
     assert found.stdout == f"{errno.EFBIG} ['alarm']\n", found.stderr
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != BUFFER_BYTES // 2
 
 
-def test_small_shared_memory_uses_another_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_small_shared_memory_uses_another_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("SHARDMESH_WATCH_DIR", raising=False)
     monkeypatch.setattr(files, "_SHARED_MEMORY", tmp_path)
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
@@ -85,13 +92,17 @@ def test_small_shared_memory_uses_another_folder(monkeypatch: pytest.MonkeyPatch
     assert parent_folder(0) != tmp_path / "none"
 
 
-def test_relative_folder_is_resolved_at_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_relative_folder_is_resolved_at_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", "watched")
     monkeypatch.chdir(tmp_path)
     assert parent_folder() == Path(files._start_folder, "watched")
 
 
-def test_hosts_sharing_a_folder_do_not_look_up_each_others_processes(monkeypatch: pytest.MonkeyPatch, two: list[DrivenRank]) -> None:
+def test_hosts_sharing_a_folder_do_not_look_up_each_others_processes(
+    monkeypatch: pytest.MonkeyPatch, two: list[DrivenRank]
+) -> None:
     """All hosts have the same number for the set of processes outside containers."""
     buffer = two[0].monitor.directory.buffer_of(1)
     assert buffer is not None
@@ -121,7 +132,9 @@ def test_concurrent_sweeps(old_folders: Path) -> None:
     assert [path.name for path in old_folders.iterdir()] == [f"{folder_prefix()}dead0"]
 
 
-def test_folder_deleted_while_it_is_listed(old_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_deleted_while_it_is_listed(
+    old_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
 
     def vanishing(path: Path, pattern: str) -> Iterator[Path]:
         """Raise as `glob` does if the folder is removed before it is read."""
@@ -170,7 +183,9 @@ def test_long_verdict_is_truncated(two: list[DrivenRank]) -> None:
     assert found.text.startswith("xxx")
 
 
-def test_process_stopped_while_writing_does_not_block_others(two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_stopped_while_writing_does_not_block_others(
+    two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(directory_module, "_TO_LOCK_S", 0.05)
     with (two[1].monitor.directory.folder / "alarm").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -189,7 +204,9 @@ def test_first_of_verdict_and_giving_up_wins(two: list[DrivenRank], tmp_path: Pa
     assert four.monitor.directory.alarm[0] == Alarm.VERDICT
 
 
-def test_ranks_that_gave_up_only_record(two: list[DrivenRank], capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_gave_up_only_record(
+    two: list[DrivenRank], capsys: pytest.CaptureFixture[str]
+) -> None:
     recorder = two[0].monitor.add_recorder(two[0].world.group((0, 1)))
     two[0].world.monitor = two[0].monitor
     two[1].monitor.give_up("the folder is full")
@@ -240,7 +257,10 @@ def test_giving_up_does_not_block_with_the_main_thread(capsys: pytest.CaptureFix
     waiting.join()
     Agreement(store, "job", "stale", 1, 2).decline("the folder is full")
     assert other.get("shardmesh/watch/job/without") == b"rank 0: the folder is full"
-    assert capsys.readouterr().err == "shardmesh: this job is not monitored: rank 0: the folder is full\n"
+    assert (
+        capsys.readouterr().err
+        == "shardmesh: this job is not monitored: rank 0: the folder is full\n"
+    )
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -257,7 +277,10 @@ def assert_all_train(ended: list[Ended], monitor: str, warnings: int) -> None:
 def test_ranks_without_room_keep_training(forked: Forked, ranks: list[int]) -> None:
     ended = forked(programs.no_room, 4, ranks)
     assert_all_train(ended, "off", 1)
-    assert any("its files cannot be made: [Errno 28] No space left on device" in rank.output for rank in ended)
+    assert any(
+        "its files cannot be made: [Errno 28] No space left on device" in rank.output
+        for rank in ended
+    )
 
 
 def test_ranks_that_cannot_see_each_others_files(forked: Forked) -> None:
@@ -274,7 +297,10 @@ def test_folder_that_fills_up_later(forked: Forked) -> None:
     """All memory was allocated at the start: even a verdict has room."""
     ended = forked(programs.fills_up, 4, mounts={"watch": "size=16m"})
     assert statuses(ended) == [1] * 4
-    assert all("result 40.0 monitor on" in rank.output and "ValueError: no more data" in rank.output for rank in ended)
+    assert all(
+        "result 40.0 monitor on" in rank.output and "ValueError: no more data" in rank.output
+        for rank in ended
+    )
 
 
 def test_read_only_folder(forked: Forked) -> None:
@@ -287,11 +313,15 @@ def test_read_only_folder(forked: Forked) -> None:
 @pytest.mark.parametrize("options", ["size=64m", "size=1m", "ro"])
 def test_shared_memory_of_a_container(forked: Forked, options: str) -> None:
     """If it is full, the files are put into the temporary folder."""
-    assert_all_train(forked(programs.simply_trains, 4, own=False, mounts={"/dev/shm": options}), "on", 0)
+    assert_all_train(
+        forked(programs.simply_trains, 4, own=False, mounts={"/dev/shm": options}), "on", 0
+    )
 
 
 def test_containers_with_shared_memory_of_their_own(forked: Forked) -> None:
-    assert_all_train(forked(programs.in_containers, 4, own=False, mounts={"/dev/shm": "size=64m"}), "off", 1)
+    assert_all_train(
+        forked(programs.in_containers, 4, own=False, mounts={"/dev/shm": "size=64m"}), "off", 1
+    )
 
 
 def test_processes_are_not_ended_without_a_monitor(forked: Forked) -> None:
@@ -307,7 +337,10 @@ def test_folder_deleted_before_all_ranks_have_opened_it(forked: Forked) -> None:
 def test_folder_deleted_later_is_harmless(forked: Forked) -> None:
     ended = forked(programs.vanishes, 4, "late")
     assert statuses(ended) == [1] * 4
-    assert all("result 40.0 monitor on" in rank.output and "ValueError: no more data" in rank.output for rank in ended)
+    assert all(
+        "result 40.0 monitor on" in rank.output and "ValueError: no more data" in rank.output
+        for rank in ended
+    )
 
 
 def test_folder_deleted_repeatedly(forked: Forked) -> None:
@@ -319,7 +352,9 @@ def test_folder_deleted_repeatedly(forked: Forked) -> None:
 
 def test_a_rank_in_another_folder(forked: Forked) -> None:
     try:
-        assert_all_train(forked(programs.changes_folder, 4, SHARDMESH_WATCH_DIR="watched-by-tests"), "on", 0)
+        assert_all_train(
+            forked(programs.changes_folder, 4, SHARDMESH_WATCH_DIR="watched-by-tests"), "on", 0
+        )
     finally:
         shutil.rmtree(ROOT / "watched-by-tests", ignore_errors=True)
 

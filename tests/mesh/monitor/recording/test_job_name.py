@@ -42,7 +42,9 @@ def names(store: Any, infos: Sequence[RankInfo], monkeypatch: pytest.MonkeyPatch
 def alive(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Numbers of processes that live."""
     living: set[int] = set()
-    monkeypatch.setattr(RankInfo, "is_gone", lambda self: self.machine == machine() and self.pid not in living)
+    monkeypatch.setattr(
+        RankInfo, "is_gone", lambda self: self.machine == machine() and self.pid not in living
+    )
     return living
 
 
@@ -53,7 +55,9 @@ def test_all_ranks_find_the_same_name(monkeypatch: pytest.MonkeyPatch, alive: se
 
 @pytest.mark.parametrize("came", [{0, 1, 2}, {0}, {2}, {0, 1}, set()])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_next_attempt_finds_another_name(monkeypatch: pytest.MonkeyPatch, alive: set[int], came: set[int], order: Sequence[int]) -> None:
+def test_next_attempt_finds_another_name(
+    monkeypatch: pytest.MonkeyPatch, alive: set[int], came: set[int], order: Sequence[int]
+) -> None:
     """Also if some ranks of the first attempt never arrived."""
     store = HashStore()
     alive |= {10, 11, 12}
@@ -65,7 +69,9 @@ def test_next_attempt_finds_another_name(monkeypatch: pytest.MonkeyPatch, alive:
     assert not set(first) & set(again)
 
 
-def test_ranks_of_another_host_are_identified_by_their_rank_info(monkeypatch: pytest.MonkeyPatch, alive: set[int]) -> None:
+def test_ranks_of_another_host_are_identified_by_their_rank_info(
+    monkeypatch: pytest.MonkeyPatch, alive: set[int]
+) -> None:
     store = HashStore()
     alive |= {20, 21}
     first = names(store, [info(0, 10, here=False), info(1, 11, here=False)], monkeypatch)

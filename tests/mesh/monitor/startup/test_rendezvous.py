@@ -64,9 +64,13 @@ def test_a_default_group_can_be_started_again(start: Starter, launcher: dist.TCP
 @pytest.mark.parametrize("rank", [0, 1])
 def test_two_processes_of_one_rank(rank: int, start: Starter) -> None:
     envs = by_hand(3)
-    outcomes = start([*envs[:2], Rank(envs[2], delay=1.0), dict(envs[rank])])  # not all ranks are there before the second
+    outcomes = start(
+        [*envs[:2], Rank(envs[2], delay=1.0), dict(envs[rank])]
+    )  # not all ranks are there before the second
     text = the_error(outcomes)
-    assert text.startswith(f"two processes are RANK={rank} at MASTER_ADDR=127.0.0.1, MASTER_PORT={envs[0]['MASTER_PORT']}: ")
+    assert text.startswith(
+        f"two processes are RANK={rank} at MASTER_ADDR=127.0.0.1, MASTER_PORT={envs[0]['MASTER_PORT']}: "
+    )
     for outcome in (outcomes[rank], outcomes[3]):
         assert f"process {outcome.pid} on host {socket.gethostname()}" in text
 
@@ -103,15 +107,21 @@ def test_another_world_size(outlier: int, size: str, start: Starter) -> None:
     outcomes = start(envs)
     text = the_error(outcomes)
     rest = ", ".join(str(rank) for rank in range(4) if rank != outlier)
-    assert text.startswith(f"rank {outlier} does not fit the others:\n  WORLD_SIZE: rank {outlier} has {size}, ranks {rest} have 4")
+    assert text.startswith(
+        f"rank {outlier} does not fit the others:\n  WORLD_SIZE: rank {outlier} has {size}, ranks {rest} have 4"
+    )
     assert f"rank {outlier} is process {outcomes[outlier].pid} on host" in text
 
 
 def test_another_version_of_torch_and_another_setting(start: Starter) -> None:
     envs = by_hand(3)
     envs[0]["SHARDMESH_STALL_WARN_S"] = "7"
-    text = the_error(start([Rank(env, torch="2.0.1" if env["RANK"] == "2" else "2.99") for env in envs]))
-    assert text.startswith("ranks 0, 2 do not fit the others:\n  torch: rank 2 has 2.0.1, ranks 0, 1 have 2.99\n")
+    text = the_error(
+        start([Rank(env, torch="2.0.1" if env["RANK"] == "2" else "2.99") for env in envs])
+    )
+    assert text.startswith(
+        "ranks 0, 2 do not fit the others:\n  torch: rank 2 has 2.0.1, ranks 0, 1 have 2.99\n"
+    )
     assert "SHARDMESH_STALL_WARN_S: rank 0 has 7, ranks 1, 2 have nothing" in text
 
 
@@ -119,14 +129,19 @@ def test_a_tie_is_a_tie(start: Starter) -> None:
     envs = by_hand(2)
     envs[0]["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     text = the_error(start(envs))
-    assert text.startswith("the ranks do not agree:\n  TORCH_DISTRIBUTED_DEBUG: rank 0 has DETAIL, rank 1 has nothing (no majority)")
+    assert text.startswith(
+        "the ranks do not agree:\n  TORCH_DISTRIBUTED_DEBUG: rank 0 has DETAIL, rank 1 has nothing (no majority)"
+    )
 
 
 def test_missing_ranks_are_named(start: Starter) -> None:
     outcomes = start([Rank(env, timeout=2.0) for env in by_hand(4)[:2]])
     text = the_error(outcomes)
     assert text.startswith("ranks 2, 3 of 4 did not come to MASTER_ADDR=127.0.0.1, MASTER_PORT=")
-    assert all(re.search(r"^waiting for ranks 2, 3 of 4 \(\d s\)$", outcome.said, re.MULTILINE) for outcome in outcomes)
+    assert all(
+        re.search(r"^waiting for ranks 2, 3 of 4 \(\d s\)$", outcome.said, re.MULTILINE)
+        for outcome in outcomes
+    )
 
 
 def test_rank_0_is_missing(start: Starter) -> None:
@@ -149,7 +164,9 @@ def test_another_job_by_hand_on_one_port(start: Starter) -> None:
     envs = by_hand(2)
     *job, intruder, stray = start([*envs, *(Rank(dict(env), delay=1.5) for env in envs)])
     assert_all_started(job)
-    assert all("The job has started already, with process" in late.text for late in (intruder, stray))
+    assert all(
+        "The job has started already, with process" in late.text for late in (intruder, stray)
+    )
 
 
 def test_processes_restarted_by_torchrun(start: Starter, launcher: dist.TCPStore) -> None:
@@ -170,22 +187,36 @@ def test_port_is_used_by_another_program(start: Starter) -> None:
 def test_mesh_that_a_rank_already_has_is_not_new(start: Starter) -> None:
     shapes = [[4], [2, 2], [4, 1]]
     again = [[4], [4], [2, 2], [4], [4, 1], [2, 2], [4, 1]]
-    assert_all_started(start([Rank(env, shapes=again if env["RANK"] == "2" else shapes) for env in by_hand(4)]))
+    assert_all_started(
+        start([Rank(env, shapes=again if env["RANK"] == "2" else shapes) for env in by_hand(4)])
+    )
 
 
 def test_ranks_that_make_another_mesh(start: Starter) -> None:
-    outcomes = start([Rank(env, shapes=[[4], [4, 1] if env["RANK"] == "2" else [2, 2]]) for env in by_hand(4)])
+    outcomes = start(
+        [Rank(env, shapes=[[4], [4, 1] if env["RANK"] == "2" else [2, 2]]) for env in by_hand(4)]
+    )
     texts = {outcome.text for outcome in outcomes}
     assert len(texts) == 1
     (text,) = texts
-    assert text.startswith("MeshMismatchError: rank 2 made another mesh than ranks 0, 1, 3 as mesh 2 of the program: they differ in")
+    assert text.startswith(
+        "MeshMismatchError: rank 2 made another mesh than ranks 0, 1, 3 as mesh 2 of the program: they differ in"
+    )
     assert "they differ in shape." in text
     assert "rank 2: DeviceMesh(cpu, axis_0=4, axis_1=1) at " in text
 
 
 def test_meshes_in_another_order(start: Starter) -> None:
-    outcomes = start([Rank(env, shapes=[[2, 1], [1, 2]][:: 1 if env["RANK"] == "0" else -1]) for env in by_hand(2)])
-    assert all("the ranks made different meshes as mesh 1 of the program" in outcome.text for outcome in outcomes)
+    outcomes = start(
+        [
+            Rank(env, shapes=[[2, 1], [1, 2]][:: 1 if env["RANK"] == "0" else -1])
+            for env in by_hand(2)
+        ]
+    )
+    assert all(
+        "the ranks made different meshes as mesh 1 of the program" in outcome.text
+        for outcome in outcomes
+    )
 
 
 # ------------------------------------------------------------------------------------------------- in this process
@@ -198,37 +229,67 @@ def info(rank: int, **alike: str) -> RankInfo:
 def test_most_common_value_wins() -> None:
     assert disagreement([info(rank, x="1") for rank in range(4)]) == ""
     text = disagreement([info(0, x="1"), info(1, x="2"), info(2, x="1"), info(3, x="3")])
-    assert "ranks 1, 3 do not fit the others:\n  x: rank 1 has 2, rank 3 has 3, ranks 0, 2 have 1\n" in text
+    assert (
+        "ranks 1, 3 do not fit the others:\n  x: rank 1 has 2, rank 3 has 3, ranks 0, 2 have 1\n"
+        in text
+    )
 
 
 def test_ranks_that_have_no_vote_are_named() -> None:
-    assert "  ranks 2, 3 had not come yet\n" in disagreement([info(0, x="1"), info(1, x="2")], missing=[2, 3])
+    assert "  ranks 2, 3 had not come yet\n" in disagreement(
+        [info(0, x="1"), info(1, x="2")], missing=[2, 3]
+    )
 
 
 def test_values_that_may_differ_are_not_compared() -> None:
-    env = {"NCCL_ALGO": "Ring", "NCCL_SOCKET_IFNAME": "eth7", "SHARDMESH_MONITOR": "on", "SHARDMESH_WATCH_DIR": "/x", "PYTHONHASHSEED": "1"}
+    env = {
+        "NCCL_ALGO": "Ring",
+        "NCCL_SOCKET_IFNAME": "eth7",
+        "SHARDMESH_MONITOR": "on",
+        "SHARDMESH_WATCH_DIR": "/x",
+        "PYTHONHASHSEED": "1",
+    }
     found = what_must_agree(2, "cpu", "gloo", env)
-    assert list(found) == ["WORLD_SIZE", "shardmesh", "torch", "Python", "device type", "backend", "NCCL_ALGO", "SHARDMESH_MONITOR"]
+    assert list(found) == [
+        "WORLD_SIZE",
+        "shardmesh",
+        "torch",
+        "Python",
+        "device type",
+        "backend",
+        "NCCL_ALGO",
+        "SHARDMESH_MONITOR",
+    ]
 
 
 def test_file_store_of_a_killed_job(tmp_path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 2)
     assert file_store_fault(store, 0) == ""
     assert file_store_fault(store, 0) == ""  # this process, again
-    other = RankInfo(1, "host", 2**22 + 5, info(0).machine, 1, 0, "", {})  # no process has that number
+    other = RankInfo(
+        1, "host", 2**22 + 5, info(0).machine, 1, 0, "", {}
+    )  # no process has that number
     store.set("shardmesh/file/1", other.to_json())
-    assert "process 4194309 on host host has ended, so the file was left by a job that was killed" in file_store_fault(store, 1)
+    assert (
+        "process 4194309 on host host has ended, so the file was left by a job that was killed"
+        in file_store_fault(store, 1)
+    )
 
 
 def test_port_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_store, "_ANSWER_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = job_store.Address("127.0.0.1", server.getsockname()[1], False)
-        with pytest.raises(LaunchEnvironmentError, match=r"is not a torch\.distributed store: it is "):
+        with pytest.raises(
+            LaunchEnvironmentError, match=r"is not a torch\.distributed store: it is "
+        ):
             job_store.opened(address, 1, 2, Progress(1, 5.0))
 
 
 def test_host_without_an_address() -> None:
     address = job_store.Address("no-such-host.invalid", free_port(), True)
-    with pytest.raises(LaunchEnvironmentError, match=r"rank 1 cannot reach the launcher's store at MASTER_ADDR=no-such-host\.invalid"):
+    with pytest.raises(
+        LaunchEnvironmentError,
+        match=r"rank 1 cannot reach the launcher's store at MASTER_ADDR=no-such-host\.invalid",
+    ):
         job_store.opened(address, 1, 2, Progress(1, 0.1))

@@ -34,7 +34,9 @@ def test_every_call_is_recorded(forked: Forked) -> None:
 def test_the_setting(forked: Forked) -> None:
     for output in outputs(forked(programs.is_put_back, 2, "off", SHARDMESH_MONITOR_TORCH="off")):
         assert "patched False as before True inner groups 0" in output
-    with pytest.raises(LaunchEnvironmentError, match="SHARDMESH_MONITOR_TORCH='yes': write one of on, off"):
+    with pytest.raises(
+        LaunchEnvironmentError, match="SHARDMESH_MONITOR_TORCH='yes': write one of on, off"
+    ):
         from_environment({"SHARDMESH_MONITOR_TORCH": "yes"})
 
 
@@ -74,7 +76,9 @@ def buffers(*histories: str) -> dict[int, TraceBuffer]:
         for number, call in enumerate(history.split()):
             op, _, axes = call.partition(":")
             if axes not in groups:
-                ranks = "0,1" if axes.startswith("half") else ",".join(map(str, range(len(histories))))
+                ranks = (
+                    "0,1" if axes.startswith("half") else ",".join(map(str, range(len(histories))))
+                )
                 label = f"torch's group {axes}" if axes.startswith("half") else axes
                 row = buffer.add_group(stable_hash(axes), f"{label}\t{ranks}")
                 assert row is not None
@@ -90,12 +94,34 @@ def buffers(*histories: str) -> dict[int, TraceBuffer]:
     [
         (["ar:x ar:x", "ar:x b:d", "ar:x b:d", "ar:x b:d"], (1, 1, 1, 1), (0,)),
         (["ar:x ar:x", "ar:x ar:x", "ar:x b:d", "ar:x b:d"], (1, 1, 1, 1), ()),
-        (["send:m ar:x ar:x", "recv:m ar:x b:d", "ar:x b:d", "ar:x b:d"], (2, 2, 1, 1), (0,)),  # messages are left out
-        (["ar:half1 ar:x ar:x", "ar:half1 ar:x b:d", "ar:x b:d", "ar:x b:d"], (2, 2, 1, 1), (0,)),  # as are groups of some ranks
-        (["ar:x recv:m", "ar:x b:d", "ar:x b:d", "ar:x b:d"], (1, 1, 1, 1), ()),  # who sends, who receives: nobody can tell
-        (["send:a recv:a", "send:a recv:a", "b:d", "send:a recv:a"], (1, 1, 0, 1), (2,)),  # all but one do
-        (["b:d ar:x b:d ar:x", "ar:x b:d ar:x", "ar:x b:d ar:x", "ar:x b:d ar:x"], (3, 2, 2, 2), ()),  # too long ago
+        (
+            ["send:m ar:x ar:x", "recv:m ar:x b:d", "ar:x b:d", "ar:x b:d"],
+            (2, 2, 1, 1),
+            (0,),
+        ),  # messages are left out
+        (
+            ["ar:half1 ar:x ar:x", "ar:half1 ar:x b:d", "ar:x b:d", "ar:x b:d"],
+            (2, 2, 1, 1),
+            (0,),
+        ),  # as are groups of some ranks
+        (
+            ["ar:x recv:m", "ar:x b:d", "ar:x b:d", "ar:x b:d"],
+            (1, 1, 1, 1),
+            (),
+        ),  # who sends, who receives: nobody can tell
+        (
+            ["send:a recv:a", "send:a recv:a", "b:d", "send:a recv:a"],
+            (1, 1, 0, 1),
+            (2,),
+        ),  # all but one do
+        (
+            ["b:d ar:x b:d ar:x", "ar:x b:d ar:x", "ar:x b:d ar:x", "ar:x b:d ar:x"],
+            (3, 2, 2, 2),
+            (),
+        ),  # too long ago
     ],
 )
-def test_rank_that_left_the_order(histories: list[str], stuck: tuple[int, ...], outlier: tuple[int, ...]) -> None:
+def test_rank_that_left_the_order(
+    histories: list[str], stuck: tuple[int, ...], outlier: tuple[int, ...]
+) -> None:
     assert left_the_order(buffers(*histories), dict(enumerate(stuck))) == outlier

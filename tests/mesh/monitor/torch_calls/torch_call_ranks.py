@@ -19,7 +19,9 @@ CLASSES = (dist.ProcessGroup, dist.Work, dist.Reducer, dist, functional)
 
 
 def make_mesh() -> sm.DeviceMesh:
-    return sm.init_device_mesh("cpu", (dist.get_world_size() if dist.is_initialized() else 2,), axis_names=("x",))
+    return sm.init_device_mesh(
+        "cpu", (dist.get_world_size() if dist.is_initialized() else 2,), axis_names=("x",)
+    )
 
 
 def world() -> Any:
@@ -28,7 +30,11 @@ def world() -> Any:
 
 def own_calls() -> list[tuple[str, str, int]]:
     """Return (group, call, sequence number) of this rank's calls on torch's groups."""
-    return [(e.group, e.text, e.sequence) for e in sm.monitor.ledger().ranks[rank()].entries if "torch's" in e.group]
+    return [
+        (e.group, e.text, e.sequence)
+        for e in sm.monitor.ledger().ranks[rank()].entries
+        if "torch's" in e.group
+    ]
 
 
 def notes_everything_down() -> None:
@@ -58,7 +64,12 @@ def is_put_back(how: str) -> None:
     """Check that torch is unchanged after the monitor has ended, or without one."""
     before = [dict(vars(owner)) for owner in CLASSES]
     mesh = make_mesh()
-    patched = [name for owner, old in zip(CLASSES, before, strict=True) for name in old if vars(owner)[name] is not old[name]]
+    patched = [
+        name
+        for owner, old in zip(CLASSES, before, strict=True)
+        for name in old
+        if vars(owner)[name] is not old[name]
+    ]
     t = torch.ones(4)
     dist.all_reduce(t)
     if how != "destroyed":  # torch keeps groups on which functional collectives were called
@@ -73,7 +84,11 @@ def is_put_back(how: str) -> None:
         assert group() is None, "the group lives on"
     else:
         dist.all_reduce(t)
-    same = all(vars(owner)[name] is old[name] for owner, old in zip(CLASSES, before, strict=True) for name in old)
+    same = all(
+        vars(owner)[name] is old[name]
+        for owner, old in zip(CLASSES, before, strict=True)
+        for name in old
+    )
     print("patched", len(patched) > 20, "as before", same, "inner groups", len(cpp_calls._inner))
 
 
@@ -87,16 +102,26 @@ def shares_a_mesh_of_torchs() -> None:
     for _ in range(3):
         mesh.group("dp").all_reduce(x)
     dist.all_reduce(x, group=group)
-    print("library", len(sm.monitor.ledger().ranks[rank()].entries) - len(own_calls()), "torch", len(own_calls()), theirs.ndim)
+    print(
+        "library",
+        len(sm.monitor.ledger().ranks[rank()].entries) - len(own_calls()),
+        "torch",
+        len(own_calls()),
+        theirs.ndim,
+    )
 
 
 def compiles() -> None:
     """Check that functional collectives in a graph of torch.compile are recorded, with the line that calls the graph."""
     make_mesh()
     group = world()
-    f = torch.compile(lambda x: functional.all_reduce(x, "sum", group) + 1, backend="aot_eager", fullgraph=True)
+    f = torch.compile(
+        lambda x: functional.all_reduce(x, "sum", group) + 1, backend="aot_eager", fullgraph=True
+    )
     print("compiled", f(torch.ones(2)).tolist(), "calls", len(own_calls()))
-    print("at", [e.place for e in sm.monitor.ledger().ranks[rank()].entries if "torch's" in e.group])
+    print(
+        "at", [e.place for e in sm.monitor.ledger().ranks[rank()].entries if "torch's" in e.group]
+    )
 
 
 def goes_on_after_the_watch_has_given_up() -> None:

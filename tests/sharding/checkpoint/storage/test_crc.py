@@ -20,7 +20,11 @@ def test_checksums_of_parts_combine(length):
 def test_checksum_of_a_tensor_is_computed_once(shape, torch_has_one, tmp_path, monkeypatch):
     """torch.save computes it if it can; in both cases the checksum is that of the file's bytes."""
     summed, whole = [], zlib.crc32
-    monkeypatch.setattr(zlib, "crc32", lambda data, crc=0: (summed.append(memoryview(data).nbytes), whole(data, crc))[1])
+    monkeypatch.setattr(
+        zlib,
+        "crc32",
+        lambda data, crc=0: (summed.append(memoryview(data).nbytes), whole(data, crc))[1],
+    )
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(torch_has_one)
     try:

@@ -29,7 +29,12 @@ from tests.sharding.ranks import on_mesh, same_error
 @pytest.fixture
 def short(monkeypatch):
     """Shorten waits to tenths of a second."""
-    for name, seconds in {"_WAIT_S": 1.0, "_STALE_S": 0.4, "_BEAT_S": 0.05, "_POLL_S": 0.02}.items():
+    for name, seconds in {
+        "_WAIT_S": 1.0,
+        "_STALE_S": 0.4,
+        "_BEAT_S": 0.05,
+        "_POLL_S": 0.02,
+    }.items():
         monkeypatch.setattr(leases, name, seconds)
 
 
@@ -50,7 +55,10 @@ def owners(folder: Path) -> list[str]:
 
 
 def tree(mesh: sm.DeviceMesh, step: int) -> dict[str, object]:
-    return {"x": sm.distribute_tensor(torch.arange(512.0) + step, mesh, P("dp"), src_data_rank=None), "step": step}
+    return {
+        "x": sm.distribute_tensor(torch.arange(512.0) + step, mesh, P("dp"), src_data_rank=None),
+        "step": step,
+    }
 
 
 def save_until_stopped(folder: Path, stop: Path) -> list[int]:
@@ -85,7 +93,9 @@ def save_and_be_killed(folder: Path) -> None:
 @pytest.mark.slow
 def test_second_job_raises_an_error_that_names_the_first(tmp_path):
     folder, stop, results = tmp_path / "checkpoints", tmp_path / "stop", []
-    first = threading.Thread(target=lambda: results.append(sm.launch(save_until_stopped, 2, (folder, stop))))
+    first = threading.Thread(
+        target=lambda: results.append(sm.launch(save_until_stopped, 2, (folder, stop)))
+    )
     first.start()
     try:
         while not owners(folder) if folder.exists() else True:
@@ -130,7 +140,11 @@ def test_idle_owner_on_another_machine_is_replaced(tmp_path, skew):
 @pytest.mark.parametrize("skew", [-1e6, 1e6])
 @pytest.mark.usefixtures("short")
 def test_saving_owner_on_another_machine_is_respected(tmp_path, skew):
-    path, unfinished, ended = elsewhere(tmp_path), tmp_path / "step-00000003.tmp-aa", threading.Event()
+    path, unfinished, ended = (
+        elsewhere(tmp_path),
+        tmp_path / "step-00000003.tmp-aa",
+        threading.Event(),
+    )
     unfinished.mkdir()
 
     def beat():
@@ -142,7 +156,9 @@ def test_saving_owner_on_another_machine_is_respected(tmp_path, skew):
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        text = same_error((2,), lambda mesh: save({"n": 1}, tmp_path), CheckpointError, silent=False)
+        text = same_error(
+            (2,), lambda mesh: save({"n": 1}, tmp_path), CheckpointError, silent=False
+        )
     finally:
         ended.set()
         thread.join()
@@ -160,7 +176,9 @@ def test_replaced_owner_raises(tmp_path):
     next(tmp_path.glob(".owner-*")).unlink()
     path = elsewhere(tmp_path, 2)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"process 77 on host far of job night.* has taken"):
+        with pytest.raises(
+            CheckpointError, match=r"process 77 on host far of job night.* has taken"
+        ):
             take_lease(tmp_path, kept=True)
     path.unlink()
     take_lease(tmp_path, kept=True).release()
@@ -173,7 +191,9 @@ def test_replaced_owner_raises(tmp_path):
 @pytest.mark.parametrize("links", [True, False])
 def test_one_of_many_replaces_a_dead_owner(tmp_path, links, monkeypatch):
     if not links:
-        monkeypatch.setattr(os, "link", lambda *paths: (_ for _ in ()).throw(PermissionError("no hard links here")))
+        monkeypatch.setattr(
+            os, "link", lambda *paths: (_ for _ in ()).throw(PermissionError("no hard links here"))
+        )
     for last in range(20):
         if last:
             elsewhere(tmp_path, last)
@@ -211,7 +231,9 @@ def test_two_saves_of_one_process(tmp_path):
 
 def test_failed_save_releases_the_folder(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        patch.setattr(
+            os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+        )
         same_error((2,), lambda mesh: save({"n": 1}, tmp_path), CheckpointError, silent=False)
     assert owners(tmp_path) == []
 

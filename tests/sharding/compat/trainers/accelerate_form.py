@@ -190,7 +190,5 @@ def train_alone() -> dict[str, Any]:
     """Return what one process computes, without any parallelism."""
     model, optimizer = build()
     norms = [train_step(model, optimizer, step, 0, 1) for step in range(3)]
-    moments = {
-        name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()
-    }
+    moments = {name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()}
     return {"norms": norms, "parameters": model.state_dict(), "moments": moments}

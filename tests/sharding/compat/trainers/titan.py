@@ -204,7 +204,9 @@ class Transformer(nn.Module):
         self.register_buffer("freqs", torch.empty(LENGTH, DIM // HEADS // 2, 2), persistent=False)
 
     def init_buffers(self) -> None:
-        angles = torch.outer(torch.arange(LENGTH), 100.0 ** -torch.linspace(0, 1, self.freqs.shape[1]))
+        angles = torch.outer(
+            torch.arange(LENGTH), 100.0 ** -torch.linspace(0, 1, self.freqs.shape[1])
+        )
         self.freqs.copy_(torch.stack([angles.cos(), angles.sin()], -1))
         for name, buffer in self.named_buffers():
             if name.endswith("tokens_per_expert"):
@@ -235,9 +237,7 @@ class ParallelDims:
         self.meshes = {"loading": loading, "dense": dense, "sparse": sparse}
 
     def _unflatten(self, **degrees: int) -> DeviceMesh:
-        override = {
-            name: "fake" for name, n in degrees.items() if n == 1 and name != "efsdp"
-        }
+        override = {name: "fake" for name, n in degrees.items() if n == 1 and name != "efsdp"}
         return self.world._unflatten(
             0, tuple(degrees.values()), tuple(degrees), backend_override=override
         )
@@ -374,9 +374,7 @@ def apply_tp(model: Transformer, tp_mesh: DeviceMesh, config: Config) -> None:
         model,
         tp_mesh,
         {
-            "tok_embeddings": RowwiseParallel(
-                input_layouts=Replicate(), output_layouts=Shard(1)
-            ),
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),
             "output": ColwiseParallel(
                 input_layouts=Shard(1),

@@ -20,7 +20,9 @@ def _used_differently(shape, dtype, use):
 
     def program(mesh):
         w = place(mesh, torch.zeros(shape, dtype=dtype), grad=True)
-        factor = torch.randn(shape, generator=torch.Generator().manual_seed(mesh.get_rank())).to(DEVICE, dtype)
+        factor = torch.randn(shape, generator=torch.Generator().manual_seed(mesh.get_rank())).to(
+            DEVICE, dtype
+        )
         (use(w.to_local()) * factor).sum().backward()
 
     return same_error((2,), program, RuntimeError, silent=False)
@@ -48,8 +50,13 @@ def test_the_gradient_of_a_router():
     def program(mesh):
         w = place(mesh, torch.zeros(16, 8, dtype=torch.bfloat16), grad=True)
         generator = torch.Generator().manual_seed(mesh.get_rank())
-        tokens, experts = torch.randn(64, 16, generator=generator), torch.randint(8, (64,), generator=generator)
-        F.cross_entropy(tokens.to(DEVICE, torch.bfloat16) @ w.to_local(), experts.to(DEVICE)).backward()
+        tokens, experts = (
+            torch.randn(64, 16, generator=generator),
+            torch.randint(8, (64,), generator=generator),
+        )
+        F.cross_entropy(
+            tokens.to(DEVICE, torch.bfloat16) @ w.to_local(), experts.to(DEVICE)
+        ).backward()
 
     assert "differ between the replicas" in same_error((4,), program, RuntimeError, silent=False)
 
@@ -88,7 +95,9 @@ def test_projections_of_random_tensors_are_distributed_as_the_documentation_says
     assert relative.square().mean().item() == pytest.approx(1, abs=0.1)
     for t in (0.05, 0.1, 0.2):
         assert (relative < t).double().mean().item() == pytest.approx(0.8 * t, abs=0.3 * t)
-    cross = torch.corrcoef(torch.stack([_projected(row)[0] for row in x]).T) - torch.eye(gradients.PROJECTIONS)
+    cross = torch.corrcoef(torch.stack([_projected(row)[0] for row in x]).T) - torch.eye(
+        gradients.PROJECTIONS
+    )
     assert cross.abs().max() < 0.25
 
 
@@ -115,7 +124,9 @@ def test_tolerance_is_that_of_the_dtype_in_which_autocast_computes():
         w = place(mesh, torch.ones(64, 64), grad=True)
         with torch.autocast(mesh.device_type, torch.bfloat16, enabled=enabled):
             y = w.to_local()
-        (y * torch.linspace(-1, 1, 64, device=DEVICE) * (1 + difference * mesh.get_rank())).sum().backward()
+        (
+            y * torch.linspace(-1, 1, 64, device=DEVICE) * (1 + difference * mesh.get_rank())
+        ).sum().backward()
 
     on_mesh((2,), lambda mesh: program(mesh, True, 0.01))
     for enabled, difference in ((False, 0.01), (True, 0.5)):
@@ -126,7 +137,12 @@ def test_tolerance_is_that_of_the_dtype_in_which_autocast_computes():
 @every_rank(2)
 def test_layouts_of_memory_and_kinds_of_gradient(mesh):
     """Expanded, transposed, complex, empty and 0-d gradients that are equal pass."""
-    for shape, dtype in (((4, 6), torch.complex128), ((0, 3), torch.float64), ((), torch.float32), ((4, 6), torch.float64)):
+    for shape, dtype in (
+        ((4, 6), torch.complex128),
+        ((0, 3), torch.float64),
+        ((), torch.float32),
+        ((4, 6), torch.float64),
+    ):
         for use in (lambda y: y.sum(), lambda y: (y.mT if y.ndim else y).square().sum()):
             w = place(mesh, torch.ones(shape, dtype=dtype), grad=True)
             use(w.to_local(check="always")).abs().backward()

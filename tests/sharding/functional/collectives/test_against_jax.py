@@ -15,13 +15,24 @@ from tests.sharding.functional.jax_oracle import Jax
 from tests.sharding.functional.mapped_cases import defined, ours, same_answer
 from tests.sharding.functional.table import CASES
 
-needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs the extra jax-oracle")
-pytestmark = [needs_jax, pytest.mark.xdist_group("jax")]  # one worker of `pytest -n` has the JAX process
+needs_jax = pytest.mark.skipif(
+    importlib.util.find_spec("jax") is None, reason="needs the extra jax-oracle"
+)
+pytestmark = [
+    needs_jax,
+    pytest.mark.xdist_group("jax"),
+]  # one worker of `pytest -n` has the JAX process
 
 
 @pytest.fixture(scope="session")
 def jax(request: pytest.FixtureRequest) -> Iterator[Jax]:
-    with Jax([_asked_for(item) for item in request.session.items if "jax" in getattr(item, "fixturenames", ())]) as process:
+    with Jax(
+        [
+            _asked_for(item)
+            for item in request.session.items
+            if "jax" in getattr(item, "fixturenames", ())
+        ]
+    ) as process:
         yield process
 
 

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sharding.functional.flat import FlatCase, Program, Shape, all_ranks, by_place, check_case, wanted
+from tests.sharding.functional.flat import (
+    FlatCase,
+    Program,
+    Shape,
+    all_ranks,
+    by_place,
+    check_case,
+    wanted,
+)
 from tests.sharding.functional.oracle import Oracle
 from tests.sharding.functional.table import AxisName, size
 
@@ -46,7 +54,11 @@ def test_psum_scatter(mesh, axis, total, dim):
     """Cut as `torch.chunk` cuts: the last parts are shorter, or empty."""
     shape = (total, 2) if dim == 0 else (2, total)
     check_case(
-        FlatCase(mesh, lambda c, x: c.psum_scatter(x, axis, scatter_dimension=dim, tiled=True), (all_ranks(mesh, shape),))
+        FlatCase(
+            mesh,
+            lambda c, x: c.psum_scatter(x, axis, scatter_dimension=dim, tiled=True),
+            (all_ranks(mesh, shape),),
+        )
     )
 
 
@@ -57,7 +69,9 @@ def test_psum_scatter(mesh, axis, total, dim):
 def test_all_gather(mesh, axis, kind, dim):
     sizes = lengths(size(mesh, axis), kind)
     x = by_place(mesh, axis, lambda place: (2, sizes[place]) if dim == 1 else (sizes[place], 2))
-    check_case(FlatCase(mesh, lambda c, x: c.all_gather(x, axis, axis=dim, tiled=True, sizes=sizes), (x,)))
+    check_case(
+        FlatCase(mesh, lambda c, x: c.all_gather(x, axis, axis=dim, tiled=True, sizes=sizes), (x,))
+    )
 
 
 @pytest.mark.parametrize("axis", [("a", "b"), ("b", "a")])
@@ -65,7 +79,14 @@ def test_all_gather(mesh, axis, kind, dim):
 def test_all_gather_replicated(axis, kind):
     sizes = lengths(6, kind)
     x = by_place((2, 3), axis, lambda place: (sizes[place], 2))
-    check_case(FlatCase((2, 3), lambda c, x: c.all_gather(x, axis, tiled=True, sizes=sizes), (x,), replicated=True))
+    check_case(
+        FlatCase(
+            (2, 3),
+            lambda c, x: c.all_gather(x, axis, tiled=True, sizes=sizes),
+            (x,),
+            replicated=True,
+        )
+    )
 
 
 @pytest.mark.one_in(4)
@@ -76,7 +97,9 @@ def test_all_to_all(mesh, axis, kind, total):
     """One dim is cut unevenly, along the other parts differ in length."""
     sizes = lengths(size(mesh, axis), kind)
     x = by_place(mesh, axis, lambda place: (total, 2, sizes[place]))
-    check_case(FlatCase(mesh, lambda c, x: c.all_to_all(x, axis, 0, 2, tiled=True, sizes=sizes), (x,)))
+    check_case(
+        FlatCase(mesh, lambda c, x: c.all_to_all(x, axis, 0, 2, tiled=True, sizes=sizes), (x,))
+    )
 
 
 @uneven
@@ -85,7 +108,9 @@ def test_scattered_and_gathered(mesh, axis):
     sizes = [len(part) for part in torch.arange(n + 2).chunk(n)] + [0] * n
 
     def there_and_back(c: Any, x: Any) -> Any:
-        return c.all_gather(c.psum_scatter(x * x, axis, tiled=True), axis, tiled=True, sizes=sizes[:n])
+        return c.all_gather(
+            c.psum_scatter(x * x, axis, tiled=True), axis, tiled=True, sizes=sizes[:n]
+        )
 
     check_case(FlatCase(mesh, there_and_back, (all_ranks(mesh, (n + 2, 1)),)))
 
@@ -108,7 +133,8 @@ def test_ragged_all_to_all_example():
         [[1, 1], [2, 1]],
     ]
     inputs = tuple(
-        [torch.tensor(part, dtype=torch.float64 if i < 2 else None) for part in x] for i, x in enumerate(tensors)
+        [torch.tensor(part, dtype=torch.float64 if i < 2 else None) for part in x]
+        for i, x in enumerate(tensors)
     )
     case = FlatCase((2,), ragged_program("a"), inputs)
     ((result,), (expected,)) = wanted(case)[1], [[[1, 3, 0, 0], [2, 2, 4, 0]]]
@@ -123,7 +149,9 @@ def ragged_program(axis: AxisName) -> Program:
 def ragged_inputs(mesh: Shape, axis: AxisName, slices: int) -> tuple[list[torch.Tensor], ...]:
     """Return operand, output, input offsets, send sizes, output offsets and receive sizes of every rank, with gaps between slices."""
     n = size(mesh, axis)
-    sent = torch.randint(0, 3, (n, n, slices), generator=torch.Generator().manual_seed(slices))  # [from, to, slice]
+    sent = torch.randint(
+        0, 3, (n, n, slices), generator=torch.Generator().manual_seed(slices)
+    )  # [from, to, slice]
     offsets = (sent + 1).reshape(n, -1).cumsum(1).reshape(sent.shape) - sent
     arriving = sent.transpose(0, 1)  # [to, from, slice]
     places = (arriving + 1).reshape(n, -1).cumsum(1).reshape(sent.shape) - arriving
@@ -147,7 +175,11 @@ def test_extremes_share_the_gradient(mesh, axis, what):
 @pytest.mark.parametrize("axis", [("a", "b"), ("b", "a")])
 @pytest.mark.parametrize("what", ["pmax", "pmin"])
 def test_replicated_extremes_share_the_gradient(axis, what):
-    check_case(FlatCase((2, 3), lambda c, x: getattr(c, what)(x, axis), (with_ties((2, 3)),), replicated=True))
+    check_case(
+        FlatCase(
+            (2, 3), lambda c, x: getattr(c, what)(x, axis), (with_ties((2, 3)),), replicated=True
+        )
+    )
 
 
 def with_ties(mesh: Shape) -> list[torch.Tensor]:
@@ -159,5 +191,8 @@ def with_ties(mesh: Shape) -> list[torch.Tensor]:
 @pytest.mark.parametrize("what", ["pmax", "pmin"])
 def test_extreme_of_a_product(what):
     check_case(
-        FlatCase((2, 3), lambda c, x: getattr(c, what)(x * x, ("b", "a")) * x, (all_ranks((2, 3), (4,)),)), check="always"
+        FlatCase(
+            (2, 3), lambda c, x: getattr(c, what)(x * x, ("b", "a")) * x, (all_ranks((2, 3), (4,)),)
+        ),
+        check="always",
     )

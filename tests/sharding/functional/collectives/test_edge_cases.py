@@ -45,7 +45,9 @@ def every_collective(n: int, axis: AxisName) -> dict[str, Program]:
         "ppermute to few": lambda c, x: c.ppermute(x, axis, permutations(n)["no wrap"]),
         "pshuffle": lambda c, x: c.pshuffle(x, axis, sources),
         "pbroadcast": lambda c, x: c.pbroadcast(x, axis, n - 1),
-        "to pending and back": lambda c, x: c.psum(c.pcast(c.psum(x, axis), axis, to="pending"), axis) * x,
+        "to pending and back": lambda c, x: (
+            c.psum(c.pcast(c.psum(x, axis), axis, to="pending"), axis) * x
+        ),
     }
 
 
@@ -56,7 +58,9 @@ every = pytest.mark.parametrize("what", NAMES)
 @pytest.mark.one_in(7)
 @every
 @pytest.mark.parametrize(
-    ("mesh", "axis"), [((1,), "a"), ((1, 3), "a"), ((3, 1), ("b", "a")), ((1, 3), ("a", "b"))], ids=str
+    ("mesh", "axis"),
+    [((1,), "a"), ((1, 3), "a"), ((3, 1), ("b", "a")), ((1, 3), ("a", "b"))],
+    ids=str,
 )
 def test_axes_of_one_rank(what, mesh, axis):
     n = size(mesh, axis)
@@ -92,10 +96,14 @@ def test_views(what, view):
     """Tensors that are not contiguous, and one without elements."""
     shape, make = VIEWS[view]
     program = every_collective(4, "a")[what]
-    check_case(FlatCase((4,), lambda c, x: program(c, make(x)), (all_ranks((4,), shape),)), check="always")
+    check_case(
+        FlatCase((4,), lambda c, x: program(c, make(x)), (all_ranks((4,), shape),)), check="always"
+    )
 
 
-@pytest.mark.parametrize("what", ["psum", "pmean", "pmax", "pmin", "all_gather", "ppermute", "pshuffle", "pbroadcast"])
+@pytest.mark.parametrize(
+    "what", ["psum", "pmean", "pmax", "pmin", "all_gather", "ppermute", "pshuffle", "pbroadcast"]
+)
 def test_scalars(what):
     program = every_collective(6, ("b", "a"))[what]
     check_case(FlatCase((2, 3), program, (all_ranks((2, 3), ()),)))
@@ -105,7 +113,9 @@ def test_scalars(what):
 def test_pbroadcast(source):
     x = all_ranks((2, 3), (2, 2))
     check_case(FlatCase((2, 3), lambda c, x: c.pbroadcast(x, ("b", "a"), source), (x,)))
-    check_case(FlatCase((2, 3), lambda c, x: c.pbroadcast(x, ("b", "a"), source), (x,), replicated=True))
+    check_case(
+        FlatCase((2, 3), lambda c, x: c.pbroadcast(x, ("b", "a"), source), (x,), replicated=True)
+    )
 
 
 @pytest.mark.parametrize("perm", list(itertools.permutations(range(3))), ids=str)
@@ -113,7 +123,11 @@ def test_pshuffle_and_ppermute(perm):
     """Every permutation of an axis, and the same as pairs."""
     x = all_ranks((2, 3), (2,))
     pairs = [(source, i) for i, source in enumerate(perm)]
-    check_case(FlatCase((2, 3), lambda c, x: (c.pshuffle(x, "b", perm), c.ppermute(x, "b", pairs[1:])), (x,)))
+    check_case(
+        FlatCase(
+            (2, 3), lambda c, x: (c.pshuffle(x, "b", perm), c.ppermute(x, "b", pairs[1:])), (x,)
+        )
+    )
 
 
 # -- pending values ----------------------------------------------------------------------------------------------------
@@ -130,13 +144,17 @@ def pending_programs(axis: AxisName) -> dict[str, tuple[Program, tuple[Any, ...]
     }
 
 
-@pytest.mark.parametrize(("mesh", "axis"), [((4,), "a"), ((2, 3), ("a", "b")), ((2, 3), ("b", "a"))], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "axis"), [((4,), "a"), ((2, 3), ("a", "b")), ((2, 3), ("b", "a"))], ids=str
+)
 @pytest.mark.parametrize("what", list(pending_programs("a")))
 def test_pending_inputs(mesh, axis, what):
     """The parts are contributions to a sum; its gradient is the same for each, and replicated."""
     program, out = pending_programs(axis)[what]
     parts, n = all_ranks(mesh, (6, 2)), math.prod(mesh)
-    leaf = torch.stack(parts).sum(0).requires_grad_()  # contributions with the same sum: all of it on rank 0
+    leaf = (
+        torch.stack(parts).sum(0).requires_grad_()
+    )  # contributions with the same sum: all of it on rank 0
     by_definition = program(Oracle(mesh), Everyone([leaf, *[torch.zeros_like(leaf)] * (n - 1)]))
     value = oracle.put_together(by_definition, out, Oracle(mesh))
     ((grad,), (again,)) = oracle.derivatives([value], [leaf], second=True)
@@ -157,7 +175,9 @@ def test_pending_inputs(mesh, axis, what):
             equal(one, other)
 
 
-@pytest.mark.parametrize(("mesh", "axis"), [((4,), "a"), ((2, 3), "b"), ((2, 3), ("b", "a"))], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "axis"), [((4,), "a"), ((2, 3), "b"), ((2, 3), ("b", "a"))], ids=str
+)
 def test_pending_results(mesh, axis):
     """A varying value that leaves as a pending sum is what `psum` makes of it."""
     parts = all_ranks(mesh, (3, 2))
@@ -171,7 +191,9 @@ def test_pending_results(mesh, axis):
         summed = over(lambda x: sm.psum(x * x, axis), out_specs=P(rest or None))(x)
         assert pending.spec.unreduced
         w = weighing(on, pending, 0, P(rest or None))
-        results: list[Any] = [t for y in (pending, summed) for t in (y, *torch.autograd.grad((y * w).sum(), x))]
+        results: list[Any] = [
+            t for y in (pending, summed) for t in (y, *torch.autograd.grad((y * w).sum(), x))
+        ]
         return [t.full_tensor().detach() for t in results]
 
     for value, grad, wanted_value, wanted_grad in sm.simulate(math.prod(mesh))(rank)():
@@ -195,7 +217,9 @@ def test_forward_dtype(what):
         y.double().sum().backward()
         return y.full_tensor().detach(), x.grad.dtype
 
-    (value,) = oracle.evaluate((4,), every_collective(4, "a")[what], [torch.cat(parts)], [("a",)], None)
+    (value,) = oracle.evaluate(
+        (4,), every_collective(4, "a")[what], [torch.cat(parts)], [("a",)], None
+    )
     for found, dtype in sm.simulate(4)(rank)():
         assert found.dtype == torch.bfloat16
         assert dtype == torch.float64

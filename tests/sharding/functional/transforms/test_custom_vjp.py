@@ -25,7 +25,11 @@ def made(fun: Any, fwd: Any, bwd: Any, **more: Any) -> Any:
 
 
 EXP = made(torch.exp, lambda x: (x.exp(), x.exp()), lambda y, g: (g * y,))
-TIMES = made(lambda w, x: w * x, lambda w, x: (w * x, (w, x)), lambda kept, g: ((g * kept[1]).sum(0), g * kept[0]))
+TIMES = made(
+    lambda w, x: w * x,
+    lambda w, x: (w * x, (w, x)),
+    lambda kept, g: ((g * kept[1]).sum(0), g * kept[0]),
+)
 
 
 # -- as in JAX ---------------------------------------------------------------------------------------------------------
@@ -36,7 +40,14 @@ class Ours:
 
     def __init__(self, mesh: sm.DeviceMesh) -> None:
         self.mesh = mesh
-        self.custom_vjp, self.grad, self.P, self.psum, self.exp, self.clip = sm.custom_vjp, sm.grad, P, sm.psum, torch.exp, torch.clip
+        self.custom_vjp, self.grad, self.P, self.psum, self.exp, self.clip = (
+            sm.custom_vjp,
+            sm.grad,
+            P,
+            sm.psum,
+            torch.exp,
+            torch.clip,
+        )
 
     def array(self, x: list[float]) -> torch.Tensor:
         return torch.tensor(x, dtype=torch.float64)
@@ -70,7 +81,9 @@ def test_three_orders_on_plain_and_sharded_tensors(spec: P | None) -> None:
         for order in range(1, 4):
             gradient = sm.grad(gradient)
             found = gradient(x)
-            torch.testing.assert_close(found if spec is None else found.full_tensor(), (X * 0.5).exp() * 0.5**order)
+            torch.testing.assert_close(
+                found if spec is None else found.full_tensor(), (X * 0.5).exp() * 0.5**order
+            )
             before = gradient
             gradient = lambda x, before=before: before(x).sum()  # noqa: E731
 
@@ -83,12 +96,22 @@ def test_trees_and_gradients_in_any_layout(mesh: sm.DeviceMesh) -> None:
     rule = made(
         lambda p, k: {"y": p["w"] * p["x"] * p["z"], "k": k},
         lambda p, k: ({"y": p["w"] * p["x"] * p["z"], "k": k}, p),
-        lambda k, p, g: ({"w": (g["y"] * p["x"] * p["z"]).redistribute(P(None, "a")), "x": torch.ones(6, 4), "z": None},),
+        lambda k, p, g: (
+            {
+                "w": (g["y"] * p["x"] * p["z"]).redistribute(P(None, "a")),
+                "x": torch.ones(6, 4),
+                "z": None,
+            },
+        ),
         nondiff_argnums=(1,),
     )
     p = {"w": put(mesh, X, P("a")), "x": put(mesh, X + 1), "z": put(mesh, X - 1)}
     found = sm.grad(lambda p: rule(p, "any")["y"].sum())(p)
-    for name, wanted in {"w": (X + 1) * (X - 1), "x": torch.ones_like(X), "z": torch.zeros_like(X)}.items():
+    for name, wanted in {
+        "w": (X + 1) * (X - 1),
+        "x": torch.ones_like(X),
+        "z": torch.zeros_like(X),
+    }.items():
         assert sm.typeof(found[name]).spec == p[name].spec
         torch.testing.assert_close(found[name].full_tensor(), wanted, check_dtype=False)
 
@@ -115,7 +138,9 @@ def test_names() -> None:
         """What it does."""
         return x**n
 
-    rule = made(f, lambda x, n: (x**n, x), lambda n, x, g: (g * n * x ** (n - 1),), nondiff_argnames=["n"])
+    rule = made(
+        f, lambda x, n: (x**n, x), lambda n, x, g: (g * n * x ** (n - 1),), nondiff_argnames=["n"]
+    )
     assert (rule.__name__, rule.__doc__, rule.nondiff) == ("f", "What it does.", [1])
     torch.testing.assert_close(sm.grad(lambda x: rule(x).sum())(X), 2 * X)
     torch.testing.assert_close(sm.grad(lambda x: rule(n=3, x=x).sum())(X), 3 * X**2)
@@ -127,9 +152,18 @@ def test_names() -> None:
 @every_rank(3)
 def test_inside_with_share_or_whole_gradients(mesh: sm.DeviceMesh) -> None:
     """The gradient of what is replicated may be this rank's share, or the whole; also at calls that are not followed any longer."""
-    summed = made(lambda w, x: w * x, lambda w, x: (w * x, (w, x)), lambda kept, g: (sm.psum((g * kept[1]).sum(0), "a"), g * kept[0]))
+    summed = made(
+        lambda w, x: w * x,
+        lambda w, x: (w * x, (w, x)),
+        lambda kept, g: (sm.psum((g * kept[1]).sum(0), "a"), g * kept[0]),
+    )
     for rule in (TIMES, summed):
-        loss = sm.shard_map(lambda w, x, r=rule: sm.psum((r(w, x) ** 2).sum(), "a"), mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
+        loss = sm.shard_map(
+            lambda w, x, r=rule: sm.psum((r(w, x) ** 2).sum(), "a"),
+            mesh=mesh,
+            in_specs=(P(), P("a")),
+            out_specs=P(),
+        )
         for _ in range(3):
             w, x = put(mesh, W, grad=True), put(mesh, X, P("a"), grad=True)
             loss(w, x).backward()
@@ -140,8 +174,17 @@ def test_inside_with_share_or_whole_gradients(mesh: sm.DeviceMesh) -> None:
 @every_rank(3)
 def test_a_first_call_without_backward(mesh: sm.DeviceMesh) -> None:
     """Its gradients are known only once backward has run: calls are tracked until then."""
-    summed = made(lambda w, x: w * x, lambda w, x: (w * x, (w, x)), lambda kept, g: (sm.psum((g * kept[1]).sum(0), "a"), g * kept[0]))
-    loss = sm.shard_map(lambda w, x: sm.psum(summed(w, x).sum(), "a"), mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
+    summed = made(
+        lambda w, x: w * x,
+        lambda w, x: (w * x, (w, x)),
+        lambda kept, g: (sm.psum((g * kept[1]).sum(0), "a"), g * kept[0]),
+    )
+    loss = sm.shard_map(
+        lambda w, x: sm.psum(summed(w, x).sum(), "a"),
+        mesh=mesh,
+        in_specs=(P(), P("a")),
+        out_specs=P(),
+    )
     w, x = put(mesh, W, grad=True), put(mesh, X, P("a"), grad=True)
     for _ in range(8):
         loss(w, x)
@@ -162,7 +205,10 @@ def test_inside_of_grad_inside(mesh: sm.DeviceMesh) -> None:
 
     mapped = sm.shard_map(f, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
     for _ in range(3):
-        same(mapped(put(mesh, W), put(mesh, X, P("a"))), 2 * (W * X**2).sum(0) + (X * (W * X).exp()).sum(0))
+        same(
+            mapped(put(mesh, W), put(mesh, X, P("a"))),
+            2 * (W * X**2).sum(0) + (X * (W * X).exp()).sum(0),
+        )
 
 
 @every_rank(2, 1)
@@ -178,7 +224,11 @@ def test_with_global_axes_and_recomputation(mesh: sm.DeviceMesh) -> None:
 
 
 def error_of(rule: Any, *args: Any, kind: type[Exception] = TypeError) -> str:
-    return same_error((2,), lambda mesh: sm.grad(lambda *xs: rule(*xs).sum(), tuple(range(len(args))))(*args), kind)
+    return same_error(
+        (2,),
+        lambda mesh: sm.grad(lambda *xs: rule(*xs).sum(), tuple(range(len(args))))(*args),
+        kind,
+    )
 
 
 def test_wrong_results_of_bwd_raise() -> None:
@@ -191,16 +241,27 @@ def test_wrong_results_of_bwd_raise() -> None:
     args = {"k": X}, X
     short = error_of(rule(lambda kept, g: (g,)), *args)
     assert "test_custom_vjp.py:" in short
-    assert "bwd of custom_vjp(named) returned a tuple of 1, and named has 2 arguments to differentiate (w, x)" in short
-    assert "gives argument 'w' a gradient that is not a tree like it" in error_of(rule(lambda kept, g: (g, g)), *args)
-    assert "gives argument 'x' 'g' as its gradient" in error_of(rule(lambda kept, g: (None, "g")), *args)
+    assert (
+        "bwd of custom_vjp(named) returned a tuple of 1, and named has 2 arguments to differentiate (w, x)"
+        in short
+    )
+    assert "gives argument 'w' a gradient that is not a tree like it" in error_of(
+        rule(lambda kept, g: (g, g)), *args
+    )
+    assert "gives argument 'x' 'g' as its gradient" in error_of(
+        rule(lambda kept, g: (None, "g")), *args
+    )
     wrong = error_of(rule(lambda kept, g: ({"k": g[0]}, g)), *args, kind=ValueError)
     assert "gives argument 'w'['k'], of shape [6, 4], a gradient of shape [4]" in wrong
 
 
 def test_other_invalid_uses_raise() -> None:
-    assert "fwd returned a tensor of shape [6, 4]; return a pair" in error_of(made(torch.exp, torch.exp, lambda y, g: (g,)), X)
-    with pytest.raises(AttributeError, match=r"custom_vjp\(exp\) was called before exp.defvjp\(fwd, bwd\)"):
+    assert "fwd returned a tensor of shape [6, 4]; return a pair" in error_of(
+        made(torch.exp, torch.exp, lambda y, g: (g,)), X
+    )
+    with pytest.raises(
+        AttributeError, match=r"custom_vjp\(exp\) was called before exp.defvjp\(fwd, bwd\)"
+    ):
         sm.custom_vjp(_exp)(X)
     with pytest.raises(ValueError, match="nondiff_argnames has 'q', and the arguments are"):
         sm.custom_vjp(_exp, nondiff_argnames=["q"])
@@ -233,9 +294,14 @@ def test_types_of_gradients_inside() -> None:
     rule = made(total, lambda x: (total(x), None), lambda _, g: (g,))
 
     def program(mesh: sm.DeviceMesh) -> None:
-        mapped = sm.shard_map(lambda x: rule(x.square().sum()), mesh=mesh, in_specs=P("a"), out_specs=P())
+        mapped = sm.shard_map(
+            lambda x: rule(x.square().sum()), mesh=mesh, in_specs=P("a"), out_specs=P()
+        )
         sm.grad(mapped)(X)
 
     text = same_error((2,), program, sm.errors.ShardingTypeError, silent=False)
-    assert "bwd of custom_vjp(total): the gradient of argument 'x' is pending over 'a', and the argument varies over 'a'" in text
+    assert (
+        "bwd of custom_vjp(total): the gradient of argument 'x' is pending over 'a', and the argument varies over 'a'"
+        in text
+    )
     assert "test_custom_vjp.py:" in text

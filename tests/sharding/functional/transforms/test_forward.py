@@ -75,13 +75,17 @@ def test_pending_primals_and_results(mesh):
     x, v = put(mesh, parts, P("a")), put(mesh, parts.cos(), P("a"))
     for name in ("amax", "amin", "prod"):
         g = lambda x: getattr(x, name)(0)  # noqa: B023, E731
-        for mine, wanted in zip(sm.jvp(g, (x,), (v,)), torch.func.jvp(g, (parts,), (parts.cos(),)), strict=True):
+        for mine, wanted in zip(
+            sm.jvp(g, (x,), (v,)), torch.func.jvp(g, (parts,), (parts.cos(),)), strict=True
+        ):
             same(mine, wanted)
 
 
 @every_rank(2)
 def test_an_operator_without_a_forward_derivative(mesh):
-    mapped = sm.shard_map(lambda x: sm.psum(CubeWithoutJvp.apply(x), "a"), mesh=mesh, in_specs=P("a"), out_specs=P())
+    mapped = sm.shard_map(
+        lambda x: sm.psum(CubeWithoutJvp.apply(x), "a"), mesh=mesh, in_specs=P("a"), out_specs=P()
+    )
     for _ in range(2):
         out, tangent = sm.jvp(mapped, (put(mesh, X, P("a")),), (put(mesh, V, P("a")),))
         same(out, X[:2] ** 3 + X[2:] ** 3)
@@ -103,7 +107,10 @@ def test_uneven_parts(shape):
     def program(mesh):
         for spec in (P("a"), P(None, "a")):
             x, v, w = put(mesh, X, spec), put(mesh, V, spec), put(mesh, W, P("a"))
-            same_trees(sm.jvp(lambda x, w=w: f(x, w), (x,), (v,)), torch.func.jvp(lambda x: f(x, W), (X,), (V,)))
+            same_trees(
+                sm.jvp(lambda x, w=w: f(x, w), (x,), (v,)),
+                torch.func.jvp(lambda x: f(x, W), (X,), (V,)),
+            )
             g = lambda x: F.rms_norm(x, (3,)).softmax(0).roll(1, 0)  # noqa: E731
             same_trees(sm.jvp(g, (x,), (v,)), torch.func.jvp(g, (X,), (V,)))
             same(sm.jacfwd(g)(x), torch.func.jacfwd(g)(X))
@@ -115,15 +122,39 @@ def test_uneven_parts(shape):
 @pytest.mark.parametrize(
     ("call", "kind", "match"),
     [
-        (lambda x: sm.jvp(torch.sin, (x,), (x, x)), ValueError, "pass a tree like that of the primals"),
-        (lambda x: sm.jvp(torch.sin, (x,), (x[:1],)), ValueError, r"a tangent of shape \[1, 3\] for a primal of shape \[4, 3\]"),
+        (
+            lambda x: sm.jvp(torch.sin, (x,), (x, x)),
+            ValueError,
+            "pass a tree like that of the primals",
+        ),
+        (
+            lambda x: sm.jvp(torch.sin, (x,), (x[:1],)),
+            ValueError,
+            r"a tangent of shape \[1, 3\] for a primal of shape \[4, 3\]",
+        ),
         (lambda x: sm.jvp(torch.sin, (x,), (1.0,)), ValueError, "a tangent of shape None"),
         (lambda x: sm.jvp(torch.sin, (X,), (x,)), TypeError, "its primal is a plain tensor"),
-        (lambda x: sm.jvp(torch.sin, (x.long(),), (x,)), TypeError, "only floating tensors have gradients"),
+        (
+            lambda x: sm.jvp(torch.sin, (x.long(),), (x,)),
+            TypeError,
+            "only floating tensors have gradients",
+        ),
         (lambda x: sm.jvp(lambda x: "text", (x,), (x,)), TypeError, "which contains no tensor"),
-        (lambda x: sm.linearize(torch.sin, x)[1](x, x), ValueError, "(?s)linearize: .* pass a tree like that of the primals"),
-        (lambda x: sm.jacfwd(torch.sin)(x.long()), TypeError, "jacfwd: leaf 0 of the argument is a torch.int64 tensor"),
-        (lambda x: sm.jacrev(lambda x: x > 0)(x), TypeError, "jacrev: leaf 0 of the result is a torch.bool tensor"),
+        (
+            lambda x: sm.linearize(torch.sin, x)[1](x, x),
+            ValueError,
+            "(?s)linearize: .* pass a tree like that of the primals",
+        ),
+        (
+            lambda x: sm.jacfwd(torch.sin)(x.long()),
+            TypeError,
+            "jacfwd: leaf 0 of the argument is a torch.int64 tensor",
+        ),
+        (
+            lambda x: sm.jacrev(lambda x: x > 0)(x),
+            TypeError,
+            "jacrev: leaf 0 of the result is a torch.bool tensor",
+        ),
     ],
 )
 def test_mismatched_arguments_raise(call, kind, match):
@@ -163,7 +194,10 @@ def test_linearize_inside(mesh):
     g = lambda x: (x.sin().sum(0), x.cos())  # noqa: E731
     out, tangent = torch.func.jvp(g, (X,), (V,))[:2]
     for _ in range(2):
-        same_trees(mapped(put(mesh, X, P("a")), put(mesh, V, P("a"))), (out, tangent, [2 * t for t in tangent]))
+        same_trees(
+            mapped(put(mesh, X, P("a")), put(mesh, V, P("a"))),
+            (out, tangent, [2 * t for t in tangent]),
+        )
 
 
 # -- Jacobians ---------------------------------------------------------------------------------------------------------
@@ -200,11 +234,18 @@ def test_the_number_of_collectives_does_not_depend_on_the_number_of_elements(mes
 
 @every_rank(2)
 def test_a_function_of_plain_tensors_over_a_mapped_one(mesh):
-    mapped = sm.shard_map(lambda x, w: sm.psum((x @ w).sin().sum(0), "a"), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    mapped = sm.shard_map(
+        lambda x, w: sm.psum((x @ w).sin().sum(0), "a"),
+        mesh=mesh,
+        in_specs=(P("a"), P()),
+        out_specs=P(),
+    )
     plain = lambda x, w: (x @ w).sin().sum(0)  # noqa: E731
     for _ in range(2):
         same_trees(sm.jacfwd(mapped, (0, 1))(X, W), torch.func.jacfwd(plain, (0, 1))(X, W))
-        torch.testing.assert_close(sm.jacrev(mapped, (0, 1))(X, W), torch.func.jacrev(plain, (0, 1))(X, W))
+        torch.testing.assert_close(
+            sm.jacrev(mapped, (0, 1))(X, W), torch.func.jacrev(plain, (0, 1))(X, W)
+        )
         same_trees(sm.jvp(mapped, (X, W), (V, W)), torch.func.jvp(plain, (X, W), (V, W)))
         out, back = sm.vjp(mapped, X, W)
         torch.testing.assert_close(back(out), torch.func.vjp(plain, X, W)[1](plain(X, W)))
@@ -229,4 +270,7 @@ def test_tensors_made_inside_a_transform_outlive_it(mesh):
     x = put(mesh, values(4, 2), P("a"))
     tangent = sm.jvp(lambda x: mapped(x).cumsum(0), (x,), (x,))[1]
     same(mapped(x).cumsum(0), tangent.full_tensor())
-    same(sm.jvp(sm.grad(lambda x: mapped(x).square().sum()), (x,), (x,))[1], sm.grad(lambda x: mapped(x).square().sum())(x).full_tensor())
+    same(
+        sm.jvp(sm.grad(lambda x: mapped(x).square().sum()), (x,), (x,))[1],
+        sm.grad(lambda x: mapped(x).square().sum())(x).full_tensor(),
+    )

@@ -44,7 +44,10 @@ def same_trees(sharded: Any, plain: Any, like: Any = None) -> None:
 def params_on(mesh: sm.DeviceMesh) -> Any:
     """Return parameters with w sharded by columns over b if the mesh has b, and the bias alike."""
     split = "b" in mesh.axis_names
-    return {"w": put(mesh, W, P(None, "b") if split else P()), "b": [put(mesh, B, P("b") if split else P())]}
+    return {
+        "w": put(mesh, W, P(None, "b") if split else P()),
+        "b": [put(mesh, B, P("b") if split else P())],
+    }
 
 
 # -- over global functions ---------------------------------------------------------------------------------------------
@@ -72,7 +75,9 @@ def test_argnums(mesh):
     for argnums in (0, 1, (1,), (2, 0), (0, 1, 2)):
         found = sm.grad(f, argnums=argnums)(x, w, b)
         assert isinstance(found, tuple) == isinstance(argnums, tuple)
-        same_trees(found, [wanted[i] for i in ((argnums,) if isinstance(argnums, int) else argnums)])
+        same_trees(
+            found, [wanted[i] for i in ((argnums,) if isinstance(argnums, int) else argnums)]
+        )
 
 
 @every_rank(2)
@@ -112,7 +117,11 @@ def test_unused_and_mixed_dtypes(mesh):
     given = {"used": W.float(), "double": B, "unused": X, "half": B.bfloat16()}
 
     def f(params, x):
-        return (x.float() @ params["used"]).sum() + (params["double"] ** 3).sum() + params["half"].float().sum()
+        return (
+            (x.float() @ params["used"]).sum()
+            + (params["double"] ** 3).sum()
+            + params["half"].float().sum()
+        )
 
     params = {name: put(mesh, t, P("a") if name == "unused" else P()) for name, t in given.items()}
     found = sm.grad(f)(params, put(mesh, X, P("a")))
@@ -122,7 +131,10 @@ def test_unused_and_mixed_dtypes(mesh):
 
 @every_rank(2)
 def test_arguments_that_require_grad_are_not_modified(mesh):
-    params, x = pytree.tree_map(lambda t: t.requires_grad_(), params_on(mesh)), put(mesh, X, P("a"), grad=True)
+    params, x = (
+        pytree.tree_map(lambda t: t.requires_grad_(), params_on(mesh)),
+        put(mesh, X, P("a"), grad=True),
+    )
     same_trees(sm.grad(loss_of)(params, x), plain_grads(loss_of, PARAMS, X)[1])
     assert x.grad is None
     assert all(p.grad is None for p in pytree.tree_leaves(params))
@@ -145,7 +157,9 @@ def test_nested(mesh):
     (g,) = torch.autograd.grad(f(pw, X), [pw], create_graph=True)
     (wanted,) = torch.autograd.grad(g.square().sum(), [pw], create_graph=True)
     same(sm.grad(lambda w: sm.grad(f)(w, x).square().sum())(w), wanted.detach())
-    third = sm.grad(lambda w: sm.grad(lambda w: sm.grad(f)(w, x).square().sum())(w).square().sum())(w)
+    third = sm.grad(lambda w: sm.grad(lambda w: sm.grad(f)(w, x).square().sum())(w).square().sum())(
+        w
+    )
     same(third, torch.autograd.grad(wanted.square().sum(), [pw])[0])
 
 
@@ -153,7 +167,11 @@ def test_nested(mesh):
 def test_losses_of_every_layout(mesh):
     """A pending loss is reduced, a sharded one of one element too."""
     x = put(mesh, X, P("a"))
-    for f in (lambda x: x.square().sum(), lambda x: x.square().sum().redistribute(P()), lambda x: x.square().sum((0, 1), keepdim=True)):
+    for f in (
+        lambda x: x.square().sum(),
+        lambda x: x.square().sum().redistribute(P()),
+        lambda x: x.square().sum((0, 1), keepdim=True),
+    ):
         value, found = sm.value_and_grad(f)(x)
         same(value.reshape(()), X.square().sum())
         same(found, 2 * X)
@@ -163,7 +181,9 @@ def test_arguments_that_cannot_be_differentiated_raise():
     def not_scalar(mesh):
         sm.grad(lambda x: x * 2)(put(mesh, X, P("a")))
 
-    assert "must return a scalar tensor, and it returned [6, 4]" in same_error((2,), not_scalar, TypeError)
+    assert "must return a scalar tensor, and it returned [6, 4]" in same_error(
+        (2,), not_scalar, TypeError
+    )
 
     def number(mesh):
         sm.grad(lambda x: 2.0)(put(mesh, X, P("a")))
@@ -173,7 +193,9 @@ def test_arguments_that_cannot_be_differentiated_raise():
     def integers(mesh):
         sm.grad(lambda t: t["x"].sum())({"n": put(mesh, X), "x": put(mesh, torch.arange(4))})
 
-    assert "leaf 1 of the arguments to differentiate is a torch.int64 tensor" in same_error((2,), integers, TypeError)
+    assert "leaf 1 of the arguments to differentiate is a torch.int64 tensor" in same_error(
+        (2,), integers, TypeError
+    )
 
     def a_string(mesh):
         sm.vjp(lambda x, y: x.sum(), put(mesh, X), "y")
@@ -210,7 +232,9 @@ def test_over_a_mapped_function(mesh):
 
 @every_rank(2)
 def test_over_a_function_that_calls_mapped_functions(mesh):
-    rows = sm.shard_map(lambda x, w: (x @ w).tanh(), mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    rows = sm.shard_map(
+        lambda x, w: (x @ w).tanh(), mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a")
+    )
     f = lambda w, x: rows(rows(x, w) @ w.t(), w).square().mean()  # noqa: E731
     plain = lambda w, x: (((x @ w).tanh() @ w.t()) @ w).tanh().square().mean()  # noqa: E731
     w, x = put(mesh, W), put(mesh, X, P("a"))
@@ -223,7 +247,12 @@ def test_over_a_function_that_calls_mapped_functions(mesh):
 
 @every_rank(2)
 def test_second_derivatives_over_a_mapped_function(mesh):
-    mapped = sm.shard_map(lambda w, x: sm.psum((x @ w).sin().sum(), "a"), mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
+    mapped = sm.shard_map(
+        lambda w, x: sm.psum((x @ w).sin().sum(), "a"),
+        mesh=mesh,
+        in_specs=(P(), P("a")),
+        out_specs=P(),
+    )
     w, x, pw = put(mesh, W), put(mesh, X, P("a")), leaf(W)
     (g,) = torch.autograd.grad((X @ pw).sin().sum(), [pw], create_graph=True)
     (wanted,) = torch.autograd.grad(g.square().sum(), [pw])
@@ -253,12 +282,20 @@ def test_inside(mesh):
         same_trees(found, wanted, params)
     with collectives() as records:
         mapped(params, x)
-    assert launched(records) == ["all_reduce"] * 3, "of the loss, its gradient, and all parameters in one"
+    assert launched(records) == ["all_reduce"] * 3, (
+        "of the loss, its gradient, and all parameters in one"
+    )
 
 
 @every_rank(2)
 def test_inside_with_respect_to_a_varying_value(mesh):
-    mapped = inside(mesh, lambda w, x: sm.grad(lambda w, x: sm.psum((x @ w).square().sum(), "a"), argnums=(0, 1))(w, x), (P(), P("a")))
+    mapped = inside(
+        mesh,
+        lambda w, x: sm.grad(lambda w, x: sm.psum((x @ w).square().sum(), "a"), argnums=(0, 1))(
+            w, x
+        ),
+        (P(), P("a")),
+    )
     leaves = [leaf(W), leaf(X)]
     wanted = torch.autograd.grad((leaves[1] @ leaves[0]).square().sum(), leaves)
     for _ in range(2):
@@ -290,7 +327,9 @@ def test_inside_over_two_axes(mesh):
 @every_rank(2)
 def test_inside_nested_and_outside_again(mesh):
     def f(w, x):
-        return sm.grad(lambda w: sm.grad(lambda w: sm.psum((x @ w).sin().sum(), "a"))(w).square().sum())(w)
+        return sm.grad(
+            lambda w: sm.grad(lambda w: sm.psum((x @ w).sin().sum(), "a"))(w).square().sum()
+        )(w)
 
     pw = leaf(W)
     (g,) = torch.autograd.grad((X @ pw).sin().sum(), [pw], create_graph=True)
@@ -334,8 +373,14 @@ def test_inside_where_some_axes_are_global(mesh):
 
 
 INSIDE_WRONG = {
-    "a varying loss": (lambda w, x: sm.grad(lambda w: (x @ w).sum())(w), "the loss varies over 'a'"),
-    "a pending loss": (lambda w, x: sm.grad(lambda w: sm.pcast(w.sum(), "a", to="unreduced"))(w), "the loss is pending over 'a'"),
+    "a varying loss": (
+        lambda w, x: sm.grad(lambda w: (x @ w).sum())(w),
+        "the loss varies over 'a'",
+    ),
+    "a pending loss": (
+        lambda w, x: sm.grad(lambda w: sm.pcast(w.sum(), "a", to="unreduced"))(w),
+        "the loss is pending over 'a'",
+    ),
 }
 
 
@@ -353,6 +398,8 @@ def test_losses_inside_that_are_not_replicated(name):
 
 @every_rank(2)
 def test_inside_without_checks(mesh):
-    mapped = inside(mesh, lambda w, x: sm.grad(lambda w: sm.psum((x @ w).sum(), "a"))(w), P(), check=False)
+    mapped = inside(
+        mesh, lambda w, x: sm.grad(lambda w: sm.psum((x @ w).sum(), "a"))(w), P(), check=False
+    )
     with pytest.raises(RuntimeError, match="check=False"):
         mapped(put(mesh, W), put(mesh, X, P("a")))

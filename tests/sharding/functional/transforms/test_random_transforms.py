@@ -18,7 +18,12 @@ from shardmesh import P
 from tests.sharding.functional.helpers import put, values
 from tests.sharding.ranks import AXES, on_mesh
 
-OURS = SimpleNamespace(**{name: getattr(sm, name) for name in ("vmap", "jvp", "vjp", "grad", "jacfwd", "jacrev", "hessian", "linearize")})
+OURS = SimpleNamespace(
+    **{
+        name: getattr(sm, name)
+        for name in ("vmap", "jvp", "vjp", "grad", "jacfwd", "jacrev", "hessian", "linearize")
+    }
+)
 Function = Callable[[Any, Any], Any]
 
 # Functions of x: [n, k] and w: [k, m].
@@ -33,7 +38,9 @@ FUNCTIONS: dict[str, Function] = {
     "roll": lambda x, w: x.roll(1, 0) @ w,
     "diff": lambda x, w: (x @ w).square().diff(1, 0),
     "mean and var": lambda x, w: (x @ w).mean(0) + x.var() + w.std(),
-    "rms_norm": lambda x, w: F.rms_norm(x @ w, (w.shape[1],)),  # torch 2.13 has a wrong grad of the jvp of layer_norm
+    "rms_norm": lambda x, w: F.rms_norm(
+        x @ w, (w.shape[1],)
+    ),  # torch 2.13 has a wrong grad of the jvp of layer_norm
     "norm": lambda x, w: x.norm(dim=1) + w.norm(),
     "slice": lambda x, w: x[1:] @ w.t()[1:].t(),
     "transpose": lambda x, w: (w.t() @ x.t()).sigmoid(),
@@ -70,18 +77,34 @@ def by_vjp(t: Any, f: Function, x: Any, w: Any) -> Any:
 TRANSFORMS: dict[str, Callable[..., Any]] = {
     "vmap": lambda t, f, xs, vs, w: t.vmap(f, (0, None))(xs, w),
     "vmap of dim 1": lambda t, f, xs, vs, w: t.vmap(lambda x, w: scalar(f)(x, w), (1, None))(xs, w),
-    "vmap of vmap": lambda t, f, xs, vs, w: t.vmap(t.vmap(lambda r, w: f(r[None], w), (0, None)), (0, None))(xs, w),
+    "vmap of vmap": lambda t, f, xs, vs, w: t.vmap(
+        t.vmap(lambda r, w: f(r[None], w), (0, None)), (0, None)
+    )(xs, w),
     "jvp": lambda t, f, xs, vs, w: t.jvp(f, (xs[0], w), (vs[0], w.sin())),
-    "jvp of jvp": lambda t, f, xs, vs, w: t.jvp(lambda x: t.jvp(lambda x: f(x, w), (x,), (x.sin(),))[1], (xs[0],), (vs[0],)),
+    "jvp of jvp": lambda t, f, xs, vs, w: t.jvp(
+        lambda x: t.jvp(lambda x: f(x, w), (x,), (x.sin(),))[1], (xs[0],), (vs[0],)
+    ),
     "vjp": lambda t, f, xs, vs, w: by_vjp(t, f, xs[0], w),
-    "vmap of jvp": lambda t, f, xs, vs, w: t.vmap(lambda x, v: t.jvp(lambda x: f(x, w), (x,), (v,)))(xs, vs),
+    "vmap of jvp": lambda t, f, xs, vs, w: t.vmap(
+        lambda x, v: t.jvp(lambda x: f(x, w), (x,), (v,))
+    )(xs, vs),
     "vmap of grad": lambda t, f, xs, vs, w: t.vmap(t.grad(scalar(f), (0, 1)), (0, None))(xs, w),
     "vmap of vjp": lambda t, f, xs, vs, w: t.vmap(lambda x: by_vjp(t, f, x, w))(xs),
-    "grad of vmap": lambda t, f, xs, vs, w: t.grad(lambda x, w: t.vmap(scalar(f), (0, None))(x, w).square().sum(), (0, 1))(xs, w),
-    "grad of grad": lambda t, f, xs, vs, w: t.grad(lambda x, w: t.grad(scalar(f))(x, w).sin().sum(), (0, 1))(xs[0], w),
-    "jvp of grad": lambda t, f, xs, vs, w: t.jvp(lambda x: t.grad(scalar(f), (0, 1))(x, w), (xs[0],), (vs[0],)),
-    "grad of jvp": lambda t, f, xs, vs, w: t.grad(lambda x, w: t.jvp(scalar(f), (x, w), (vs[0], w))[1], (0, 1))(xs[0], w),
-    "jvp of vmap": lambda t, f, xs, vs, w: t.jvp(lambda x: t.vmap(f, (0, None))(x, w), (xs,), (vs,)),
+    "grad of vmap": lambda t, f, xs, vs, w: t.grad(
+        lambda x, w: t.vmap(scalar(f), (0, None))(x, w).square().sum(), (0, 1)
+    )(xs, w),
+    "grad of grad": lambda t, f, xs, vs, w: t.grad(
+        lambda x, w: t.grad(scalar(f))(x, w).sin().sum(), (0, 1)
+    )(xs[0], w),
+    "jvp of grad": lambda t, f, xs, vs, w: t.jvp(
+        lambda x: t.grad(scalar(f), (0, 1))(x, w), (xs[0],), (vs[0],)
+    ),
+    "grad of jvp": lambda t, f, xs, vs, w: t.grad(
+        lambda x, w: t.jvp(scalar(f), (x, w), (vs[0], w))[1], (0, 1)
+    )(xs[0], w),
+    "jvp of vmap": lambda t, f, xs, vs, w: t.jvp(
+        lambda x: t.vmap(f, (0, None))(x, w), (xs,), (vs,)
+    ),
     "jacfwd": lambda t, f, xs, vs, w: t.jacfwd(f, (0, 1))(xs[0], w),
     "jacrev": lambda t, f, xs, vs, w: t.jacrev(f, (0, 1))(xs[0], w),
     "vmap of jacrev": lambda t, f, xs, vs, w: t.vmap(t.jacrev(f), (0, None))(xs, w),
@@ -118,16 +141,28 @@ def test_transform_of_operators(transform):
     rng, run = random.Random(transform), TRANSFORMS[transform]
     for name, f in FUNCTIONS.items():
         shape = rng.choice(MESHES)
-        batch, n, k, m = rng.choice((1, 2, 3, 5)), rng.choice((2, 3, 5)), rng.choice((2, 3)), rng.choice((2, 3))
+        batch, n, k, m = (
+            rng.choice((1, 2, 3, 5)),
+            rng.choice((2, 3, 5)),
+            rng.choice((2, 3)),
+            rng.choice((2, 3)),
+        )
         xs, vs, w = values(batch, n, k), values(batch, n, k, seed=1), values(k, m, seed=2)
         axes = AXES[: len(shape)]
         in_batch = transform not in NEEDS_CLOSURE
         of_xs = spec(rng, 3, axes) if in_batch else spec(rng, 3, axes, whole=1)
-        of_vs, of_w = of_xs if rng.random() < 0.5 or not in_batch else spec(rng, 3, axes), spec(rng, 2, axes)
+        of_vs, of_w = (
+            of_xs if rng.random() < 0.5 or not in_batch else spec(rng, 3, axes),
+            spec(rng, 2, axes),
+        )
         wanted = run(torch.func, f, xs, vs, w)
 
-        def program(mesh, f=f, xs=xs, vs=vs, w=w, of_xs=of_xs, of_vs=of_vs, of_w=of_w, wanted=wanted):
-            compared(run(OURS, f, put(mesh, xs, of_xs), put(mesh, vs, of_vs), put(mesh, w, of_w)), wanted)
+        def program(
+            mesh, f=f, xs=xs, vs=vs, w=w, of_xs=of_xs, of_vs=of_vs, of_w=of_w, wanted=wanted
+        ):
+            compared(
+                run(OURS, f, put(mesh, xs, of_xs), put(mesh, vs, of_vs), put(mesh, w, of_w)), wanted
+            )
 
         try:
             on_mesh(shape, program)
@@ -200,7 +235,9 @@ MAPPED: dict[str, Mapped] = {
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("transform", [name for name in TRANSFORMS if name not in ("vmap of vmap", "vmap of dim 1")])
+@pytest.mark.parametrize(
+    "transform", [name for name in TRANSFORMS if name not in ("vmap of vmap", "vmap of dim 1")]
+)
 def test_transform_of_mapped_functions(transform):
     rng, run = random.Random(transform), TRANSFORMS[transform]
     for name, case in MAPPED.items():
@@ -214,11 +251,20 @@ def test_transform_of_mapped_functions(transform):
         wanted = run(torch.func, partial(case.plain, n=size), xs, vs, w)
 
         def program(mesh, case=case, xs=xs, vs=vs, w=w, of_xs=of_xs, of_w=of_w, wanted=wanted):
-            mapped = sm.shard_map(case.body, mesh=mesh, in_specs=case.in_specs, out_specs=case.out_specs)
+            mapped = sm.shard_map(
+                case.body, mesh=mesh, in_specs=case.in_specs, out_specs=case.out_specs
+            )
             for _ in range(2):  # tracked, then trusted
-                compared(run(OURS, mapped, put(mesh, xs, of_xs), put(mesh, vs, of_xs), put(mesh, w, of_w)), wanted)
+                compared(
+                    run(
+                        OURS, mapped, put(mesh, xs, of_xs), put(mesh, vs, of_xs), put(mesh, w, of_w)
+                    ),
+                    wanted,
+                )
 
         try:
             on_mesh(shape, program)
         except Exception as error:
-            raise AssertionError(f"{transform} of {name} on {shape}, xs {list(xs.shape)} {of_xs}, w {list(w.shape)} {of_w}") from error
+            raise AssertionError(
+                f"{transform} of {name} on {shape}, xs {list(xs.shape)} {of_xs}, w {list(w.shape)} {of_w}"
+            ) from error

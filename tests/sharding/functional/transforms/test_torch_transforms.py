@@ -24,7 +24,9 @@ def twice(mesh, f, args, wanted, *, in_specs=(P("a"), P()), out_specs=P("a"), **
     mapped = sm.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **more)
     for _ in range(2):
         found = mapped(*[put(mesh, t, spec) for t, spec in zip(args, in_specs, strict=True)])
-        for x, y in zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]:
+        for x, y in (
+            zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]
+        ):
             same(x, y)
     return mapped
 
@@ -43,22 +45,41 @@ def with_gradients(mesh, f, plain):
 @every_rank(2)
 def test_vmap_of_rows_and_of_columns(mesh):
     twice(mesh, lambda x, w: vmap(lambda row: (row @ w).sin())(x), (X, W), (X @ W).sin())
-    twice(mesh, lambda x, w: vmap(lambda column: x @ column, in_dims=1, out_dims=1)(w), (X, W), X @ W)
-    twice(mesh, lambda x, w: vmap(vmap(torch.dot, in_dims=(None, 1)), in_dims=(0, None))(x, w), (X, W), X @ W)
+    twice(
+        mesh, lambda x, w: vmap(lambda column: x @ column, in_dims=1, out_dims=1)(w), (X, W), X @ W
+    )
+    twice(
+        mesh,
+        lambda x, w: vmap(vmap(torch.dot, in_dims=(None, 1)), in_dims=(0, None))(x, w),
+        (X, W),
+        X @ W,
+    )
 
 
 COLLECTIVES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "psum": (lambda r: sm.psum(r, "a"), lambda h: (h[0] + h[1]).repeat(2, 1)),
     "pmean": (lambda r: sm.pmean(r, "a"), lambda h: (h[0] + h[1]).repeat(2, 1) / 2),
     "pmax": (lambda r: sm.pmax(r, "a"), lambda h: torch.maximum(h[0], h[1]).repeat(2, 1)),
-    "all_gather": (lambda r: sm.all_gather(r, "a", axis=0, tiled=True), lambda h: torch.cat(list(h), 1).repeat(2, 1)),
-    "all_gather stacked": (lambda r: sm.all_gather(r, "a", axis=1).flatten(), lambda h: torch.stack(list(h), 2).flatten(1).repeat(2, 1)),
-    "psum_scatter": (lambda r: sm.psum_scatter(r, "a", tiled=True), lambda h: torch.cat((h[0] + h[1]).chunk(2, 1), 0)),
+    "all_gather": (
+        lambda r: sm.all_gather(r, "a", axis=0, tiled=True),
+        lambda h: torch.cat(list(h), 1).repeat(2, 1),
+    ),
+    "all_gather stacked": (
+        lambda r: sm.all_gather(r, "a", axis=1).flatten(),
+        lambda h: torch.stack(list(h), 2).flatten(1).repeat(2, 1),
+    ),
+    "psum_scatter": (
+        lambda r: sm.psum_scatter(r, "a", tiled=True),
+        lambda h: torch.cat((h[0] + h[1]).chunk(2, 1), 0),
+    ),
     "all_to_all": (
         lambda r: sm.all_to_all(r, "a", 0, 0, tiled=True),
         lambda h: torch.cat([torch.cat([part.chunk(2, 1)[i] for part in h], 1) for i in range(2)]),
     ),
-    "ppermute": (lambda r: sm.ppermute(r, "a", [(0, 1)]), lambda h: torch.cat([torch.zeros_like(h[0]), h[0]])),
+    "ppermute": (
+        lambda r: sm.ppermute(r, "a", [(0, 1)]),
+        lambda h: torch.cat([torch.zeros_like(h[0]), h[0]]),
+    ),
     "pbroadcast": (lambda r: sm.pbroadcast(r, "a", 1), lambda h: h[1].repeat(2, 1)),
 }
 
@@ -79,18 +100,30 @@ def test_collectives_under_vmap(name):
 
     def program(mesh):
         for f in (over_rows, over_columns, nested):
-            mapped = sm.shard_map(lambda x, f=f: f(x) + 0 * sm.axis_index("a"), mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+            mapped = sm.shard_map(
+                lambda x, f=f: f(x) + 0 * sm.axis_index("a"),
+                mesh=mesh,
+                in_specs=P("a"),
+                out_specs=P("a"),
+            )
             for _ in range(2):
                 x, px = put(mesh, X, P("a"), grad=True), leaf(X)
                 same(mapped(x), wanted)
-                same_gradients([x], [px], mapped(x).sin().sum(), plain(px.view(2, 3, 4)).sin().sum())
+                same_gradients(
+                    [x], [px], mapped(x).sin().sum(), plain(px.view(2, 3, 4)).sin().sum()
+                )
 
     on_mesh((2,), program)
 
 
 @every_rank(2)
 def test_one_collective_for_the_whole_batch(mesh):
-    mapped = sm.shard_map(lambda x: vmap(lambda r: sm.psum(r.exp(), "a"))(x), mesh=mesh, in_specs=P("a"), out_specs=P())
+    mapped = sm.shard_map(
+        lambda x: vmap(lambda r: sm.psum(r.exp(), "a"))(x),
+        mesh=mesh,
+        in_specs=P("a"),
+        out_specs=P(),
+    )
     x = put(mesh, X, P("a"))
     mapped(x)
     with collectives() as records:
@@ -100,8 +133,15 @@ def test_one_collective_for_the_whole_batch(mesh):
 
 @every_rank(2)
 def test_types_under_vmap(mesh):
-    wrong = sm.shard_map(lambda x, w: vmap(lambda c: (x @ c).sum(), in_dims=1)(w), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
-    with pytest.raises(sm.errors.ShardingTypeError, match=r"varies over 'a'.*test_torch_transforms.py:\d+"):
+    wrong = sm.shard_map(
+        lambda x, w: vmap(lambda c: (x @ c).sum(), in_dims=1)(w),
+        mesh=mesh,
+        in_specs=(P("a"), P()),
+        out_specs=P(),
+    )
+    with pytest.raises(
+        sm.errors.ShardingTypeError, match=r"varies over 'a'.*test_torch_transforms.py:\d+"
+    ):
         wrong(put(mesh, X, P("a")), put(mesh, W))
     shares = lambda x: vmap(lambda r: sm.pcast(r, "a", to="unreduced"))(x)  # noqa: E731
     twice(mesh, shares, (X,), X, in_specs=(P(),), out_specs=P(unreduced="a"))
@@ -115,9 +155,21 @@ def test_gradients_of_each_row(mesh):
     """Per-sample gradients: no collective is inside, each rank has its rows. The weight is made to vary: else its gradients are shares."""
     f = lambda row, w: (row @ w).sin().sum()  # noqa: E731
     per_sample = vmap(grad(f, argnums=1), in_dims=(0, None))
-    twice(mesh, lambda x, w: per_sample(x, sm.pcast(w, "a", to="varying")), (X, W), per_sample(X, W))
-    twice(mesh, lambda x, w: vmap(jacrev(lambda r: (r @ w).tanh()))(x), (X, W), vmap(jacrev(lambda r: (r @ W).tanh()))(X))
-    twice(mesh, lambda x, w: vmap(grad(lambda r: grad(f)(r, w).sin().sum()))(x), (X, W), vmap(grad(lambda r: grad(f)(r, W).sin().sum()))(X))
+    twice(
+        mesh, lambda x, w: per_sample(x, sm.pcast(w, "a", to="varying")), (X, W), per_sample(X, W)
+    )
+    twice(
+        mesh,
+        lambda x, w: vmap(jacrev(lambda r: (r @ w).tanh()))(x),
+        (X, W),
+        vmap(jacrev(lambda r: (r @ W).tanh()))(X),
+    )
+    twice(
+        mesh,
+        lambda x, w: vmap(grad(lambda r: grad(f)(r, w).sin().sum()))(x),
+        (X, W),
+        vmap(grad(lambda r: grad(f)(r, W).sin().sum()))(X),
+    )
 
 
 @every_rank(2)
@@ -146,24 +198,42 @@ def test_a_collective_under_grad(mesh):
     """torch.func starts from 1 on each rank: the gradient is that of the sum of all ranks' losses."""
     twice(mesh, lambda x: grad(total)(x), (X,), gradient_of_the_totals(X), in_specs=(P("a"),))
     twice(mesh, lambda x: vmap(grad(total))(x), (X,), gradient_of_the_totals(X), in_specs=(P("a"),))
-    with pytest.raises(sm.errors.ShardingTypeError, match=r"loss that is replicated over 'a'.*sm.grad"):
-        twice(mesh, lambda x: grad(lambda x: sm.psum(x.sin(), "a").sum())(x), (X,), X, in_specs=(P("a"),))
+    with pytest.raises(
+        sm.errors.ShardingTypeError, match=r"loss that is replicated over 'a'.*sm.grad"
+    ):
+        twice(
+            mesh,
+            lambda x: grad(lambda x: sm.psum(x.sin(), "a").sum())(x),
+            (X,),
+            X,
+            in_specs=(P("a"),),
+        )
 
 
 @every_rank(2)
 def test_second_derivatives_of_a_collective(mesh):
     px = leaf(X)
     one, two = px[:3], px[3:]
-    (g,) = torch.autograd.grad(((one.sin() + two.sin()) * (one + two)).sum(), [px], create_graph=True)
+    (g,) = torch.autograd.grad(
+        ((one.sin() + two.sin()) * (one + two)).sum(), [px], create_graph=True
+    )
     wanted = torch.autograd.grad(g.sin().sum(), [px])[0]
-    twice(mesh, lambda x: grad(lambda x: grad(total)(x).sin().sum())(x), (X,), wanted, in_specs=(P("a"),))
+    twice(
+        mesh,
+        lambda x: grad(lambda x: grad(total)(x).sin().sum())(x),
+        (X,),
+        wanted,
+        in_specs=(P("a"),),
+    )
 
 
 @every_rank(2)
 def test_a_collective_under_vjp(mesh):
     def f(x):
         out, back = vjp(lambda x: sm.all_gather(x.sin(), "a", tiled=True), x)
-        return sm.pcast(out, "a", to="varying").sum(0, keepdim=True), back(torch.ones(6, 4, dtype=torch.float64) * 3)[0]
+        return sm.pcast(out, "a", to="varying").sum(0, keepdim=True), back(
+            torch.ones(6, 4, dtype=torch.float64) * 3
+        )[0]
 
     wanted = (X.sin().sum(0, keepdim=True).repeat(2, 1), 6 * X.cos())
     twice(mesh, f, (X,), wanted, in_specs=(P("a"),), out_specs=(P("a"), P("a")))
@@ -204,8 +274,18 @@ def test_checkpoint_draws_the_same_numbers_again(mesh):
         with sm.random.seeded(sm.random.fold_in(key, sm.axis_index("a"))):
             return torch.nn.functional.dropout(x @ w, 0.5).square()
 
-    plain = sm.shard_map(lambda x, w: sm.psum(body(x, w).sum(), "a"), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
-    again = sm.shard_map(lambda x, w: sm.psum(sm.remat(body)(x, w).sum(), "a"), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    plain = sm.shard_map(
+        lambda x, w: sm.psum(body(x, w).sum(), "a"),
+        mesh=mesh,
+        in_specs=(P("a"), P()),
+        out_specs=P(),
+    )
+    again = sm.shard_map(
+        lambda x, w: sm.psum(sm.remat(body)(x, w).sum(), "a"),
+        mesh=mesh,
+        in_specs=(P("a"), P()),
+        out_specs=P(),
+    )
     for _ in range(2):
         grads = []
         for mapped in (plain, again):
@@ -217,7 +297,12 @@ def test_checkpoint_draws_the_same_numbers_again(mesh):
 
 @every_rank(2)
 def test_checkpoint_of_a_mapped_function(mesh):
-    mapped = sm.shard_map(lambda x, w: sm.psum((x @ w).tanh().sum(), "a"), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    mapped = sm.shard_map(
+        lambda x, w: sm.psum((x @ w).tanh().sum(), "a"),
+        mesh=mesh,
+        in_specs=(P("a"), P()),
+        out_specs=P(),
+    )
     for _ in range(2):
         x, w, px, pw = put(mesh, X, P("a"), grad=True), put(mesh, W, grad=True), leaf(X), leaf(W)
         same_gradients([x, w], [px, pw], sm.remat(mapped)(x, w), (px @ pw).tanh().sum())
@@ -260,7 +345,12 @@ def test_compiled_local_body(backend, fresh_dynamo):
         compiled = torch.compile(local_body, backend=backend)
         mapped = sm.shard_map(compiled, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
         for _ in range(3):
-            x, w, px, pw = put(mesh, X, P("a"), grad=True), put(mesh, W, grad=True), leaf(X), leaf(W)
+            x, w, px, pw = (
+                put(mesh, X, P("a"), grad=True),
+                put(mesh, W, grad=True),
+                leaf(X),
+                leaf(W),
+            )
             same_gradients([x, w], [px, pw], mapped(x, w).sum(), local_body(px, pw).sum())
         wrong = sm.shard_map(compiled, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
         with pytest.raises(sm.errors.ShardingTypeError, match=r"matmul|tanh|square"):
@@ -272,9 +362,19 @@ def test_compiled_local_body(backend, fresh_dynamo):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_body_with_a_collective(backend, fresh_dynamo):
     def program(mesh):
-        mapped = sm.shard_map(torch.compile(body_with_psum, backend=backend), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+        mapped = sm.shard_map(
+            torch.compile(body_with_psum, backend=backend),
+            mesh=mesh,
+            in_specs=(P("a"), P()),
+            out_specs=P(),
+        )
         for _ in range(3):
-            x, w, px, pw = put(mesh, X, P("a"), grad=True), put(mesh, W, grad=True), leaf(X), leaf(W)
+            x, w, px, pw = (
+                put(mesh, X, P("a"), grad=True),
+                put(mesh, W, grad=True),
+                leaf(X),
+                leaf(W),
+            )
             same_gradients([x, w], [px, pw], mapped(x, w), 2 * local_body(px, pw).sum())
 
     on_mesh((2,), program)
@@ -289,7 +389,12 @@ def test_the_second_call_is_compiled(mesh):
         return graph.forward
 
     torch.compiler.reset()
-    mapped = sm.shard_map(torch.compile(local_body, backend=backend), mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    mapped = sm.shard_map(
+        torch.compile(local_body, backend=backend),
+        mesh=mesh,
+        in_specs=(P("a"), P()),
+        out_specs=P("a"),
+    )
     counts = []
     for _ in range(3):
         same(mapped(put(mesh, X, P("a")), put(mesh, W)), local_body(X, W))
@@ -326,13 +431,22 @@ def test_functional_call_of_a_module(mesh):
 @every_rank(2)
 def test_a_module_whose_parameters_are_not_arguments(mesh):
     module = nn.Linear(4, 1).double()
-    mapped = sm.shard_map(lambda x: sm.pmean(module(x).square().mean(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P())
+    mapped = sm.shard_map(
+        lambda x: sm.pmean(module(x).square().mean(), "a"),
+        mesh=mesh,
+        in_specs=P("a"),
+        out_specs=P(),
+    )
     with torch.no_grad():
         module.weight.fill_(0.5)
         module.bias.fill_(2.0)
     mapped(put(mesh, X, P("a"))).backward()
     found = [p.grad for p in module.parameters()]
-    for g, whole in zip(found, torch.autograd.grad(module(X).square().mean(), list(module.parameters())), strict=True):
+    for g, whole in zip(
+        found,
+        torch.autograd.grad(module(X).square().mean(), list(module.parameters())),
+        strict=True,
+    ):
         torch.testing.assert_close(g, whole)
     with torch.no_grad():
         same(mapped(put(mesh, X, P("a"))), module(X).square().mean())

@@ -34,7 +34,12 @@ def _per_example(x, *parameters):
 
 
 def _activations(a, w):
-    out = F.silu(F.relu(a @ w)).sum() + F.gelu(a).sum() + F.softmax(a, -1)[0].sum() + a[1:, 0].exp().sum()
+    out = (
+        F.silu(F.relu(a @ w)).sum()
+        + F.gelu(a).sum()
+        + F.softmax(a, -1)[0].sum()
+        + a[1:, 0].exp().sum()
+    )
     return out + F.log_softmax(a, -1).tanh().sum() + a.sigmoid().mean()
 
 
@@ -44,19 +49,35 @@ CASES: dict[str, Case] = {
     "no argument": (lambda x, w: vmap(lambda r: (r @ w).sin())(x), (X, W)),
     "computed from no argument": (lambda x, w: vmap(lambda r: (r @ (w * 2)).sin())(x), (X, W)),
     "result of an operator": (lambda x, w: vmap(lambda r: (r @ w).sin())(x * 2), (X, W)),
-    "in_dims and out_dims": (lambda x: vmap(lambda r: r.cumsum(0) * r.sum(), in_dims=1, out_dims=1)(x), (X,)),
+    "in_dims and out_dims": (
+        lambda x: vmap(lambda r: r.cumsum(0) * r.sum(), in_dims=1, out_dims=1)(x),
+        (X,),
+    ),
     "last out_dims": (lambda x: vmap(lambda r: r.softmax(-1), in_dims=1, out_dims=2)(x), (X,)),
-    "trees": (lambda x, y: vmap(lambda a, b: {"s": a + b, "d": a.mean()}, out_dims={"s": 1, "d": 0})(x, y), (X, Y)),
+    "trees": (
+        lambda x, y: vmap(lambda a, b: {"s": a + b, "d": a.mean()}, out_dims={"s": 1, "d": 0})(
+            x, y
+        ),
+        (X, Y),
+    ),
     "nested": (lambda x, y: vmap(vmap(torch.dot))(x, y), (X, Y)),
     "nested over different arguments": (
         lambda x, w: vmap(vmap(torch.dot, in_dims=(None, 1)), in_dims=(0, None))(x[0], w),
         (X, W),
     ),
     "chunks": (lambda x, w: vmap(lambda r: (r @ w).sin(), chunk_size=3)(x), (X, W)),
-    "grad": (lambda x, w: vmap(grad(lambda r, w: (r @ w).sin().sum()), in_dims=(0, None))(x, w), (X, W)),
-    "grad of no example": (lambda x, w: vmap(grad(lambda w, r: (r @ w).sin().sum()), in_dims=(None, 0))(w, x), (X, W)),
+    "grad": (
+        lambda x, w: vmap(grad(lambda r, w: (r @ w).sin().sum()), in_dims=(0, None))(x, w),
+        (X, W),
+    ),
+    "grad of no example": (
+        lambda x, w: vmap(grad(lambda w, r: (r @ w).sin().sum()), in_dims=(None, 0))(w, x),
+        (X, W),
+    ),
     "grad of two": (
-        lambda x, y: vmap(grad(lambda a, b: torch.logsumexp(a @ b.t(), -1).sum(), argnums=(0, 1)))(x, y),
+        lambda x, y: vmap(grad(lambda a, b: torch.logsumexp(a @ b.t(), -1).sum(), argnums=(0, 1)))(
+            x, y
+        ),
         (X, Y),
     ),
     "grad of grad": (
@@ -65,7 +86,9 @@ CASES: dict[str, Case] = {
     ),
     "grad of activations": (lambda x, w: vmap(grad(_activations), in_dims=(0, None))(x, w), (X, W)),
     "grad of an embedding": (
-        lambda e, i: vmap(grad(lambda e, i: F.embedding(i, e, 5).square().sum()), in_dims=(None, 0))(e, i),
+        lambda e, i: vmap(
+            grad(lambda e, i: F.embedding(i, e, 5).square().sum()), in_dims=(None, 0)
+        )(e, i),
         (TABLE, IDS),
     ),
     "grad of a module": (_per_example, (X, *(p.detach() for p in MODEL.parameters()))),
@@ -74,17 +97,40 @@ CASES: dict[str, Case] = {
     "jacrev": (lambda x, w: vmap(jacrev(lambda r: (r @ w).tanh()))(x[:, 0]), (X, W)),
     "grad without vmap": (lambda x, w: grad(lambda x: (x @ w).sin().sum())(x), (X, W)),
     "embedding": (lambda i, e: vmap(F.embedding)(i, e), (IDS, X)),
-    "embedding of one table": (lambda i, e: vmap(F.embedding, in_dims=(0, None))(i, e), (IDS, TABLE)),
+    "embedding of one table": (
+        lambda i, e: vmap(F.embedding, in_dims=(0, None))(i, e),
+        (IDS, TABLE),
+    ),
     "cross entropy": (lambda x, i: vmap(grad(F.cross_entropy))(x.transpose(1, 2), i), (X, IDS)),
-    "attention": (lambda x, y: vmap(lambda a, b: F.scaled_dot_product_attention(a[None], b[None], b[None]))(x, y), (X, Y)),
+    "attention": (
+        lambda x, y: vmap(lambda a, b: F.scaled_dot_product_attention(a[None], b[None], b[None]))(
+            x, y
+        ),
+        (X, Y),
+    ),
     "layer norm": (lambda x: vmap(lambda r: F.layer_norm(r, [3]))(x), (X,)),
-    "grad of a layer norm": (lambda x: vmap(grad(lambda r: F.layer_norm(r, [3]).pow(3).sum()))(x), (X,)),
+    "grad of a layer norm": (
+        lambda x: vmap(grad(lambda r: F.layer_norm(r, [3]).pow(3).sum()))(x),
+        (X,),
+    ),
     "in place": (lambda x: vmap(lambda r: r.clone().mul_(2).add_(1))(x), (X,)),
     "indices": (lambda x: vmap(lambda r: r[1:, ::2].flip(0))(x), (X,)),
-    "joined": (lambda x, y: vmap(lambda a, b: torch.cat([a, b]).t().reshape(-1)[2:9])(x, y), (X, Y)),
-    "masked": (lambda x, y: vmap(lambda a, b: torch.where(a > 0, a, b * 2).clamp(min=-0.5))(x, y), (X, Y)),
+    "joined": (
+        lambda x, y: vmap(lambda a, b: torch.cat([a, b]).t().reshape(-1)[2:9])(x, y),
+        (X, Y),
+    ),
+    "masked": (
+        lambda x, y: vmap(lambda a, b: torch.where(a > 0, a, b * 2).clamp(min=-0.5))(x, y),
+        (X, Y),
+    ),
 }
-SPECS = [(P("a"), P()), (P(), P("a")), (P("a"), P("a")), (P(None, "a"), P()), (P(None, None, "a"), P(None, "a"))]
+SPECS = [
+    (P("a"), P()),
+    (P(), P("a")),
+    (P("a"), P("a")),
+    (P(None, "a"), P()),
+    (P(None, None, "a"), P(None, "a")),
+]
 
 
 def _gradients(outs, inputs):
@@ -127,7 +173,9 @@ def test_as_sm_vmap(mesh):
         x, w = put(mesh, X, spec), put(mesh, W)
         f = lambda r, w: (r @ w).sin()  # noqa: E731
         one, other = torch.vmap(f, in_dims=(0, None))(x, w), sm.vmap(f, in_axes=(0, None))(x, w)
-        assert one.spec == other.spec or spec == P(None, "a")  # torch merges the batch with the dim that is split
+        assert one.spec == other.spec or spec == P(
+            None, "a"
+        )  # torch merges the batch with the dim that is split
         assert torch.equal(one.full_tensor(), other.full_tensor())
 
 
@@ -136,7 +184,9 @@ def test_randomness(mesh):
     x = put(mesh, X, P("a"))
     with pytest.raises(RuntimeError, match="randomness error mode"):
         torch.vmap(F.dropout)(x)
-    assert torch.equal(torch.vmap(lambda r: F.dropout(r, 0.0), randomness="same")(x).full_tensor(), X)
+    assert torch.equal(
+        torch.vmap(lambda r: F.dropout(r, 0.0), randomness="same")(x).full_tensor(), X
+    )
     assert torch.vmap(lambda r: F.dropout(r, 0.5), randomness="different")(x).shape == X.shape
 
 

@@ -18,18 +18,42 @@ from torch.utils import _pytree as pytree
 import shardmesh as sm
 from shardmesh import P
 from tests.sharding.functional.helpers import put
-from tests.sharding.functional.jax_transforms import AXES, FLOW, NUMBERS, PROGRAMS, SHAPE, TRANSFORMS, inputs
+from tests.sharding.functional.jax_transforms import (
+    AXES,
+    FLOW,
+    NUMBERS,
+    PROGRAMS,
+    SHAPE,
+    TRANSFORMS,
+    inputs,
+)
 
-needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs the extra jax-oracle")
+needs_jax = pytest.mark.skipif(
+    importlib.util.find_spec("jax") is None, reason="needs the extra jax-oracle"
+)
 pytestmark = [needs_jax, pytest.mark.xdist_group("jax")]
 WHOLE = {name: P() for name in inputs()}
-LAYOUTS = {"whole": WHOLE, "split": WHOLE | {"x": P("tp"), "v": P("tp"), "xs": P(None, None, "tp"), "w": P(None, "tp"), "u": P(None, "dp")}}
+LAYOUTS = {
+    "whole": WHOLE,
+    "split": WHOLE
+    | {
+        "x": P("tp"),
+        "v": P("tp"),
+        "xs": P(None, None, "tp"),
+        "w": P(None, "tp"),
+        "u": P(None, "dp"),
+    },
+}
 
 
 @pytest.fixture(scope="module")
 def jax() -> dict[str, list[np.ndarray]]:
     command = [sys.executable, "-m", "tests.sharding.functional.jax_transforms"]
-    return pickle.loads(subprocess.run(command, cwd=Path(__file__).parents[4], stdout=subprocess.PIPE, check=True).stdout)
+    return pickle.loads(
+        subprocess.run(
+            command, cwd=Path(__file__).parents[4], stdout=subprocess.PIPE, check=True
+        ).stdout
+    )
 
 
 @pytest.mark.one_in(4, each=["name"])
@@ -43,10 +67,18 @@ def test_program(jax, name, layout):
             return sm.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
         names = {each: getattr(sm, each) for each in (*TRANSFORMS, *FLOW)}
-        t = SimpleNamespace(**names, **{each: getattr(torch, each) for each in NUMBERS}, map=mapped, P=P)
-        given = {each: put(mesh, torch.from_numpy(x), LAYOUTS[layout][each]) for each, x in inputs().items()}
+        t = SimpleNamespace(
+            **names, **{each: getattr(torch, each) for each in NUMBERS}, map=mapped, P=P
+        )
+        given = {
+            each: put(mesh, torch.from_numpy(x), LAYOUTS[layout][each])
+            for each, x in inputs().items()
+        }
         leaves = pytree.tree_leaves(PROGRAMS[name](t, SimpleNamespace(**given)))
-        return [x.full_tensor() if isinstance(x, sm.ShardedTensor) else torch.as_tensor(x) for x in leaves]
+        return [
+            x.full_tensor() if isinstance(x, sm.ShardedTensor) else torch.as_tensor(x)
+            for x in leaves
+        ]
 
     for found in sm.simulate(4)(ours)():
         assert len(found) == len(jax[name])

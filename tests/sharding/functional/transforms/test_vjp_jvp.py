@@ -23,9 +23,15 @@ def test_vjp(mesh):
     given = values(6, 5, seed=7)
     leaves = [leaf(W), leaf(X)]
     plain = f(*leaves)
-    wanted = torch.autograd.grad([plain["y"], plain["n"]], leaves, [given, torch.tensor(2.0).double()])
+    wanted = torch.autograd.grad(
+        [plain["y"], plain["n"]], leaves, [given, torch.tensor(2.0).double()]
+    )
     for _ in range(2):
-        same_trees(back({"y": put(mesh, given, P("a")), "n": put(mesh, torch.tensor(2.0).double())}), wanted, [w, x])
+        same_trees(
+            back({"y": put(mesh, given, P("a")), "n": put(mesh, torch.tensor(2.0).double())}),
+            wanted,
+            [w, x],
+        )
     with pytest.raises(ValueError, match="pass a tree like that of the results"):
         back(put(mesh, given))
     out, back, aux = sm.vjp(lambda w: (w * 2, "more"), w, has_aux=True)
@@ -48,11 +54,18 @@ def test_jvp(mesh):
 @every_rank(2)
 def test_vjp_and_jvp_over_mapped_functions(mesh):
     mapped = inside(mesh, lambda w, x: ((x @ w).sin(), sm.psum((x @ w).sum(), "a")), (P("a"), P()))
-    w, x, tangent, given = put(mesh, W), put(mesh, X, P("a")), values(4, 5, seed=8), values(6, 5, seed=9)
+    w, x, tangent, given = (
+        put(mesh, W),
+        put(mesh, X, P("a")),
+        values(4, 5, seed=8),
+        values(6, 5, seed=9),
+    )
     plain = lambda w: ((X @ w).sin(), (X @ w).sum())  # noqa: E731
     for _ in range(2):
         out, found = sm.jvp(lambda w: mapped(w, x), (w,), (put(mesh, tangent),))
-        same_trees([*out, *found], [t for pair in torch.func.jvp(plain, (W,), (tangent,)) for t in pair])
+        same_trees(
+            [*out, *found], [t for pair in torch.func.jvp(plain, (W,), (tangent,)) for t in pair]
+        )
         out, back = sm.vjp(lambda w: mapped(w, x), w)
         wanted = torch.func.vjp(plain, W)[1]((given, torch.tensor(3.0).double()))
         same_trees(back((put(mesh, given, P("a")), put(mesh, torch.tensor(3.0).double()))), wanted)
@@ -64,7 +77,11 @@ def test_vjp_inside(mesh):
 
     def f(w, x, given):
         out, back = sm.vjp(lambda w: ((x @ w).sin(), sm.psum((x @ w).sum(), "a")), w)
-        return out, back((given, torch.tensor(3.0).double())), back((given * 2, torch.tensor(6.0).double()))
+        return (
+            out,
+            back((given, torch.tensor(3.0).double())),
+            back((given * 2, torch.tensor(6.0).double())),
+        )
 
     mapped = inside(mesh, f, ((P("a"), P()), P(), P()), (P(), P("a"), P("a")))
     out, back = torch.func.vjp(lambda w: ((X @ w).sin(), (X @ w).sum()), W)

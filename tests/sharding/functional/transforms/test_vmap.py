@@ -28,7 +28,15 @@ WANTED = vmap(f, (0, None))(X, W)
 
 @every_rank(2, 2)
 def test_the_batch_dim_of_results_is_split_as_in_the_arguments(mesh):
-    for spec in (P(), P(None, "a"), P(None, "a", "b"), P("a"), P("a", "b"), P("b", None, "a"), P(("b", "a"))):
+    for spec in (
+        P(),
+        P(None, "a"),
+        P(None, "a", "b"),
+        P("a"),
+        P("a", "b"),
+        P("b", None, "a"),
+        P(("b", "a")),
+    ):
         y = sm.vmap(f, (0, None))(put(mesh, X, spec), put(mesh, W))
         same(y, WANTED)
         assert y.spec.dims[0] == spec.padded(3).dims[0]
@@ -108,7 +116,9 @@ def test_plain_and_sharded_together(mesh):
     same(sm.vmap(lambda x, s: (x * s).sum(0))(xs, scale), (X * scale[:, None, None]).sum(1))
     torch.testing.assert_close(sm.vmap(f, (0, None))(X, W), WANTED)  # plain in, plain out
     w = leaf(W)
-    y = sm.vmap(f, (0, None))(put(mesh, X, P("a")), w)  # split: the plain argument is one value of all ranks
+    y = sm.vmap(f, (0, None))(
+        put(mesh, X, P("a")), w
+    )  # split: the plain argument is one value of all ranks
     y.sum().backward()
     pw = leaf(W)
     vmap(f, (0, None))(X, pw).sum().backward()
@@ -142,7 +152,9 @@ def test_ranks_outside_the_mesh():
 @every_rank(2, 2)
 def test_a_mapped_function_whose_mesh_has_the_axis_of_the_batch(mesh):
     for given in (mesh, None):
-        mapped = sm.shard_map(lambda x, w: sm.psum(f(x, w), "b"), mesh=given, in_specs=(P("b"), P()), out_specs=P())
+        mapped = sm.shard_map(
+            lambda x, w: sm.psum(f(x, w), "b"), mesh=given, in_specs=(P("b"), P()), out_specs=P()
+        )
         for _ in range(2):
             y = sm.vmap(mapped, (0, None))(put(mesh, X, P("a", "b")), put(mesh, W))
             same(y, WANTED)
@@ -155,7 +167,9 @@ def test_a_mapped_function_whose_mesh_has_the_axis_of_the_batch(mesh):
 
 @every_rank(2)
 def test_one_collective_for_all_examples(mesh):
-    mapped = sm.shard_map(lambda x, w: sm.psum(f(x, w), "a"), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    mapped = sm.shard_map(
+        lambda x, w: sm.psum(f(x, w), "a"), mesh=mesh, in_specs=(P("a"), P()), out_specs=P()
+    )
     x, w = put(mesh, X, P(None, "a")), put(mesh, W)
     mapped(x[0], w)
     with collectives() as records:
@@ -168,27 +182,69 @@ def test_one_collective_for_all_examples(mesh):
 
 
 def refused(mesh_shape, call, kind, match, silent=True):
-    text = same_error(mesh_shape, lambda mesh: call(mesh, put(mesh, X, P("a")), put(mesh, W)), kind, silent=silent)
+    text = same_error(
+        mesh_shape, lambda mesh: call(mesh, put(mesh, X, P("a")), put(mesh, W)), kind, silent=silent
+    )
     assert re.search(match, text), text
 
 
 @pytest.mark.parametrize(
     ("call", "kind", "match"),
     [
-        (lambda mesh, x, w: sm.vmap(f)(x, w), ValueError, r"mapped dims must have one size \(argument \[0\]: 4, argument \[1\]: 8\)"),
-        (lambda mesh, x, w: sm.vmap(f, (3, None))(x, w), ValueError, r"has shape \[4, 6, 8\], and in_axes map it over dim 3"),
+        (
+            lambda mesh, x, w: sm.vmap(f)(x, w),
+            ValueError,
+            r"mapped dims must have one size \(argument \[0\]: 4, argument \[1\]: 8\)",
+        ),
+        (
+            lambda mesh, x, w: sm.vmap(f, (3, None))(x, w),
+            ValueError,
+            r"has shape \[4, 6, 8\], and in_axes map it over dim 3",
+        ),
         (lambda mesh, x, w: sm.vmap(f, (0, None, 0))(x, w), ValueError, "in_axes=.* do not match"),
         (lambda mesh, x, w: sm.vmap(f, (0, "b"))(x, w), TypeError, "'b' is not an axis"),
         (lambda mesh, x, w: sm.vmap(f, None)(x, w), ValueError, "map no argument; pass axis_size="),
-        (lambda mesh, x, w: sm.vmap(lambda x, n: x, 0)(x, 3), ValueError, r"argument \[1\] is 3, and in_axes map it"),
-        (lambda mesh, x, w: sm.vmap(f, (0, None), axis_name="i")(x, w), NotImplementedError, "axis_name='i'"),
-        (lambda mesh, x, w: sm.vmap(f, (0, None), None)(x, w), ValueError, "result depends on the example, and its out_axes are None"),
-        (lambda mesh, x, w: sm.vmap(f, (0, None), 2)(x, w), ValueError, r"result has shape \[3\] for one example"),
+        (
+            lambda mesh, x, w: sm.vmap(lambda x, n: x, 0)(x, 3),
+            ValueError,
+            r"argument \[1\] is 3, and in_axes map it",
+        ),
+        (
+            lambda mesh, x, w: sm.vmap(f, (0, None), axis_name="i")(x, w),
+            NotImplementedError,
+            "axis_name='i'",
+        ),
+        (
+            lambda mesh, x, w: sm.vmap(f, (0, None), None)(x, w),
+            ValueError,
+            "result depends on the example, and its out_axes are None",
+        ),
+        (
+            lambda mesh, x, w: sm.vmap(f, (0, None), 2)(x, w),
+            ValueError,
+            r"result has shape \[3\] for one example",
+        ),
         (lambda mesh, x, w: sm.vmap(lambda x: "y")(x), TypeError, "neither a tensor nor a number"),
-        (lambda mesh, x, w: sm.vmap(f, (0, None), spmd_axis_name="z")(x, w), ValueError, "spmd_axis_name='z' is not an axis of"),
-        (lambda mesh, x, w: sm.vmap(torch.add)(x, put(mesh, X, P("b"))), ValueError, "mapped dims are split differently"),
-        (lambda mesh, x, w: sm.vmap(lambda x: sm.rand((2,), mesh))(put(mesh, X)), RuntimeError, "randomness='error'"),
-        (lambda mesh, x, w: sm.vmap(lambda x: w * 2)(x), ValueError, "they are split over.*pass sharded tensors as arguments"),
+        (
+            lambda mesh, x, w: sm.vmap(f, (0, None), spmd_axis_name="z")(x, w),
+            ValueError,
+            "spmd_axis_name='z' is not an axis of",
+        ),
+        (
+            lambda mesh, x, w: sm.vmap(torch.add)(x, put(mesh, X, P("b"))),
+            ValueError,
+            "mapped dims are split differently",
+        ),
+        (
+            lambda mesh, x, w: sm.vmap(lambda x: sm.rand((2,), mesh))(put(mesh, X)),
+            RuntimeError,
+            "randomness='error'",
+        ),
+        (
+            lambda mesh, x, w: sm.vmap(lambda x: w * 2)(x),
+            ValueError,
+            "they are split over.*pass sharded tensors as arguments",
+        ),
     ],
 )
 def test_mismatched_arguments_raise(call, kind, match):
@@ -197,11 +253,19 @@ def test_mismatched_arguments_raise(call, kind, match):
 
 def test_specs_that_name_the_axis_of_the_batch():
     def call(mesh, x, w):
-        mapped = sm.shard_map(lambda x, w: sm.psum(f(x, w), "a"), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+        mapped = sm.shard_map(
+            lambda x, w: sm.psum(f(x, w), "a"), mesh=mesh, in_specs=(P("a"), P()), out_specs=P()
+        )
         same(sm.vmap(mapped, (0, None), spmd_axis_name=())(x, w), WANTED)
         sm.vmap(mapped, (0, None))(x, w)
 
-    refused((2,), call, ValueError, silent=False, match=r"specs name 'a', over which vmap has split its examples.*spmd_axis_name=\(\)")
+    refused(
+        (2,),
+        call,
+        ValueError,
+        silent=False,
+        match=r"specs name 'a', over which vmap has split its examples.*spmd_axis_name=\(\)",
+    )
 
 
 def test_a_captured_tensor_that_requires_grad_raises():
@@ -211,13 +275,17 @@ def test_a_captured_tensor_that_requires_grad_raises():
         same(sm.vmap(lambda x: f(x, w.detach()))(x), WANTED)
         sm.vmap(lambda x: f(x, w * 1))(x)
 
-    match = r"test_vmap.py:\d+: a tensor of shape \[8, 3\] that requires grad and is not an argument"
+    match = (
+        r"test_vmap.py:\d+: a tensor of shape \[8, 3\] that requires grad and is not an argument"
+    )
     refused((2,), call, sm.errors.ShardingTypeError, match, silent=False)
 
 
 @every_rank(2)
 def test_random_numbers_that_are_the_same_for_all_examples(mesh):
-    y = sm.vmap(lambda x: torch.nn.functional.dropout(x, 0.5), randomness="same")(put(mesh, torch.ones(3, 8), P(None, "a")))
+    y = sm.vmap(lambda x: torch.nn.functional.dropout(x, 0.5), randomness="same")(
+        put(mesh, torch.ones(3, 8), P(None, "a"))
+    )
     rows = y.full_tensor()
     assert torch.equal(rows[0], rows[1])
     assert set(rows.flatten().tolist()) == {0.0, 2.0}
@@ -230,7 +298,11 @@ def test_an_exception_inside_resets_state(mesh):
     def fails(x, w):
         raise KeyError("inside")
 
-    for transform in (sm.vmap(fails, (0, None)), sm.vmap(sm.grad(fails), (0, None)), lambda x, w: sm.jvp(fails, (x, w), (x, w))):
+    for transform in (
+        sm.vmap(fails, (0, None)),
+        sm.vmap(sm.grad(fails), (0, None)),
+        lambda x, w: sm.jvp(fails, (x, w), (x, w)),
+    ):
         with pytest.raises(KeyError, match="inside"):
             transform(x, w)
     same(sm.vmap(f, (0, None))(x, w), WANTED)
@@ -243,7 +315,9 @@ def test_an_exception_inside_resets_state(mesh):
 
 @every_rank(2)
 def test_transforms_of_torch_around_are_refused(mesh):
-    mapped = sm.shard_map(lambda x: sm.psum(x.sin().sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P())
+    mapped = sm.shard_map(
+        lambda x: sm.psum(x.sin().sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P()
+    )
     plain, sharded = X[0], put(mesh, X[0], P("a")) * 1
     programs = {
         "shard_map": mapped,

@@ -18,7 +18,11 @@ X, W = values(6, 4), values(4, seed=1)
 
 
 def function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}
+    members = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(backward),
+        "__module__": __name__,
+    }
     return type(name, (torch.autograd.Function,), members)
 
 
@@ -70,7 +74,10 @@ def refused(f: Any, calls_before: int = 0, **more: Any) -> str:
     """Return the text of the error in backward of f(w, x), the same on every rank."""
 
     def program(mesh: sm.DeviceMesh) -> None:
-        mapped, args = over(mesh, f, **more), (put(mesh, W, grad=True), put(mesh, X, P("a"), grad=True))
+        mapped, args = (
+            over(mesh, f, **more),
+            (put(mesh, W, grad=True), put(mesh, X, P("a"), grad=True)),
+        )
         for _ in range(calls_before):
             mapped(*args)
         mapped(*args).backward()
@@ -85,51 +92,92 @@ def refused(f: Any, calls_before: int = 0, **more: Any) -> str:
 @pytest.mark.parametrize("check", [True, "always", "values"])
 def test_sum_with_identity_backward_raises(check: bool | str, calls_before: int) -> None:
     text = refused(lambda w, x: Sum.apply((x * w).square().sum()), calls_before, check=check)
-    assert "backward of Sum: the gradient of argument 'x' is pending over 'a', and the argument varies over 'a'" in text
+    assert (
+        "backward of Sum: the gradient of argument 'x' is pending over 'a', and the argument varies over 'a'"
+        in text
+    )
     assert "test_custom_functions.py:" in text
     assert "return psum(gradient, 'a')" in text
 
 
 def test_identity_with_sum_backward() -> None:
     """On a value that is replicated: the gradient of that is a share, which is summed in any case."""
-    for f in (lambda w, x: sm.psum((Copy.apply(w) * x).sum(), "a"), lambda w, x: sm.psum((CopyAsIs.apply(Copy.apply(w)) * x).sum(), "a")):
+    for f in (
+        lambda w, x: sm.psum((Copy.apply(w) * x).sum(), "a"),
+        lambda w, x: sm.psum((CopyAsIs.apply(Copy.apply(w)) * x).sum(), "a"),
+    ):
         text = refused(f)
-        assert "backward of Copy: the gradient of argument 'x' is replicated over 'a', and the argument is replicated over 'a'" in text
+        assert (
+            "backward of Copy: the gradient of argument 'x' is replicated over 'a', and the argument is replicated over 'a'"
+            in text
+        )
 
 
 def test_by_grad_inside_and_when_recomputed() -> None:
-    assert "backward of Sum" in refused(lambda w, x: sm.grad(lambda x: Sum.apply(x.square().sum()))(x).sum() * 0 + w.sum())
+    assert "backward of Sum" in refused(
+        lambda w, x: sm.grad(lambda x: Sum.apply(x.square().sum()))(x).sum() * 0 + w.sum()
+    )
     assert "backward of Sum" in refused(sm.remat(lambda w, x: Sum.apply((w * x).square().sum())))
 
 
 def test_of_the_last_value_of_a_nested_function() -> None:
     def program(mesh: sm.DeviceMesh) -> None:
-        inner = sm.shard_map(lambda x: Sum.apply(x.square().sum()), in_specs=P("a"), out_specs=P(), mesh=mesh["a"])
-        outer = sm.shard_map(lambda x: inner(x), mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"b"})
+        inner = sm.shard_map(
+            lambda x: Sum.apply(x.square().sum()), in_specs=P("a"), out_specs=P(), mesh=mesh["a"]
+        )
+        outer = sm.shard_map(
+            lambda x: inner(x), mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"b"}
+        )
         sm.grad(outer)(put(mesh, X, P("a")))
 
-    assert "backward of Sum" in same_error((2, 2), program, sm.errors.ShardingTypeError, silent=False)
+    assert "backward of Sum" in same_error(
+        (2, 2), program, sm.errors.ShardingTypeError, silent=False
+    )
 
 
 def test_operators_that_are_not_linear_in_a_share() -> None:
-    assert "clamp of a value that is pending over 'a'" in refused(lambda w, x: (Clipped.apply(w)).sum() + sm.psum(x.sum(), "a"))
-    assert "pending over 'a'" in refused(lambda w, x: (Regularised.apply(w)).sum() + sm.psum(x.sum(), "a"))
+    assert "clamp of a value that is pending over 'a'" in refused(
+        lambda w, x: (Clipped.apply(w)).sum() + sm.psum(x.sum(), "a")
+    )
+    assert "pending over 'a'" in refused(
+        lambda w, x: (Regularised.apply(w)).sum() + sm.psum(x.sum(), "a")
+    )
 
 
 # -- correct functions -------------------------------------------------------------------------------------------------
 
 RIGHT = {
-    "psum": (lambda w, x: SumAsPsum.apply((x * w).square().sum()), lambda w, x: (x * w).square().sum()),
-    "copy": (lambda w, x: sm.psum((CopyAsIs.apply(w) * x).sin().sum(), "a"), lambda w, x: (w * x).sin().sum()),
-    "product": (lambda w, x: sm.psum(MaskedProduct.apply(w, 2.0, x).sin().sum(), "a"), lambda w, x: (w * x.relu() * 2).sin().sum()),
+    "psum": (
+        lambda w, x: SumAsPsum.apply((x * w).square().sum()),
+        lambda w, x: (x * w).square().sum(),
+    ),
+    "copy": (
+        lambda w, x: sm.psum((CopyAsIs.apply(w) * x).sin().sum(), "a"),
+        lambda w, x: (w * x).sin().sum(),
+    ),
+    "product": (
+        lambda w, x: sm.psum(MaskedProduct.apply(w, 2.0, x).sin().sum(), "a"),
+        lambda w, x: (w * x.relu() * 2).sin().sum(),
+    ),
     "replicated": (
-        lambda w, x: ExpOfContext.apply(MaskedProduct.apply(w, 2.0, w[None])).sum() + sm.psum(x.sum(), "a"),
+        lambda w, x: (
+            ExpOfContext.apply(MaskedProduct.apply(w, 2.0, w[None])).sum() + sm.psum(x.sum(), "a")
+        ),
         lambda w, x: (w * w.relu() * 2).exp().sum() + x.sum(),
     ),
-    "exp": (lambda w, x: sm.psum(ExpOfContext.apply(x * w).sum(), "a"), lambda w, x: (x * w).exp().sum()),
+    "exp": (
+        lambda w, x: sm.psum(ExpOfContext.apply(x * w).sum(), "a"),
+        lambda w, x: (x * w).exp().sum(),
+    ),
     "clipped": (lambda w, x: sm.psum(Clipped.apply(x * w).sum(), "a"), lambda w, x: (x * w).sum()),
-    "nothing": (lambda w, x: sm.psum((w * x).sum(), "a") + Nothing.apply(w).sum(), lambda w, x: (w * x).sum() + 0 * w.sum()),
-    "recomputed": (sm.remat(lambda w, x: sm.psum(ExpOfContext.apply(w * x).sum(), "a")), lambda w, x: (w * x).exp().sum()),
+    "nothing": (
+        lambda w, x: sm.psum((w * x).sum(), "a") + Nothing.apply(w).sum(),
+        lambda w, x: (w * x).sum() + 0 * w.sum(),
+    ),
+    "recomputed": (
+        sm.remat(lambda w, x: sm.psum(ExpOfContext.apply(w * x).sum(), "a")),
+        lambda w, x: (w * x).exp().sum(),
+    ),
 }
 
 
@@ -155,7 +203,11 @@ def test_correct_functions_are_unchanged(name: str) -> None:
 
 @every_rank(2)
 def test_second_derivatives(mesh: sm.DeviceMesh) -> None:
-    first = sm.grad(sm.shard_map(lambda x: SumAsPsum.apply(x.pow(3).sum()), mesh=mesh, in_specs=P("a"), out_specs=P()))
+    first = sm.grad(
+        sm.shard_map(
+            lambda x: SumAsPsum.apply(x.pow(3).sum()), mesh=mesh, in_specs=P("a"), out_specs=P()
+        )
+    )
     for _ in range(2):
         torch.testing.assert_close(sm.grad(lambda x: first(x).sum())(X), 6 * X)
 
@@ -163,7 +215,9 @@ def test_second_derivatives(mesh: sm.DeviceMesh) -> None:
 @every_rank(2)
 def test_retained_graph(mesh: sm.DeviceMesh) -> None:
     x = put(mesh, X, P("a"), grad=True)
-    loss = sm.shard_map(lambda x: SumAsPsum.apply(x.square().sum()), mesh=mesh, in_specs=P("a"), out_specs=P())(x)
+    loss = sm.shard_map(
+        lambda x: SumAsPsum.apply(x.square().sum()), mesh=mesh, in_specs=P("a"), out_specs=P()
+    )(x)
     loss.backward(retain_graph=True)
     loss.backward()
     same(x.grad, 4 * X)
@@ -196,7 +250,13 @@ def test_check_false_tracks_nothing() -> None:
     """As in JAX with check_vma=False: the program is trusted."""
 
     def program(mesh: sm.DeviceMesh) -> None:
-        mapped = sm.shard_map(lambda x: Sum.apply(x.square().sum()), mesh=mesh, in_specs=P("a"), out_specs=P(), check=False)
+        mapped = sm.shard_map(
+            lambda x: Sum.apply(x.square().sum()),
+            mesh=mesh,
+            in_specs=P("a"),
+            out_specs=P(),
+            check=False,
+        )
         same(sm.grad(mapped)(put(mesh, X, P("a"))), X)
 
     on_mesh((2,), program)

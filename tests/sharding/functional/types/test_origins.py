@@ -90,21 +90,60 @@ def written(x, w):
 
 
 CASES = {
-    result_varies: (VARYING, rf"varies over 'a', and out_specs .* It varies since matmul {HERE}, of argument 0"),
-    result_pending: (VARYING, rf"is pending over 'a', .* It is pending since pcast to 'unreduced' {HERE}"),
-    argument_pending: (PENDING, r"relu of a value that is pending over 'a' since argument 0: each rank"),
-    not_linear: (VARYING, rf"exp of a value that is pending over 'a' since pcast to 'unreduced' {HERE}"),
-    gathered_pending: (VARYING, rf"all_gather over 'a' of a value that is pending over 'a' since pcast to 'unreduced' {HERE}"),
-    largest_of_pending: (VARYING, rf"pmax over 'a' of a value that is pending over 'b' since pcast to 'unreduced' {HERE}"),
-    pcast_of_varying: (VARYING, rf"of a value that varies over 'a' since mul {HERE}, of argument 0; return it under"),
-    looked_at_pending: (VARYING, rf"item of a value that is pending over 'a' since pcast to 'unreduced' {HERE}: each rank"),
-    by_a_number: (VARYING, rf"since pcast .* {HERE} and a number, which may differ between ranks since item, .* {HERE}: "),
-    loss_varies: (VARYING, rf"the loss varies over 'a' since matmul {HERE}, of argument 0, so that every rank"),
-    loss_pending: (VARYING, rf"the loss is pending over 'a' since pcast to 'unreduced' {HERE}; psum\(loss, 'a'\) first"),
+    result_varies: (
+        VARYING,
+        rf"varies over 'a', and out_specs .* It varies since matmul {HERE}, of argument 0",
+    ),
+    result_pending: (
+        VARYING,
+        rf"is pending over 'a', .* It is pending since pcast to 'unreduced' {HERE}",
+    ),
+    argument_pending: (
+        PENDING,
+        r"relu of a value that is pending over 'a' since argument 0: each rank",
+    ),
+    not_linear: (
+        VARYING,
+        rf"exp of a value that is pending over 'a' since pcast to 'unreduced' {HERE}",
+    ),
+    gathered_pending: (
+        VARYING,
+        rf"all_gather over 'a' of a value that is pending over 'a' since pcast to 'unreduced' {HERE}",
+    ),
+    largest_of_pending: (
+        VARYING,
+        rf"pmax over 'a' of a value that is pending over 'b' since pcast to 'unreduced' {HERE}",
+    ),
+    pcast_of_varying: (
+        VARYING,
+        rf"of a value that varies over 'a' since mul {HERE}, of argument 0; return it under",
+    ),
+    looked_at_pending: (
+        VARYING,
+        rf"item of a value that is pending over 'a' since pcast to 'unreduced' {HERE}: each rank",
+    ),
+    by_a_number: (
+        VARYING,
+        rf"since pcast .* {HERE} and a number, which may differ between ranks since item, .* {HERE}: ",
+    ),
+    loss_varies: (
+        VARYING,
+        rf"the loss varies over 'a' since matmul {HERE}, of argument 0, so that every rank",
+    ),
+    loss_pending: (
+        VARYING,
+        rf"the loss is pending over 'a' since pcast to 'unreduced' {HERE}; psum\(loss, 'a'\) first",
+    ),
     jvp_of_varying: (VARYING, rf"varies over 'a', .* It varies since sin {HERE}, of argument 0"),
-    vmap_of_varying: (VARYING, rf"varies over 'a', .* It varies since (matmul|mv) {HERE}, of argument 0"),
+    vmap_of_varying: (
+        VARYING,
+        rf"varies over 'a', .* It varies since (matmul|mv) {HERE}, of argument 0",
+    ),
     scan_of_varying: (VARYING, rf"varies over 'a', .* It varies since \w+ {HERE}, of argument 0"),
-    written: (VARYING, rf"argument 1 is the same .* a value that is not was written to it, since sum {HERE}, of argument 0"),
+    written: (
+        VARYING,
+        rf"argument 1 is the same .* a value that is not was written to it, since sum {HERE}, of argument 0",
+    ),
 }
 
 
@@ -131,4 +170,7 @@ def test_error_names_a_branch_on_a_varying_value():
         sm.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P())(put(mesh, X, P("a")))
 
     text = same_error((2,), program, sm.errors.ShardingTypeError, silent=False)
-    assert re.search(r"since __bool__, after which control flow may differ between ranks .*test_origins\.py:\d+", text), text
+    assert re.search(
+        r"since __bool__, after which control flow may differ between ranks .*test_origins\.py:\d+",
+        text,
+    ), text

@@ -39,7 +39,11 @@ def test_random_numbers_from_keys():
 
 def test_keys_of_numbers():
     key = sm.random.key(1)
-    assert sm.random.fold_in(key, 3) == sm.random.fold_in(key, torch.tensor(3)) != sm.random.fold_in(key, 4)
+    assert (
+        sm.random.fold_in(key, 3)
+        == sm.random.fold_in(key, torch.tensor(3))
+        != sm.random.fold_in(key, 4)
+    )
     assert sm.random.key(1) == key != sm.random.key(2)
     with sm.random.seeded(key):
         one = torch.rand(3)
@@ -99,7 +103,15 @@ def running_mean_of_a_module(x, w):
     return norm.running_mean
 
 
-UNSEEN = (positive_rows, selected_length, written_argument, written_part_of_an_argument, set_memory, set_data, running_mean)
+UNSEEN = (
+    positive_rows,
+    selected_length,
+    written_argument,
+    written_part_of_an_argument,
+    set_memory,
+    set_data,
+    running_mean,
+)
 
 
 @pytest.mark.parametrize("f", [*UNSEEN, running_mean_of_a_module])

@@ -190,10 +190,17 @@ def test_error_names_the_argument():
 
 def test_error_names_the_argument_in_a_tree():
     def program(mesh):
-        mapped = sm.shard_map(lambda tree: tree["x"][1] * 2, mesh=mesh, in_specs=({"x": (P(), P("a")), "y": P()},), out_specs=P())
+        mapped = sm.shard_map(
+            lambda tree: tree["x"][1] * 2,
+            mesh=mesh,
+            in_specs=({"x": (P(), P("a")), "y": P()},),
+            out_specs=P(),
+        )
         mapped({"x": (X, X), "y": X})
 
-    assert "argument 0['x'][1]" in same_error((2,), program, sm.errors.ShardingTypeError, silent=False)
+    assert "argument 0['x'][1]" in same_error(
+        (2,), program, sm.errors.ShardingTypeError, silent=False
+    )
 
 
 def test_error_names_the_result_in_a_tree():
@@ -209,32 +216,44 @@ def test_an_argument_returned_unchanged():
 
 def test_pending_values():
     assert "is pending over 'a'" in refused(lambda x, w: sm.pcast(w, "a", to="unreduced"))
-    assert "is pending over 'a'" in refused(lambda x, w: sm.pcast(w, "a", to="unreduced") * 2, P("a"))
+    assert "is pending over 'a'" in refused(
+        lambda x, w: sm.pcast(w, "a", to="unreduced") * 2, P("a")
+    )
     text = refused(lambda x, w: sm.pcast(w, "a", to="unreduced").exp())
     assert "exp of a value that is pending over 'a'" in text
     assert "psum(x, 'a') first" in text
     refused(lambda x, w: sm.pcast(w, "a", to="unreduced") + w, P(unreduced="a"))
     refused(lambda x, w: sm.pcast(w, "a", to="unreduced").sum().item())
-    assert "copy_ of a value that" in refused(lambda x, w: w.clone().copy_(sm.pcast(w, "a", to="unreduced")), P(unreduced="a"))
+    assert "copy_ of a value that" in refused(
+        lambda x, w: w.clone().copy_(sm.pcast(w, "a", to="unreduced")), P(unreduced="a")
+    )
     refused(lambda x, w: sm.pmax(sm.pcast(w, "a", to="unreduced"), "a"))
 
 
 def test_a_replicated_result_is_not_a_pending_sum():
     assert "declare it a sum over 'a'" in refused(lambda x, w: w, P(unreduced="a"))
-    assert torch.equal(accepted(lambda x, w: sm.pcast(w, "a", to="unreduced"), P(unreduced="a"))[0], W)
+    assert torch.equal(
+        accepted(lambda x, w: sm.pcast(w, "a", to="unreduced"), P(unreduced="a"))[0], W
+    )
 
 
 def test_linear_operators_take_pending_values():
-    for result in accepted(lambda x, w: (2 * sm.pcast(w, "a", to="unreduced") @ w).sum(0), P(unreduced="a")):
+    for result in accepted(
+        lambda x, w: (2 * sm.pcast(w, "a", to="unreduced") @ w).sum(0), P(unreduced="a")
+    ):
         torch.testing.assert_close(result, (2 * W @ W).sum(0))
     for result in accepted(lambda x, w: sm.psum(sm.pcast(w, "a", to="unreduced"), "a")):
         torch.testing.assert_close(result, W)
 
 
 def test_reading_a_replicated_value_does_not_change_types():
-    for result in accepted(lambda x, w: w * w.sum().item() + (1 if w.sum() > 0 else 2) + torch.tensor(w.tolist()).sum()):
+    for result in accepted(
+        lambda x, w: w * w.sum().item() + (1 if w.sum() > 0 else 2) + torch.tensor(w.tolist()).sum()
+    ):
         torch.testing.assert_close(result, W * W.sum() + (1 if W.sum() > 0 else 2) + W.sum())
-    for result in accepted(lambda x, w: w[int(sm.axis_size("a")) - 1] * sm.psum(x, "a").sum().item()):
+    for result in accepted(
+        lambda x, w: w[int(sm.axis_size("a")) - 1] * sm.psum(x, "a").sum().item()
+    ):
         torch.testing.assert_close(result, W[2] * X.sum())
 
 

@@ -13,7 +13,15 @@ import shardmesh as sm
 from shardmesh.sharding.jit.passes.alias import MemoryUse, live_bytes
 from tests.device import DEVICE
 from tests.sharding.jit.passes.programs import OFF
-from tests.sharding.parallel.compositions import EVEN, Composition, adamw, batch, loss_of, made, whole
+from tests.sharding.parallel.compositions import (
+    EVEN,
+    Composition,
+    adamw,
+    batch,
+    loss_of,
+    made,
+    whole,
+)
 from tests.sharding.ranks import collectives
 
 TP_SP = Composition("ddp", "sp", "global", EVEN, (1, 2))
@@ -44,10 +52,20 @@ def step_of(case: Composition, options: Any, autocast: bool = False, **layer: An
         optimizer.zero_grad()
         return loss, norm
 
-    return counted(step, options, [batch(case, mesh, i) for i in range(4)], lambda: [whole(p) for p in model.parameters()])
+    return counted(
+        step,
+        options,
+        [batch(case, mesh, i) for i in range(4)],
+        lambda: [whole(p) for p in model.parameters()],
+    )
 
 
-def counted(f: Callable[..., Any], options: Any, calls: list[Any], state: Callable[[], list[Tensor]] = lambda: []) -> Counted:
+def counted(
+    f: Callable[..., Any],
+    options: Any,
+    calls: list[Any],
+    state: Callable[[], list[Tensor]] = lambda: [],
+) -> Counted:
     jitted = sm.jit(f, backend="eager", compiler_options=options)
     values, launches, received = [], 0, 0
     with collectives() as seen:
@@ -57,19 +75,28 @@ def counted(f: Callable[..., Any], options: Any, calls: list[Any], state: Callab
             launches, received = len(seen), sum(record.bytes_received for record in seen)
             values += [whole(x) if isinstance(x, sm.ShardedTensor) else x for x in result]
     graph = jitted.recorded[-1].graph
-    return Counted(launches, received, max(live_bytes(graph, MemoryUse(graph))), [*values, *state()])
+    return Counted(
+        launches, received, max(live_bytes(graph, MemoryUse(graph))), [*values, *state()]
+    )
 
 
-def compared(case: Composition, name: str, value: Any = True, **how: Any) -> tuple[Counted, Counted]:
+def compared(
+    case: Composition, name: str, value: Any = True, **how: Any
+) -> tuple[Counted, Counted]:
     """Return the counts of rank 0 without and with a pass; check that values are equal."""
     simulated = sm.simulate(math.prod(case.shape))
-    before, after = simulated(step_of)(case, OFF, **how), simulated(step_of)(case, OFF | {name: value}, **how)
+    before, after = (
+        simulated(step_of)(case, OFF, **how),
+        simulated(step_of)(case, OFF | {name: value}, **how),
+    )
     for one, other in zip(before, after, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
     return before[0], after[0]
 
 
-def on(size: int, f: Callable[..., list[Any]], name: str, value: Any = True, **more: Any) -> tuple[Counted, Counted]:
+def on(
+    size: int, f: Callable[..., list[Any]], name: str, value: Any = True, **more: Any
+) -> tuple[Counted, Counted]:
     """Return the counts of `f(mesh, x)` without and with a pass, on ranks of one axis "a"; check that values are equal."""
 
     def main(options: Any) -> Counted:
@@ -77,7 +104,10 @@ def on(size: int, f: Callable[..., list[Any]], name: str, value: Any = True, **m
         calls = [(torch.arange(12.0) + i + mesh.world.rank,) for i in range(3)]
         return counted(lambda x: f(mesh.group(), x), options, calls)
 
-    before, after = sm.simulate(size)(main)(OFF), sm.simulate(size)(main)(OFF | {name: value} | more)
+    before, after = (
+        sm.simulate(size)(main)(OFF),
+        sm.simulate(size)(main)(OFF | {name: value} | more),
+    )
     for one, other in zip(before, after, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
     return before[0], after[0]

@@ -59,7 +59,16 @@ class Random:
         self, choice: random.Random, group: Any, family: list[Tensor], x: Tensor, pending: list[Any], results: list[Tensor],
         saved: list[Tensor],
     ) -> None:  # fmt: skip
-        kinds = ["compute", "compute", "write", "write part", "reduce", "reduce", "gather", "gather"]
+        kinds = [
+            "compute",
+            "compute",
+            "write",
+            "write part",
+            "reduce",
+            "reduce",
+            "gather",
+            "gather",
+        ]
         kinds += ["scatter", "again", "in place", "later", "cast", "cast", "saved"]
         kind = choice.choice(kinds)
         if kind == "compute":
@@ -81,7 +90,11 @@ class Random:
                 out = x.new_empty(group.size * x.numel())
                 group.all_gather(out, x)
                 if choice.random() < 0.8:
-                    family.append(out[-x.numel() :] if choice.random() < 0.5 else out.view(group.size, -1).sum(0))
+                    family.append(
+                        out[-x.numel() :]
+                        if choice.random() < 0.5
+                        else out.view(group.size, -1).sum(0)
+                    )
                     family[-1] = family[-1][: x.numel()]
         elif kind == "cast":
             family += [y[: x.numel()].to(x.dtype) for y in self._cast(choice, group, x)]
@@ -105,9 +118,21 @@ class Random:
     def _cast(self, choice: random.Random, group: Any, x: Tensor) -> list[Tensor]:
         """Results that are cast or scaled next to a collective."""
         small, number = choice.choice([torch.bfloat16, torch.float16]), choice.choice([0.5, 3.0])
-        functions = [lambda y: y.to(small), lambda y: y * number, lambda y: y / number, lambda y: y + 1]
+        functions = [
+            lambda y: y.to(small),
+            lambda y: y * number,
+            lambda y: y / number,
+            lambda y: y + 1,
+        ]
         f, g = (choice.choice(functions) for _ in range(2))
-        before, after = choice.choice([(x, f), (x.to(small).float(), f), (x.to(small).float(), g), (x.double(), lambda y: y.float())])
+        before, after = choice.choice(
+            [
+                (x, f),
+                (x.to(small).float(), f),
+                (x.to(small).float(), g),
+                (x.double(), lambda y: y.float()),
+            ]
+        )
         if choice.random() < 0.4:  # one part comes from each rank, packed and unpacked
             packed = before.new_empty(group.size, before.numel())
             for row in packed:
@@ -127,13 +152,17 @@ class Random:
             moved.copy_(out.t())
             out = moved.t() if choice.random() < 0.5 else moved.view(group.size, -1)
         exits = [after, after if choice.random() < 0.8 else g][: choice.choice([1, 2])]
-        parts = [h(y) for h in exits for y in ([out] if choice.random() < 0.7 else [out[0], out[-1]])]
+        parts = [
+            h(y) for h in exits for y in ([out] if choice.random() < 0.7 else [out[0], out[-1]])
+        ]
         if choice.random() < 0.1:
             parts[0].mul_(2)
         return [part.flatten() * 1 for part in parts]
 
 
-def run(seed: int, options: Any, shape: tuple[int, int] = (2, 2), calls: int = 3) -> tuple[list[list[Tensor]], Schedule]:
+def run(
+    seed: int, options: Any, shape: tuple[int, int] = (2, 2), calls: int = 3
+) -> tuple[list[list[Tensor]], Schedule]:
     """Call a random program, under `sm.jit` unless options are None; return results with the arguments after them, and the schedule."""
     mesh = sm.init_device_mesh(DEVICE, shape, axis_names=("a", "b"))
     program = Random(seed, mesh)

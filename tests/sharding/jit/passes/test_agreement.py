@@ -42,7 +42,10 @@ def test_a_pass_that_ranks_apply_differently_is_left_out() -> None:
 
 def test_collectives_of_one_size_are_told_apart() -> None:
     first, second = (A._replace(numbers=(i,)) for i in (1, 2))
-    assert of_ranks([[first, second], [first, second]], [[first, second], [second, first]]) == [0, 0]
+    assert of_ranks([[first, second], [first, second]], [[first, second], [second, first]]) == [
+        0,
+        0,
+    ]
 
 
 def test_a_difference_names_the_first_line_of_both_on_every_rank() -> None:
@@ -55,7 +58,9 @@ def test_a_difference_names_the_first_line_of_both_on_every_rank() -> None:
 
 def test_a_rank_without_a_graph() -> None:
     def main() -> Any:
-        return agree(current_world(), [range(2)], "x was changed" if current_world().rank else [[A]])
+        return agree(
+            current_world(), [range(2)], "x was changed" if current_world().rank else [[A]]
+        )
 
     assert sm.simulate(2)(main)() == ["rank 1 has no graph: x was changed", "x was changed"]
 
@@ -63,7 +68,10 @@ def test_a_rank_without_a_graph() -> None:
 def differing() -> str:
     """Run `agree` on four ranks, one of which has a different schedule."""
     world = current_world()
-    lines = [Line("all_reduce sum float32 x 4", (0, 1, 2, 3)), Line("all_gather float32 x 8", (0, 1, 2, 3))]
+    lines = [
+        Line("all_reduce sum float32 x 4", (0, 1, 2, 3)),
+        Line("all_gather float32 x 8", (0, 1, 2, 3)),
+    ]
     try:
         agree(world, [range(4)], [lines[::-1] if world.rank == 2 else lines])
     except JitError as error:
@@ -86,7 +94,11 @@ def records_alone(kind: str, options: Any = None) -> tuple[str, list[str]]:
 
     @sm.jit(backend="eager", compiler_options=options)
     def step(x: Tensor) -> Any:
-        return w.redistribute(P()).sum().full_tensor() + x.sum() if kind == "collectives" else w.to_local().sum() + x.sum()
+        return (
+            w.redistribute(P()).sum().full_tensor() + x.sum()
+            if kind == "collectives"
+            else w.to_local().sum() + x.sum()
+        )
 
     for _ in range(3):
         step(torch.ones(3))
@@ -102,7 +114,9 @@ def records_alone(kind: str, options: Any = None) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("kind", ["collectives", "none"])
 def test_a_rank_that_records_alone_says_so(kind: str) -> None:
     check_who_records(sm.simulate(3)(records_alone)(kind))
-    assert sm.simulate(3)(records_alone)(kind, False) == [("", [])] * 3  # what is sent is what eager code sends
+    assert (
+        sm.simulate(3)(records_alone)(kind, False) == [("", [])] * 3
+    )  # what is sent is what eager code sends
 
 
 def check_who_records(found: list[tuple[str, list[str]]]) -> None:
@@ -110,7 +124,9 @@ def check_who_records(found: list[tuple[str, list[str]]]) -> None:
     for text, _ in found:
         assert f"all_gather_object() for recording {name} under sm.jit" in " ".join(text.split())
     start = f"rank 1 records {name} under sm.jit since the shape of x is [4] and was [3], and all ranks must record in the same call"
-    assert [[note for note in notes if note.startswith(start)] != [] for _, notes in found] == [rank == 1 for rank in range(len(found))]
+    assert [[note for note in notes if note.startswith(start)] != [] for _, notes in found] == [
+        rank == 1 for rank in range(len(found))
+    ]
 
 
 def test_an_order_in_which_ranks_wait_for_each_other_does_not_fit() -> None:

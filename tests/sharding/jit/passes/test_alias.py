@@ -30,7 +30,10 @@ def placed(graph: fx.Graph, name: str, memory: tuple[int, int] | None) -> fx.Nod
 
 def test_inputs_that_overlap_are_one_class() -> None:
     graph = fx.Graph()
-    a, b, c = (placed(graph, name, memory) for name, memory in [("a", (0, 16)), ("b", (8, 16)), ("c", (32, 16))])
+    a, b, c = (
+        placed(graph, name, memory)
+        for name, memory in [("a", (0, 16)), ("b", (8, 16)), ("c", (32, 16))]
+    )
     graph.output(a)
     use = MemoryUse(graph)
     assert use.of[a] == use.of[b] != use.of[c]
@@ -52,7 +55,9 @@ def test_views_writes_and_lists() -> None:
     part = made(operator.getitem, graph, parts, 0)
     fresh = made(aten.mul.Tensor, graph, part, 2)
     write = made(aten.add_.Tensor, graph, part, fresh)
-    norm = graph.call_function(aten.native_batch_norm.default, (fresh, None, None, a, a, True, 0.1, 1e-5))
+    norm = graph.call_function(
+        aten.native_batch_norm.default, (fresh, None, None, a, a, True, 0.1, 1e-5)
+    )
     graph.output(write)
     use = MemoryUse(graph)
     assert use.of[a] == use.of[view] == use.of[part] == use.of[write] == use.writes[write]

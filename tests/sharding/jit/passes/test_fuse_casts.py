@@ -33,11 +33,19 @@ def operators(f: Callable[..., list[Tensor]], **options: Any) -> list[str]:
 
     def main() -> list[str]:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
-        jitted = sm.jit(lambda x: f(mesh.group(), x), backend="eager", compiler_options=OFF | {"fuse_casts": True} | options)
+        jitted = sm.jit(
+            lambda x: f(mesh.group(), x),
+            backend="eager",
+            compiler_options=OFF | {"fuse_casts": True} | options,
+        )
         jitted(torch.arange(12.0))
         nodes = [node for node in jitted.recorded[0].graph.nodes if node.op == "call_function"]
         names = [str(node.target).partition(".")[2].partition(".")[0] for node in nodes]
-        return [name for name in names if name not in ("view", "slice", "t", "select", "as_strided", "_unsafe_view", "unbind")]
+        return [
+            name
+            for name in names
+            if name not in ("view", "slice", "t", "select", "as_strided", "_unsafe_view", "unbind")
+        ]
 
     return sm.simulate(2)(main)()[0]
 
@@ -134,7 +142,14 @@ def test_a_mean_of_which_a_rank_uses_its_part_is_a_reduce_scatter() -> None:
 
     before, after = on(2, f, "fuse_casts", reduce_scatter=True)
     assert before.bytes == 2 * after.bytes
-    assert operators(f, reduce_scatter=True) == ["add", "reduce_scatter", "wait", "div", "_to_copy", "mul"]
+    assert operators(f, reduce_scatter=True) == [
+        "add",
+        "reduce_scatter",
+        "wait",
+        "div",
+        "_to_copy",
+        "mul",
+    ]
 
 
 def test_copies_into_a_buffer_that_is_sent_cast() -> None:
@@ -157,13 +172,18 @@ def test_ranks_that_do_not_cast_alike_send_what_they_had(other: str) -> None:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
 
         def f(x: Tensor) -> Tensor:
-            whole = gathered(mesh.group(), x + 1 if mesh.world.rank == 0 else (x + 1).to(HALF).float())
+            whole = gathered(
+                mesh.group(), x + 1 if mesh.world.rank == 0 else (x + 1).to(HALF).float()
+            )
             if mesh.world.rank == 0:
                 return whole * 3
             return whole.to(HALF).float() if other == "use" else whole * 5
 
         jitted = sm.jit(f, backend="eager")
-        return [torch.stack([jitted(torch.arange(12.0) / 7 + i), f(torch.arange(12.0) / 7 + i)]) for i in range(3)]
+        return [
+            torch.stack([jitted(torch.arange(12.0) / 7 + i), f(torch.arange(12.0) / 7 + i)])
+            for i in range(3)
+        ]
 
     for found in sm.simulate(2)(main)():
         assert all(torch.equal(*pair) for pair in found)

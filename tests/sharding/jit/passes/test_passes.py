@@ -18,7 +18,9 @@ from tests.sharding.parallel.compositions import EVEN, UNEVEN, Composition
 
 
 def test_a_reduction_that_nobody_reads_is_dropped() -> None:
-    before, after = on(2, lambda group, x: [x * 2, _drop(reduced(group, x))][:1], "dead_collectives")
+    before, after = on(
+        2, lambda group, x: [x * 2, _drop(reduced(group, x))][:1], "dead_collectives"
+    )
     assert (before.launches, after.launches) == (1, 0)
 
 
@@ -46,7 +48,11 @@ def test_a_permute_that_nobody_reads_is_waited_for() -> None:
 
     def main() -> None:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
-        step = sm.jit(lambda x: f(mesh.group(), x), backend="eager", compiler_options=OFF | {"dead_collectives": True})
+        step = sm.jit(
+            lambda x: f(mesh.group(), x),
+            backend="eager",
+            compiler_options=OFF | {"dead_collectives": True},
+        )
         step(torch.ones(2))
         mesh.world.observers.append(lambda record: lambda: ended.append(record.op))
         step(torch.ones(2))
@@ -56,7 +62,11 @@ def test_a_permute_that_nobody_reads_is_waited_for() -> None:
 
 
 def test_equal_collectives_run_once() -> None:
-    before, after = on(2, lambda group, x: [reduced(group, x) * 2, reduced(group, x) + 1, reduced(group, x * 2) + 1], "common_collectives")
+    before, after = on(
+        2,
+        lambda group, x: [reduced(group, x) * 2, reduced(group, x) + 1, reduced(group, x * 2) + 1],
+        "common_collectives",
+    )
     assert (before.launches, after.launches) == (3, 2)
     assert after.peak <= before.peak
 
@@ -73,7 +83,9 @@ def test_a_write_between_or_to_a_result_keeps_both(write: str) -> None:
 
 
 def test_two_results_that_are_returned_are_two_tensors() -> None:
-    before, after = on(2, lambda group, x: [reduced(group, x), reduced(group, x)], "common_collectives")
+    before, after = on(
+        2, lambda group, x: [reduced(group, x), reduced(group, x)], "common_collectives"
+    )
     assert before.launches == after.launches == 2
 
 
@@ -128,8 +140,16 @@ def targets(options: Any) -> list[str]:
     jitted = sm.jit(f, backend="eager", compiler_options=options)
     for _ in range(2):
         jitted(torch.ones(4, 4), [torch.ones(8), torch.ones(8), torch.ones(8)])
-    short = {"shardmesh.all_gather.default": "start", "shardmesh.wait.default": "wait", "aten.mm.default": "mm"}
-    return [short[str(node.target)] for node in jitted.recorded[0].graph.nodes if str(node.target) in short]
+    short = {
+        "shardmesh.all_gather.default": "start",
+        "shardmesh.wait.default": "wait",
+        "aten.mm.default": "mm",
+    }
+    return [
+        short[str(node.target)]
+        for node in jitted.recorded[0].graph.nodes
+        if str(node.target) in short
+    ]
 
 
 def test_parameters_are_gathered_ahead_within_the_bound() -> None:
@@ -154,8 +174,22 @@ def test_independent_reductions_are_one() -> None:
 
 
 def test_dependent_ones_are_not_packed_nor_those_above_the_limit() -> None:
-    assert on(2, lambda group, x: [reduced(group, reduced(group, x) * 2)], "bucket_bytes", 1 << 10, max_live_bytes=1 << 12)[1].launches == 2
-    assert on(2, lambda group, x: [reduced(group, x), reduced(group, x + 1)], "bucket_bytes", 60)[1].launches == 2
+    assert (
+        on(
+            2,
+            lambda group, x: [reduced(group, reduced(group, x) * 2)],
+            "bucket_bytes",
+            1 << 10,
+            max_live_bytes=1 << 12,
+        )[1].launches
+        == 2
+    )
+    assert (
+        on(2, lambda group, x: [reduced(group, x), reduced(group, x + 1)], "bucket_bytes", 60)[
+            1
+        ].launches
+        == 2
+    )
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
@@ -174,7 +208,11 @@ def test_gathers_and_scatters_are_one(kind: str) -> None:
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize(("case", "least"), [(TP_SP, 2), (Composition("ddp", "tp", "global", EVEN, (2, 2)), 2), (HSDP, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "least"),
+    [(TP_SP, 2), (Composition("ddp", "tp", "global", EVEN, (2, 2)), 2), (HSDP, 2)],
+    ids=str,
+)
 def test_bucketing_of_models(case: Composition, least: int) -> None:
     before, after = compared(case, "bucket_bytes", 1 << 20)
     assert after.launches <= before.launches - least
@@ -211,7 +249,11 @@ def test_another_slice_stays() -> None:
 @pytest.mark.slow
 def test_all_passes_on_uneven_parts() -> None:
     case = Composition("fsdp", "sp", "global", UNEVEN, (2, 2))
-    for one, other in zip(sm.simulate(4)(step_of)(case, OFF), sm.simulate(4)(step_of)(case, ALL | {"regather": False}), strict=True):
+    for one, other in zip(
+        sm.simulate(4)(step_of)(case, OFF),
+        sm.simulate(4)(step_of)(case, ALL | {"regather": False}),
+        strict=True,
+    ):
         assert all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
         assert other.launches < one.launches
         assert other.bytes <= one.bytes

@@ -17,12 +17,20 @@ from tests.tiers import examples
 
 
 @settings(max_examples=examples(60))
-@given(seed=st.integers(0, 10**6), options=st.sampled_from([*SINGLE, ALL, ROOMY]), shape=st.sampled_from([(2, 2), (3, 1), (2, 3)]))
+@given(
+    seed=st.integers(0, 10**6),
+    options=st.sampled_from([*SINGLE, ALL, ROOMY]),
+    shape=st.sampled_from([(2, 2), (3, 1), (2, 3)]),
+)
 def test_results_have_the_bits_of_eager(seed: int, options: Any, shape: tuple[int, int]) -> None:
     simulated = sm.simulate(shape[0] * shape[1])
     expected, found = simulated(run)(seed, None, shape), simulated(run)(seed, options, shape)
     for (one, _), (other, _) in zip(expected, found, strict=True):
-        assert all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for x, y in zip(one, other, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
     assert fits({rank: schedule for rank, (_, schedule) in enumerate(found)})
 
 

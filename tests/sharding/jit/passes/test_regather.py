@@ -15,7 +15,9 @@ from tests.sharding.jit.passes.programs import OFF
 from tests.sharding.parallel.compositions import UNEVEN, Composition
 
 
-def saved(group: Any, x: Tensor, between: Any = lambda x, whole: None, dtype: torch.dtype | None = None) -> list[Tensor]:
+def saved(
+    group: Any, x: Tensor, between: Any = lambda x, whole: None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """A gathered tensor that is used before and after the largest one."""
     whole = x.new_empty(group.size * x.numel())
     group.all_gather(whole, x)
@@ -75,13 +77,17 @@ def test_a_result_that_is_returned_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "layer"), [(TP_SP, {}), (FSDP, {"reshard_after_forward": False})], ids=["activations of TP and SP", "parameters of FSDP"]
+    ("case", "layer"),
+    [(TP_SP, {}), (FSDP, {"reshard_after_forward": False})],
+    ids=["activations of TP and SP", "parameters of FSDP"],
 )
 def test_models(case: Composition, layer: dict[str, Any]) -> None:
     before, after = compared(case, "regather", **layer)
     assert after.peak < before.peak
     assert after.launches > before.launches
-    roomy, _ = (sm.simulate(2)(step_of)(case, OFF | {"regather": True, "max_live_bytes": before.peak}, **layer))
+    roomy, _ = sm.simulate(2)(step_of)(
+        case, OFF | {"regather": True, "max_live_bytes": before.peak}, **layer
+    )
     assert (roomy.launches, roomy.bytes, roomy.peak) == (before.launches, before.bytes, before.peak)
 
 
@@ -90,7 +96,11 @@ def test_ranks_with_parts_of_other_sizes_gather_the_same_ones_again() -> None:
     case = Composition("fsdp", "sp", "global", UNEVEN, (2, 2))
     simulated = sm.simulate(math.prod(case.shape))
     options = {"reshard_after_forward": False}
-    pairs = zip(simulated(step_of)(case, OFF, **options), simulated(step_of)(case, OFF | {"regather": True}, **options), strict=True)
+    pairs = zip(
+        simulated(step_of)(case, OFF, **options),
+        simulated(step_of)(case, OFF | {"regather": True}, **options),
+        strict=True,
+    )
     for before, after in pairs:
         assert all(torch.equal(a, b) for a, b in zip(before.values, after.values, strict=True))
         assert after.peak <= before.peak

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from shardmesh.sharding.ops.rules.registry import DECOMPOSITIONS, HANDLERS, RULES
 
-OWNERS = {"torch": torch, "Tensor": torch.Tensor, "F": F, "special": torch.special, "linalg": torch.linalg, "fft": torch.fft}
+OWNERS = {
+    "torch": torch,
+    "Tensor": torch.Tensor,
+    "F": F,
+    "special": torch.special,
+    "linalg": torch.linalg,
+    "fft": torch.fft,
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,8 @@ def labels(func: Callable[..., Any]) -> list[str]:
         f"{owner}.{name}"
         for owner, module in OWNERS.items()
         for name in _NAMES[owner]
-        if getattr(module, name, None) is func or (owner == "Tensor" and getattr(module, name, None) == func)
+        if getattr(module, name, None) is func
+        or (owner == "Tensor" and getattr(module, name, None) == func)
     ]
     return found or [getattr(func, "__qualname__", repr(func))]
 
@@ -112,7 +120,9 @@ def pos(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tenso
 
 def unit(*shape: int, seed: int = 0) -> Tensor:
     """Return values in (0.1, 0.9)."""
-    return 0.1 + 0.8 * torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return 0.1 + 0.8 * torch.rand(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def i(*shape: int, low: int = 0, high: int = 8, seed: int = 0) -> Tensor:

@@ -43,7 +43,11 @@ class _Recorder(TorchDispatchMode):
         given = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
         found = self.calls.setdefault(func, [])
-        if func.namespace == "aten" and len(found) < self.most and any(isinstance(x, Tensor) for x in pytree.tree_leaves(given)):
+        if (
+            func.namespace == "aten"
+            and len(found) < self.most
+            and any(isinstance(x, Tensor) for x in pytree.tree_leaves(given))
+        ):
             found.append((given, pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), out)))
         return out
 
@@ -57,9 +61,15 @@ def _recorded() -> dict[Any, list[Any]]:
             try:
                 with recorder, torch.no_grad():
                     func(*args, **sample.kwargs)
-            except Exception:  # a sample for another function of the same name, or one that is refused
+            except (
+                Exception
+            ):  # a sample for another function of the same name, or one that is refused
                 continue
-    return {func: calls for func, calls in recorder.calls.items() if calls and func.overloadpacket.__name__ not in _UNINITIALISED}
+    return {
+        func: calls
+        for func, calls in recorder.calls.items()
+        if calls and func.overloadpacket.__name__ not in _UNINITIALISED
+    }
 
 
 def _run(mesh: sm.DeviceMesh, recorded: dict[Any, list[Any]]) -> dict[str, set[str]]:
@@ -68,14 +78,27 @@ def _run(mesh: sm.DeviceMesh, recorded: dict[Any, list[Any]]) -> dict[str, set[s
     for func, calls in recorded.items():
         for (args, kwargs), want in calls:
             try:
-                args, kwargs = pytree.tree_map_only(Tensor, lambda t: place(mesh, t.clone(), *[Shard(0)] * bool(t.ndim)), (args, kwargs))
-                got = pytree.tree_map_only(sm.ShardedTensor, lambda x: x.full_tensor(), func(*args, **kwargs))
-                torch.testing.assert_close(pytree.tree_leaves(got), pytree.tree_leaves(want), equal_nan=True)
+                args, kwargs = pytree.tree_map_only(
+                    Tensor,
+                    lambda t: place(mesh, t.clone(), *[Shard(0)] * bool(t.ndim)),
+                    (args, kwargs),
+                )
+                got = pytree.tree_map_only(
+                    sm.ShardedTensor, lambda x: x.full_tensor(), func(*args, **kwargs)
+                )
+                torch.testing.assert_close(
+                    pytree.tree_leaves(got), pytree.tree_leaves(want), equal_nan=True
+                )
                 found = "right"
             except NotImplementedError as error:
                 text = str(error)
-                reasons = {"unknown": "has no public function of torch that does the same", "memory": "works on the memory of a tensor"}
-                found = next((outcome for outcome, reason in reasons.items() if reason in text), text)
+                reasons = {
+                    "unknown": "has no public function of torch that does the same",
+                    "memory": "works on the memory of a tensor",
+                }
+                found = next(
+                    (outcome for outcome, reason in reasons.items() if reason in text), text
+                )
             except sm.sharding.ops.rules.propagation.CannotKeep:
                 found = "cannot keep"
             except Exception as error:
@@ -137,7 +160,9 @@ def test_operator_without_a_public_function_raises():
         torch.ops.aten._cdist_forward(x, x, 2.0, None)
 
     text = same_error((2,), program, NotImplementedError)
-    assert text.startswith("torch.ops.aten._cdist_forward has no public function of torch that does the same")
+    assert text.startswith(
+        "torch.ops.aten._cdist_forward has no public function of torch that does the same"
+    )
     assert "x.to_local()" in text
 
 
@@ -157,11 +182,17 @@ def test_as_strided_takes_only_the_tensors_own_strides():
         x = sm.device_put(torch.arange(12.0).reshape(3, 4), mesh, P("a"))
         leaf = x.clone().requires_grad_()
         own = (3, 4), (4, 1)
-        for same in (leaf.as_strided(*own), torch.as_strided(leaf, *own, 0), torch.ops.aten.as_strided(leaf, *own)):
+        for same in (
+            leaf.as_strided(*own),
+            torch.as_strided(leaf, *own, 0),
+            torch.ops.aten.as_strided(leaf, *own),
+        ):
             assert same.spec == x.spec
             assert torch.equal(same.full_tensor(), x.full_tensor())
         leaf.as_strided((3, 4), (4, 1)).sum().backward()
         assert torch.equal(leaf.grad.full_tensor(), torch.ones(3, 4))
         x.as_strided((4, 3), (3, 1))
 
-    assert "only the tensor's own ((3, 4), (4, 1), 0)" in same_error((2,), program, NotImplementedError, silent=False)
+    assert "only the tensor's own ((3, 4), (4, 1), 0)" in same_error(
+        (2,), program, NotImplementedError, silent=False
+    )

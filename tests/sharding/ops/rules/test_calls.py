@@ -31,7 +31,9 @@ SMALL = {"meshes": [(3,), (2, 2)], "most": 8}
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("op", [*BINARY, operator.gt, operator.ge, operator.pow, operator.mod, operator.floordiv])
+@pytest.mark.parametrize(
+    "op", [*BINARY, operator.gt, operator.ge, operator.pow, operator.mod, operator.floordiv]
+)
 def test_binary_operators(op):
     prove(op, (pos(4, 3), pos(3)), **SMALL)
     prove(lambda x: op(x, 2), (pos(4, 3),), **SMALL)
@@ -109,9 +111,15 @@ def test_zero_is_distinguished_from_other_numbers():
     def program(mesh):
         x, mask = place(X, mesh, P(unreduced={"a"})), sm.distribute_tensor(X > 0, mesh)
         for value in (0.0, -1.5, 0, 2, 0.0):
-            torch.testing.assert_close(x.masked_fill(mask, value).full_tensor(), X.masked_fill(X > 0, value))
-            torch.testing.assert_close(torch.where(mask, x, value).full_tensor(), torch.where(X > 0, X, value))
-            torch.testing.assert_close(F.pad(x, (1, 1), value=value).full_tensor(), F.pad(X, (1, 1), value=value))
+            torch.testing.assert_close(
+                x.masked_fill(mask, value).full_tensor(), X.masked_fill(X > 0, value)
+            )
+            torch.testing.assert_close(
+                torch.where(mask, x, value).full_tensor(), torch.where(X > 0, X, value)
+            )
+            torch.testing.assert_close(
+                F.pad(x, (1, 1), value=value).full_tensor(), F.pad(X, (1, 1), value=value)
+            )
 
     on_mesh((2,), program)
 
@@ -203,7 +211,11 @@ def test_random_functions_are_equal_on_every_rank_and_mesh():
 
 
 def refusals(x):
-    yield NotImplementedError, "works on the memory of a tensor", lambda: x.as_strided((2, 2), (1, 1))
+    yield (
+        NotImplementedError,
+        "works on the memory of a tensor",
+        lambda: x.as_strided((2, 2), (1, 1)),
+    )
     yield RuntimeError, "memory", lambda: x.untyped_storage()
     yield NotImplementedError, "works on the memory of a tensor", lambda: x.resize_(2, 2)
     yield NotImplementedError, "no sharding rule and writes in place", lambda: x.unsqueeze_(0)

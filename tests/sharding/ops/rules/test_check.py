@@ -33,11 +33,20 @@ def test_number_of_combinations():
 
 
 def test_a_nonlinear_operator_called_linear(monkeypatch):
-    wrong(monkeypatch, torch.exp, lambda x: broadcast(x, linear=((0,),)), X, match="unreduced={'a'}")
+    wrong(
+        monkeypatch, torch.exp, lambda x: broadcast(x, linear=((0,),)), X, match="unreduced={'a'}"
+    )
 
 
 def test_a_wrong_kind_of_reduction(monkeypatch):
-    wrong(monkeypatch, torch.prod, lambda x, dim: reduction(x, dim, False), pos(4, 3), 0, match=r"P\('a', None\)")
+    wrong(
+        monkeypatch,
+        torch.prod,
+        lambda x, dim: reduction(x, dim, False),
+        pos(4, 3),
+        0,
+        match=r"P\('a', None\)",
+    )
 
 
 def test_dim_that_must_be_unsharded(monkeypatch):
@@ -46,7 +55,13 @@ def test_dim_that_must_be_unsharded(monkeypatch):
 
 def test_result_declared_with_the_wrong_dim(monkeypatch):
     wrong(monkeypatch, torch.t, lambda x: einrule("m n -> m n", x), X, match="rule of t gives dims")
-    wrong(monkeypatch, torch.t, lambda x: einrule("m n -> m n", x), f(4, 4), match="its rule is wrong|not close")
+    wrong(
+        monkeypatch,
+        torch.t,
+        lambda x: einrule("m n -> m n", x),
+        f(4, 4),
+        match="its rule is wrong|not close",
+    )
 
 
 def test_a_wrong_gradient_alone(monkeypatch):
@@ -66,7 +81,9 @@ def test_the_message_names_function_and_layouts(monkeypatch):
     monkeypatch.delitem(DECOMPOSITIONS, torch.softmax)
     with pytest.raises(RuleError) as caught:
         check_rule(torch.softmax, X, 0)
-    assert "softmax is wrong for tensors laid out as\n  f64[4, 3] @ P('a', None) on (a=2)" in str(caught.value)
+    assert "softmax is wrong for tensors laid out as\n  f64[4, 3] @ P('a', None) on (a=2)" in str(
+        caught.value
+    )
 
 
 def test_in_place_operator_may_raise_but_not_be_wrong():
@@ -116,4 +133,12 @@ def test_every_combination_on_two_axes(func):
 
 def test_calls_with_many_tensors_are_sampled():
     """Too many combinations to be numbered by a machine integer."""
-    assert prove(lambda *tensors: torch.stack(tensors).sum(0), [f(4, 3, seed=n) for n in range(26)], meshes=[(2, 2)], most=3) == 3
+    assert (
+        prove(
+            lambda *tensors: torch.stack(tensors).sum(0),
+            [f(4, 3, seed=n) for n in range(26)],
+            meshes=[(2, 2)],
+            most=3,
+        )
+        == 3
+    )

@@ -35,9 +35,18 @@ def _cases() -> Iterator[Any]:
     seen = set()
     for label, func in registered():
         makers = (RULES.get(func), DECOMPOSITIONS.get(func))
-        if label.partition(".")[0] not in OWNERS or writes_first_operand(func) or makers == (None, None) or makers in seen:
+        if (
+            label.partition(".")[0] not in OWNERS
+            or writes_first_operand(func)
+            or makers == (None, None)
+            or makers in seen
+        ):
             continue
-        calls = [c for c in samples_of(label) if repr(_changed([c.args, c.kwargs])) != repr([c.args, c.kwargs])]
+        calls = [
+            c
+            for c in samples_of(label)
+            if repr(_changed([c.args, c.kwargs])) != repr([c.args, c.kwargs])
+        ]
         if calls:
             seen.add(makers)
             yield pytest.param(func, calls[-1], id=label)
@@ -63,9 +72,14 @@ def test_successive_float_arguments(func: Callable[..., Any], call: Call) -> Non
     def program(mesh: sm.DeviceMesh) -> None:
         for specs in islice(combinations(both[0], mesh, None), 6):
             for sample in both:
-                tensors = [place(x, mesh, spec, seed) for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))]
+                tensors = [
+                    place(x, mesh, spec, seed)
+                    for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))
+                ]
                 for got, want in zip(sample.call(tensors), sample.results, strict=True):
                     if isinstance(want, torch.Tensor):
-                        torch.testing.assert_close(got.full_tensor(), want, rtol=1e-2, atol=1e-2, equal_nan=True)
+                        torch.testing.assert_close(
+                            got.full_tensor(), want, rtol=1e-2, atol=1e-2, equal_nan=True
+                        )
 
     on_mesh((2,), program)

@@ -47,11 +47,25 @@ def test_brackets_name_whole_factors():
 
 
 def test_omitted_operands_drop_their_part_of_the_pattern():
-    rule = einrule("... k, n k, n -> ... n", meta(4, 3), meta(5, 3), None, linear=((0, 2), (1, 2)), additive=(2,))
+    rule = einrule(
+        "... k, n k, n -> ... n",
+        meta(4, 3),
+        meta(5, 3),
+        None,
+        linear=((0, 2), (1, 2)),
+        additive=(2,),
+    )
     assert len(rule.inputs) == 2
     assert rule.linear == ((0,), (1,))
     assert rule.additive == frozenset()
-    rule = einrule("n, ... k, n k -> ... n", None, meta(4, 3), meta(5, 3), linear=((1, 0), (2, 0)), additive=(0,))
+    rule = einrule(
+        "n, ... k, n k -> ... n",
+        None,
+        meta(4, 3),
+        meta(5, 3),
+        linear=((1, 0), (2, 0)),
+        additive=(0,),
+    )
     assert rule.linear == ((0,), (1,))
 
 
@@ -63,7 +77,11 @@ def test_composite_dims_take_sizes():
 
 @pytest.mark.parametrize(
     ("pattern", "operands"),
-    [("m k, k n -> m n", (meta(4, 3), meta(3))), ("a, b -> a", (meta(4),)), ("... a b -> ...", (meta(3),))],
+    [
+        ("m k, k n -> m n", (meta(4, 3), meta(3))),
+        ("a, b -> a", (meta(4),)),
+        ("... a b -> ...", (meta(3),)),
+    ],
 )
 def test_mismatches_raise(pattern, operands):
     with pytest.raises(NoMatch, match="->"):
@@ -129,8 +147,12 @@ def test_factors_multiply_to_both_shapes(shapes):
     """Every dim is the product of its factors, and both sides list the factors that are not whole in the same order."""
     before, after, sizes, whole = factor_shapes(*shapes)
     for dims, shape in ((before, shapes[0]), (after, shapes[1])):
-        assert all(math.prod(sizes[f] for f in dim) == n for dim, n in zip(dims, shape, strict=True))
-    assert [f for d in before for f in d if f not in whole] == [f for d in after for f in d if f not in whole]
+        assert all(
+            math.prod(sizes[f] for f in dim) == n for dim, n in zip(dims, shape, strict=True)
+        )
+    assert [f for d in before for f in d if f not in whole] == [
+        f for d in after for f in d if f not in whole
+    ]
 
 
 @given(two_shapes())

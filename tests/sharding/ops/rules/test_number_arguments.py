@@ -31,14 +31,22 @@ def numbers(mesh, value):
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("value", [torch.tensor(-1.5, dtype=torch.float64), torch.tensor(3), torch.tensor(0.0)], ids=str)
+@pytest.mark.parametrize(
+    "value", [torch.tensor(-1.5, dtype=torch.float64), torch.tensor(3), torch.tensor(0.0)], ids=str
+)
 def test_0d_tensor_is_its_value(name, value):
     call = CALLS[name]
     expected = call(X.clone(), Y, Z, SQUARE, value.item())
 
     def program(mesh):
         for number in numbers(mesh, value):
-            made = call(*[sm.distribute_tensor(t.clone(), mesh, P("a"), src_data_rank=None) for t in (X, Y, Z, SQUARE)], number)
+            made = call(
+                *[
+                    sm.distribute_tensor(t.clone(), mesh, P("a"), src_data_rank=None)
+                    for t in (X, Y, Z, SQUARE)
+                ],
+                number,
+            )
             torch.testing.assert_close(made.full_tensor(), expected)
 
     on_mesh((4,), program)
@@ -57,7 +65,9 @@ def test_changed_value_on_the_same_line_is_used():
 def test_only_a_pending_number_communicates():
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a"), src_data_rank=None)
-        for number, wanted in zip(numbers(mesh, torch.tensor(2.0)), ([], [], ["all_reduce"]), strict=True):
+        for number, wanted in zip(
+            numbers(mesh, torch.tensor(2.0)), ([], [], ["all_reduce"]), strict=True
+        ):
             with collectives() as records:
                 x.add_(x, alpha=number)
             assert launched(records) == wanted
@@ -65,7 +75,9 @@ def test_only_a_pending_number_communicates():
     on_mesh((2,), program)
 
 
-@pytest.mark.parametrize("number", [torch.ones(2), torch.ones((), requires_grad=True)], ids=["dims", "gradient"])
+@pytest.mark.parametrize(
+    "number", [torch.ones(2), torch.ones((), requires_grad=True)], ids=["dims", "gradient"]
+)
 def test_non_numbers_raise(number):
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a"), src_data_rank=None)

@@ -45,7 +45,9 @@ PASS = {
     "dropout": lambda x, y, r: F.dropout(x, 0.5),
     "cumsum": lambda x, y, r: x.cumsum(1),
     "embedding of a pending table": lambda x, y, r: F.embedding((r[:, 0] > 0).long(), x),
-    "attention of pending values": lambda x, y, r: F.scaled_dot_product_attention(r[None], r[None], x[None]),
+    "attention of pending values": lambda x, y, r: F.scaled_dot_product_attention(
+        r[None], r[None], x[None]
+    ),
     "in place": lambda x, y, r: x.clone().add_(y).mul_(r).mul_(2).div_(3).zero_(),
 }
 REDUCE = {
@@ -68,7 +70,11 @@ REDUCE = {
 
 
 def operands(mesh, spec=PENDING):
-    return place(X, mesh, spec, 1), place(f(4, 6, seed=5), mesh, spec, 2), sm.distribute_tensor(f(4, 6, seed=7), mesh)
+    return (
+        place(X, mesh, spec, 1),
+        place(f(4, 6, seed=5), mesh, spec, 2),
+        sm.distribute_tensor(f(4, 6, seed=7), mesh),
+    )
 
 
 @pytest.mark.parametrize("name", PASS)
@@ -208,14 +214,20 @@ def test_operands_pending_over_different_axes_stay_pending(name, kind, axes):
         x, y, r = (v.clone() if mesh is None else sm.distribute_tensor(v, mesh) for v in values)
         leaves = [x.requires_grad_(), y.requires_grad_()]
         if mesh is not None:
-            x, y = (leaf.redistribute(_over(where, kind)) for leaf, where in zip(leaves, axes, strict=True))
+            x, y = (
+                leaf.redistribute(_over(where, kind))
+                for leaf, where in zip(leaves, axes, strict=True)
+            )
         out = JOINS[name](x, y, r)
         weights = torch.arange(out.numel(), dtype=out.dtype).reshape(out.shape)
         (out * (weights if mesh is None else sm.distribute_tensor(weights, mesh))).sum().backward()
         return [leaf.grad for leaf in leaves]
 
     def program(mesh):
-        x, y = (place(v, mesh, _over(where, kind), i) for i, (v, where) in enumerate(zip(values[:2], axes, strict=True)))
+        x, y = (
+            place(v, mesh, _over(where, kind), i)
+            for i, (v, where) in enumerate(zip(values[:2], axes, strict=True))
+        )
         r = sm.distribute_tensor(values[2], mesh)
         with collectives() as records:
             out = JOINS[name](x, y, r)
@@ -235,7 +247,10 @@ def test_operands_with_a_replicated_or_another_kind_among_them_are_reduced():
         x, y = (place(X, mesh, _over(where, "sum"), seed) for seed, where in enumerate(("a", "ab")))
         r = sm.distribute_tensor(f(4, 6, seed=7), mesh)
         most = place(X, mesh, _over("b", "max"))
-        for joined, expected in ((torch.stack([x, y, r]), [X, X, f(4, 6, seed=7)]), (torch.stack([x, most]), [X, X])):
+        for joined, expected in (
+            (torch.stack([x, y, r]), [X, X, f(4, 6, seed=7)]),
+            (torch.stack([x, most]), [X, X]),
+        ):
             assert not sm.typeof(joined).pending
             torch.testing.assert_close(joined.full_tensor(), torch.stack(expected))
 

@@ -25,7 +25,9 @@ def meta(*shape):
 
 def run(rule, *specs, mesh=MESH, fixed=None):
     """Return the operands' and the results' specs that the engine chooses."""
-    layouts = [sm.Layout.of(mesh, spec, x.shape) for x, spec in zip(rule.operands, specs, strict=True)]
+    layouts = [
+        sm.Layout.of(mesh, spec, x.shape) for x, spec in zip(rule.operands, specs, strict=True)
+    ]
     chosen = assign(rule, layouts, fixed)
     return [target.spec for target in chosen.targets], [
         spec.padded(len(d)) for spec, d in zip(chosen.outputs, rule.outputs, strict=True)
@@ -45,7 +47,10 @@ def test_matching_layouts_are_kept():
 
 
 def test_contraction_of_a_sharded_dim_is_pending():
-    assert run(matmul(), P(None, "a"), P("a")) == ([P(None, "a"), P("a", None)], [P(None, None, unreduced={"a"})])
+    assert run(matmul(), P(None, "a"), P("a")) == (
+        [P(None, "a"), P("a", None)],
+        [P(None, None, unreduced={"a"})],
+    )
 
 
 def test_cheapest_choice_wins():
@@ -103,14 +108,24 @@ def test_bools_are_never_added():
 
 
 def test_bias_is_added_on_one_rank():
-    rule = einrule("m k, n k, n -> m n", meta(4, 6), meta(8, 6), meta(8), linear=((0, 2), (1, 2)), additive=(2,))
+    rule = einrule(
+        "m k, n k, n -> m n",
+        meta(4, 6),
+        meta(8, 6),
+        meta(8),
+        linear=((0, 2), (1, 2)),
+        additive=(2,),
+    )
     targets, (out,) = run(rule, P(None, "a"), P(None, "a"), P())
     assert targets[2] == P(None, unreduced={"a"})
     assert out == P(None, None, unreduced={"a"})
 
 
 def test_bracketed_factors_are_gathered():
-    assert run(einrule("b [n] -> b [n]", meta(4, 6)), P(None, "a")) == ([P(None, None)], [P(None, None)])
+    assert run(einrule("b [n] -> b [n]", meta(4, 6)), P(None, "a")) == (
+        [P(None, None)],
+        [P(None, None)],
+    )
     assert run(einrule("b [n] -> b [n]", meta(4, 6)), P("a")) == ([P("a", None)], [P("a", None)])
 
 
@@ -134,7 +149,10 @@ def test_shard_on_a_factor_boundary_is_kept():
     assert run(reshape_rule(meta(4, 6), (24,)), P("a"))[1] == [P("a")]
     assert run(reshape_rule(meta(24), (4, 6)), P("a"))[1] == [P("a", None)]
     assert run(reshape_rule(meta(24), (2, 12)), P(("a", "b")), mesh=MESH2)[1] == [P("a", "b")]
-    assert run(reshape_rule(meta(4, 6), (24,)), P("a", "b"), mesh=MESH2) == ([P("a", None)], [P("a")])
+    assert run(reshape_rule(meta(4, 6), (24,)), P("a", "b"), mesh=MESH2) == (
+        [P("a", None)],
+        [P("a")],
+    )
     assert run(reshape_rule(meta(2, 6), (12,)), P("a", "b"), mesh=MESH2)[1] == [P(("a", "b"))]
 
 
@@ -204,7 +222,15 @@ def test_choices_without_communication_are_cached_for_all_shapes(data):
     size = {name: data.draw(st.sampled_from([0, 1, 2, 3, 5, 8])) for name in "bmkn"}
     dims = [[size[n] for n in part if n in size] for part in pattern.partition("->")[0].split(",")]
     if not any(dims):
-        dims = [[size["m"], size["n"]], data.draw(st.sampled_from([[size["m"], size["n"]], [size["n"]], [1, size["n"]]]))]
-    rule = einrule(pattern, *[meta(*shape) for shape in dims], linear=data.draw(st.sampled_from([(), PRODUCT])))
-    layouts = [sm.Layout.of(MESH2, data.draw(specs(("a", "b"), len(shape), ("sum",))), shape) for shape in dims]
+        dims = [
+            [size["m"], size["n"]],
+            data.draw(st.sampled_from([[size["m"], size["n"]], [size["n"]], [1, size["n"]]])),
+        ]
+    rule = einrule(
+        pattern, *[meta(*shape) for shape in dims], linear=data.draw(st.sampled_from([(), PRODUCT]))
+    )
+    layouts = [
+        sm.Layout.of(MESH2, data.draw(specs(("a", "b"), len(shape), ("sum",))), shape)
+        for shape in dims
+    ]
     assert assign(rule, layouts) == _assigned(rule, layouts, None)

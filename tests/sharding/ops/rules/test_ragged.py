@@ -35,7 +35,11 @@ CALLS = {
     "slices": (lambda x, y: x[1:4, None] * y[:, 2:6].unsqueeze(0), (6, 4), (4, 7)),
     "rows by number": (lambda x, y: x[[3, 0, 3]] @ y, (6, 4), (4, 5)),
     "softmax": (lambda x, y: F.softmax(x, 1) @ y.softmax(0), (6, 4), (4, 5)),
-    "norms": (lambda x, y: F.layer_norm(x, (4,)) * torch.linalg.vector_norm(y, dim=0), (6, 4), (6, 4)),
+    "norms": (
+        lambda x, y: F.layer_norm(x, (4,)) * torch.linalg.vector_norm(y, dim=0),
+        (6, 4),
+        (6, 4),
+    ),
     "where": (lambda x, y: torch.where(x > 0, y, x * 2), (6, 4), (6, 4)),
     "attention": (lambda x, y: F.scaled_dot_product_attention(x, y, y), (3, 2, 5, 4), (3, 2, 6, 4)),
     "expand": (lambda x, y: x[:, None].expand(-1, 3, -1) * y, (6, 4), (3, 4)),
@@ -54,14 +58,19 @@ def test_operators_equal_the_single_process(name, data):
     mesh = sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)])
     specs = [data.draw(ragged_specs(mesh, shape)) for shape in shapes]
     generator = torch.Generator().manual_seed(0)
-    plain = [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
+    plain = [
+        torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for shape in shapes
+    ]
     expected = call(*plain)
     weight = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
     wanted = torch.autograd.grad(expected, plain, weight, allow_unused=True, materialize_grads=True)
 
     def program(mesh):
         pairs = zip(plain, specs, strict=True)
-        leaves = [sm.distribute_tensor(x.detach(), mesh, spec, src_data_rank=None) for x, spec in pairs]
+        leaves = [
+            sm.distribute_tensor(x.detach(), mesh, spec, src_data_rank=None) for x, spec in pairs
+        ]
         leaves = [x.requires_grad_() for x in leaves]
         result = call(*leaves)
         assert result.to_local().shape == sm.typeof(result).local_shape
@@ -104,7 +113,12 @@ def laid_out(mesh, shape, spec, dtype=torch.float64):
         (lambda x: x[:, 1:3], [(8, 4)], [ROWS], ROWS),
         (lambda x: x[:, None], [(8, 4)], [ROWS], EMBEDDED),
         (lambda x: x.view(8, 2, 2), [(8, 4)], [ROWS], EMBEDDED),
-        (lambda x: x.unflatten(0, (4, 2)), [(8, 4)], [P("a", sizes={"a": (2, 0, 6)})], P("a", sizes={"a": (1, 0, 3)})),
+        (
+            lambda x: x.unflatten(0, (4, 2)),
+            [(8, 4)],
+            [P("a", sizes={"a": (2, 0, 6)})],
+            P("a", sizes={"a": (1, 0, 3)}),
+        ),
         (lambda x: x.flatten(), [(8, 4)], [ROWS], P("a", sizes={"a": (12, 0, 20)})),
         (lambda x: F.softmax(x, -1), [(8, 4)], [ROWS], ROWS),
         (lambda x: x.to(torch.float32), [(8, 4)], [ROWS], ROWS),
@@ -128,11 +142,26 @@ def test_sizes_are_kept_without_communication(call, shapes, specs, result):
 @pytest.mark.parametrize(
     ("call", "shapes", "specs", "result"),
     [
-        (torch.add, [(8, 4), (8, 4)], [ROWS, P("a", sizes={"a": (0, 8, 0)})], ROWS),  # the first of equals stays
-        (torch.add, [(8, 1), (8, 4)], [ROWS, P("a", sizes={"a": (0, 8, 0)})], P("a", sizes={"a": (0, 8, 0)})),
+        (
+            torch.add,
+            [(8, 4), (8, 4)],
+            [ROWS, P("a", sizes={"a": (0, 8, 0)})],
+            ROWS,
+        ),  # the first of equals stays
+        (
+            torch.add,
+            [(8, 1), (8, 4)],
+            [ROWS, P("a", sizes={"a": (0, 8, 0)})],
+            P("a", sizes={"a": (0, 8, 0)}),
+        ),
         (torch.add, [(8, 4), (8, 1)], [P("a"), ROWS], P("a")),
         (torch.add, [(8, 4), (8, 1)], [ROWS, P("a")], ROWS),
-        (lambda x: x.unflatten(0, (4, 2)), [(8, 4)], [P("a", sizes={"a": (3, 5)})], P("a")),  # a cut inside a row
+        (
+            lambda x: x.unflatten(0, (4, 2)),
+            [(8, 4)],
+            [P("a", sizes={"a": (3, 5)})],
+            P("a"),
+        ),  # a cut inside a row
     ],
 )
 def test_one_operand_is_moved(call, shapes, specs, result):
@@ -203,7 +232,9 @@ def test_reducing_pending_values_does_not_move_parts():
 # -- in place ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("written", "other"), list(product([ROWS, P("a"), P("a", sizes={"a": (0, 8, 0)})], repeat=2)))
+@pytest.mark.parametrize(
+    ("written", "other"), list(product([ROWS, P("a"), P("a", sizes={"a": (0, 8, 0)})], repeat=2))
+)
 def test_written_tensor_does_not_move(written, other):
     def program(mesh):
         x, y = laid_out(mesh, (8, 1), written), laid_out(mesh, (8, 1), other)

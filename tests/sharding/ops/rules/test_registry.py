@@ -28,7 +28,10 @@ def empty_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("register", [rule, decomposition, decomposition_maker, handler])
 def test_second_registration_raises(register: Any, empty_tables: None) -> None:
     register(also=(halved,))(halved)
-    with pytest.raises(ValueError, match=r"halved is registered twice: by .*\.halved and by .*test_registry.*; remove one"):
+    with pytest.raises(
+        ValueError,
+        match=r"halved is registered twice: by .*\.halved and by .*test_registry.*; remove one",
+    ):
         register(also=(halved,))(lambda x: x)
 
 
@@ -43,10 +46,16 @@ def test_functions_of_two_names_are_registered_once(empty_tables: None) -> None:
     assert len(registry.DECOMPOSITIONS) == len(set(registry.functions("softmax")))
 
 
-@pytest.mark.parametrize(("args", "kwargs"), [((1, 2), {}), ((1,), {"dim": 2}), ((), {"dim": 2, "x": 1})])
-def test_arguments_are_bound_by_name_with_defaults(args: Any, kwargs: Any, empty_tables: None) -> None:
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((1, 2), {}), ((1,), {"dim": 2}), ((), {"dim": 2, "x": 1})]
+)
+def test_arguments_are_bound_by_name_with_defaults(
+    args: Any, kwargs: Any, empty_tables: None
+) -> None:
     seen = []
-    decomposition(also=(halved,), when=lambda a: seen.append(a), rule=lambda a: seen.append(a))(halved)
+    decomposition(also=(halved,), when=lambda a: seen.append(a), rule=lambda a: seen.append(a))(
+        halved
+    )
     assert registry.DECOMPOSITIONS[halved](*args, **kwargs) is None
     registry.RULES[halved](*args, **kwargs)
     assert [vars(a) for a in seen] == [{"x": 1, "dim": 2, "by": 2.0}] * 2
@@ -65,7 +74,9 @@ def test_prepared_value_is_the_first_argument(empty_tables: None) -> None:
 @pytest.mark.parametrize("register", [decomposition, decomposition_maker])
 def test_check_gets_the_arguments_of_the_call(register: Any, empty_tables: None) -> None:
     calls = []
-    register(also=(halved,), check=lambda *args, **kwargs: calls.append((args, kwargs)))(lambda x, dim: halved)
+    register(also=(halved,), check=lambda *args, **kwargs: calls.append((args, kwargs)))(
+        lambda x, dim: halved
+    )
     registry.DECOMPOSITIONS[halved](1, dim=2)
     assert calls == [((1,), {"dim": 2})]
 
@@ -76,7 +87,9 @@ def test_wrong_arguments_do_not_fit_the_rule(empty_tables: None) -> None:
         registry.RULES[halved](1, out=2)
 
 
-def test_decomposition_runs_where_it_applies_and_binds_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decomposition_runs_where_it_applies_and_binds_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bound = []
     for name in ("RULES", "DECOMPOSITIONS"):
         for func in registry.functions("deg2rad"):

@@ -56,18 +56,34 @@ def _family(func: Callable[..., Any]) -> str:
 
 def _makers(func: Callable[..., Any]) -> tuple[Any, ...]:
     """Return what is registered for a function: its rule, its decomposition, its handler."""
-    return tuple(maker for table in (RULES, DECOMPOSITIONS, HANDLERS) if (maker := table.get(func)) is not None)
+    return tuple(
+        maker
+        for table in (RULES, DECOMPOSITIONS, HANDLERS)
+        if (maker := table.get(func)) is not None
+    )
 
 
 def _table() -> list[Any]:
     """Return one case for each function: name, function, and how thoroughly to test it."""
     cases, makers, names = [], set(), set()
     for label, func in registered():
-        if _family(func).endswith(ELSEWHERE) or label in WITHOUT_SAMPLES or label.partition(".")[0] not in OWNERS:
+        if (
+            _family(func).endswith(ELSEWHERE)
+            or label in WITHOUT_SAMPLES
+            or label.partition(".")[0] not in OWNERS
+        ):
             continue
         maker, name = _makers(func), label.rpartition(".")[2]
         extent = THOROUGHLY if maker not in makers else BRIEFLY if name not in names else ONCE_MORE
-        cases.append(pytest.param(label, func, extent, id=label, marks=[] if extent is THOROUGHLY else [pytest.mark.slow]))
+        cases.append(
+            pytest.param(
+                label,
+                func,
+                extent,
+                id=label,
+                marks=[] if extent is THOROUGHLY else [pytest.mark.slow],
+            )
+        )
         makers.add(maker)
         names.add(name)
     return cases
@@ -86,11 +102,27 @@ def _runs_gathered(label: str, c: Call) -> bool:
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.filterwarnings("ignore:torch.* is deprecated", "ignore:at::", "ignore:Using torch.cross without", "ignore:index_reduce")
+@pytest.mark.filterwarnings(
+    "ignore:torch.* is deprecated",
+    "ignore:at::",
+    "ignore:Using torch.cross without",
+    "ignore:index_reduce",
+)
 @pytest.mark.parametrize(("label", "func", "extent"), _table())
-@pytest.mark.parametrize("times", [0.15, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow, id="slow")])
+@pytest.mark.parametrize(
+    "times",
+    [
+        0.15,
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(3, marks=pytest.mark.slow, id="slow"),
+    ],
+)
 def test_rule(
-    label: str, func: Callable[..., Any], extent: dict[tuple[int, ...], int], times: float, monkeypatch: pytest.MonkeyPatch
+    label: str,
+    func: Callable[..., Any],
+    extent: dict[tuple[int, ...], int],
+    times: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = samples_of(label)
     assert calls, f"{label} is in the table and has no sample"
@@ -103,9 +135,14 @@ def test_rule(
                 patch.setattr(strategy, "_warned", {func})
             else:
                 patch.setattr(strategy, "_gathered", _refuse)
-            ran = sum(prove(func, c.args, c.kwargs, meshes=[mesh], most=math.ceil(most * times)) for mesh, most in tried)
+            ran = sum(
+                prove(func, c.args, c.kwargs, meshes=[mesh], most=math.ceil(most * times))
+                for mesh, most in tried
+            )
             # In-place operators refuse layouts that they would have to change: among a few there may be no other.
-            assert ran > 0 or any(prove(func, c.args, c.kwargs, meshes=[(2, 2)], most=most) > 0 for most in (24, None))
+            assert ran > 0 or any(
+                prove(func, c.args, c.kwargs, meshes=[(2, 2)], most=most) > 0 for most in (24, None)
+            )
 
 
 def _refuse(func: Callable[..., Any], *_: Any) -> Any:

@@ -18,7 +18,11 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.sharding.parallel.context import blockwise, flash, ring
-from shardmesh.sharding.parallel.context.attention import METHODS, context_parallel, context_parallel_attention
+from shardmesh.sharding.parallel.context.attention import (
+    METHODS,
+    context_parallel,
+    context_parallel_attention,
+)
 from shardmesh.sharding.parallel.context.load_balance import balance_sequence, unbalance_sequence
 from tests.device import DEVICE
 from tests.sharding.ops.test_recomputation import in_device_thread
@@ -31,7 +35,12 @@ def randn(*shape, seed):
 
 
 B, H, G, S, E, V = 2, 8, 4, 13, 4, 3
-Q, K, VALUE, PULL = randn(B, H, S, E, seed=0), randn(B, G, S, E, seed=1), randn(B, G, S, V, seed=2), randn(B, H, S, V, seed=3)
+Q, K, VALUE, PULL = (
+    randn(B, H, S, E, seed=0),
+    randn(B, G, S, E, seed=1),
+    randn(B, G, S, V, seed=2),
+    randn(B, H, S, V, seed=3),
+)
 LONGER = randn(B, G, 2 * S, E, seed=4)
 ORDERS = [(False, False), (True, False), (True, True)]  # is_causal, balanced
 
@@ -44,7 +53,10 @@ def whole(q, k, v, pull, **options):
 
 
 def ours(mesh, tensors, specs, pull, *, balanced=False, axis="a", **options):
-    leaves = [sm.distribute_tensor(x, mesh, spec, src_data_rank=None).requires_grad_() for x, spec in zip(tensors, specs, strict=True)]
+    leaves = [
+        sm.distribute_tensor(x, mesh, spec, src_data_rank=None).requires_grad_()
+        for x, spec in zip(tensors, specs, strict=True)
+    ]
     given = [balance_sequence(x, 2, axis) for x in leaves] if balanced else leaves
     out = context_parallel_attention(*given, axis=axis, balanced=balanced, **options)
     assert out.spec.cuts[:-1] == given[0].spec.cuts[:-1]
@@ -62,7 +74,12 @@ SEQUENCE = P(None, None, "a")
 CASES = {
     "one rank": ((1,), SEQUENCE, SEQUENCE, "a"),
     "sequence": ((4,), SEQUENCE, SEQUENCE, "a"),
-    "ragged, one empty": ((4,), P(None, None, "a", sizes={"a": (6, 0, 1, 6)}), P(None, None, "a", sizes={"a": (0, 9, 2, 2)}), "a"),
+    "ragged, one empty": (
+        (4,),
+        P(None, None, "a", sizes={"a": (6, 0, 1, 6)}),
+        P(None, None, "a", sizes={"a": (0, 9, 2, 2)}),
+        "a",
+    ),
     "batch": ((2, 2), P("b", None, "a"), P("b", None, "a"), "a"),
     "batch of the query alone": ((2, 2), P("b", None, "a"), P(None, None, "a"), "a"),
     "heads": ((2, 2), P(None, "b", "a"), P(None, "b", "a"), "a"),
@@ -72,7 +89,12 @@ CASES = {
     "features": ((2, 2), P(None, None, "a", "b"), P(None, None, "a", "b"), "a"),
     "pending": ((2, 2), P(None, None, "a", unreduced={"b"}), P("b", None, "a"), "a"),
     "three axes": ((2, 1, 2), P("c", "b", "a"), P("c", "b", "a"), "a"),
-    "two axes, in the other order": ((2, 2), P(None, None, ("b", "a")), P(None, None, ("b", "a")), ("b", "a")),
+    "two axes, in the other order": (
+        (2, 2),
+        P(None, None, ("b", "a")),
+        P(None, None, ("b", "a")),
+        ("b", "a"),
+    ),
 }
 
 
@@ -83,15 +105,28 @@ def test_equals_full_attention(case, method):
     shape, of_q, of_k, axis = CASES[case]
     even = not of_q.sizes and "features" not in case
     for causal, balanced in ORDERS if even else ORDERS[:2]:
-        v, pull = (VALUE, PULL) if causal else (K + 1, Q + 1)  # as wide as keys: then torch has a kernel
+        v, pull = (
+            (VALUE, PULL) if causal else (K + 1, Q + 1)
+        )  # as wide as keys: then torch has a kernel
         expected = whole(Q, K, v, pull, is_causal=causal, scale=0.3)
-        options = {"is_causal": causal, "balanced": balanced, "method": method, "axis": axis, "scale": 0.3}
+        options = {
+            "is_causal": causal,
+            "balanced": balanced,
+            "method": method,
+            "axis": axis,
+            "scale": 0.3,
+        }
 
         def program(mesh, v=v, pull=pull, options=options):
             return ours(mesh, (Q, K, v), (of_q, of_k, of_k), pull, **options)
 
-        if method == "all_to_all" and shape == (2, 3):  # 4 heads of keys over 3 ranks leave one for 2
-            assert "of the 4 key heads" in same_error(shape, program, ValueError, silent=not balanced)
+        if method == "all_to_all" and shape == (
+            2,
+            3,
+        ):  # 4 heads of keys over 3 ranks leave one for 2
+            assert "of the 4 key heads" in same_error(
+                shape, program, ValueError, silent=not balanced
+            )
             continue
         for found in on_mesh(shape, program):
             close(found, expected)
@@ -104,10 +139,19 @@ def test_equals_full_attention(case, method):
 )  # fmt: skip
 def test_heads_and_batch_anywhere(shape, split, heads, group, length, order, method):
     """Batch, heads or neither of queries and of keys sharded over the other axis, for any sizes."""
-    q, k, v = randn(3, heads * group, length, E, seed=0), randn(3, heads, length, E, seed=1), randn(3, heads, length, E, seed=2)
-    of_q, of_k = (P(*[axis if place == dim else None for dim, axis in enumerate("bb")], "a") for place in split)
+    q, k, v = (
+        randn(3, heads * group, length, E, seed=0),
+        randn(3, heads, length, E, seed=1),
+        randn(3, heads, length, E, seed=2),
+    )
+    of_q, of_k = (
+        P(*[axis if place == dim else None for dim, axis in enumerate("bb")], "a")
+        for place in split
+    )
     options = {"is_causal": order[0], "balanced": order[1], "method": method}
-    for found in on_mesh(shape, lambda mesh: ours(mesh, (q, k, v), (of_q, of_k, of_k), q + 1, **options)):
+    for found in on_mesh(
+        shape, lambda mesh: ours(mesh, (q, k, v), (of_q, of_k, of_k), q + 1, **options)
+    ):
         close(found, whole(q, k, v, q + 1, is_causal=order[0]))
 
 
@@ -121,7 +165,9 @@ def test_key_lengths_that_differ_from_queries(method):
 
     for causal in (False, True):
         for k in (LONGER, LONGER[:, :, :5]):
-            for found in on_mesh((3,), lambda mesh, k=k, causal=causal: program(mesh, k, is_causal=causal)):
+            for found in on_mesh(
+                (3,), lambda mesh, k=k, causal=causal: program(mesh, k, is_causal=causal)
+            ):
                 close(found, whole(Q, k, k, pull, is_causal=causal))
     for found in on_mesh((2,), lambda mesh: program(mesh, LONGER[:, :, :0])):
         assert not any(x.any() for x in found)
@@ -131,7 +177,9 @@ def test_key_lengths_that_differ_from_queries(method):
 def test_ranks_in_any_order(method):
     def program():
         mesh = sm.DeviceMesh(DEVICE, [2, 0, 3, 1], axis_names=("a",))
-        return ours(mesh, (Q, K, VALUE), [SEQUENCE] * 3, PULL, is_causal=True, balanced=True, method=method)
+        return ours(
+            mesh, (Q, K, VALUE), [SEQUENCE] * 3, PULL, is_causal=True, balanced=True, method=method
+        )
 
     for found in sm.simulate(4)(program)():
         close(found, whole(Q, K, VALUE, PULL, is_causal=True))
@@ -141,7 +189,15 @@ def _on_processes():
     mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("a",))
     for method in METHODS:
         for causal, balanced in ORDERS[1:]:
-            found = ours(mesh, (Q, K, VALUE), [SEQUENCE] * 3, PULL, is_causal=causal, balanced=balanced, method=method)
+            found = ours(
+                mesh,
+                (Q, K, VALUE),
+                [SEQUENCE] * 3,
+                PULL,
+                is_causal=causal,
+                balanced=balanced,
+                method=method,
+            )
             close(found, whole(Q, K, VALUE, PULL, is_causal=causal))
 
 
@@ -153,10 +209,14 @@ def test_low_precision_is_rounded_once():
     """In bfloat16, blocks are accumulated in float32: the error is that of rounding the result and the gradients once."""
     q, k, v, pull = (x.bfloat16() for x in (Q, K, VALUE, PULL))
     expected = whole(*(x.double() for x in (q, k, v, pull)), is_causal=True)
-    for found in on_mesh((4,), lambda mesh: ours(mesh, (q, k, v), [SEQUENCE] * 3, pull, is_causal=True)):
+    for found in on_mesh(
+        (4,), lambda mesh: ours(mesh, (q, k, v), [SEQUENCE] * 3, pull, is_causal=True)
+    ):
         assert {x.dtype for x in found} == {torch.bfloat16}
         close([x.double() for x in found[:1]], expected[:1], 2**-8)
-        close([x.double() for x in found[1:]], expected[1:], 2**-6)  # they go through the rounded output
+        close(
+            [x.double() for x in found[1:]], expected[1:], 2**-6
+        )  # they go through the rounded output
 
 
 def test_autocast():
@@ -173,9 +233,16 @@ def test_ranks_outside_the_mesh():
     expected = whole(Q, K, VALUE, PULL)
 
     def program():
-        mesh, other = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",)), sm.DeviceMesh(DEVICE, [2], axis_names=("a",))
+        mesh, other = (
+            sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",)),
+            sm.DeviceMesh(DEVICE, [2], axis_names=("a",)),
+        )
         leaf = sm.distribute_tensor(Q, other, P()).requires_grad_()
-        q, k, v = leaf.redistribute(mesh, SEQUENCE), sm.distribute_tensor(K, mesh, SEQUENCE), sm.distribute_tensor(VALUE, mesh, SEQUENCE)
+        q, k, v = (
+            leaf.redistribute(mesh, SEQUENCE),
+            sm.distribute_tensor(K, mesh, SEQUENCE),
+            sm.distribute_tensor(VALUE, mesh, SEQUENCE),
+        )
         out = context_parallel_attention(q, k, v, axis="a")
         out.backward(PULL)
         return None if other.coordinate is None else leaf.grad.full_tensor()
@@ -191,12 +258,20 @@ def _moved(shape, spec, of_k, method, causal=True, balanced=False, length=16):
     q, k = randn(B, H, length, E, seed=0), randn(B, G, length, E, seed=1)
 
     def program(mesh):
-        leaves = [sm.distribute_tensor(x, mesh, s, src_data_rank=None).requires_grad_() for x, s in ((q, spec), (k, of_k), (k + 1, of_k))]
+        leaves = [
+            sm.distribute_tensor(x, mesh, s, src_data_rank=None).requires_grad_()
+            for x, s in ((q, spec), (k, of_k), (k + 1, of_k))
+        ]
         with collectives() as forward:
-            out = context_parallel_attention(*leaves, axis="a", is_causal=causal, method=method, balanced=balanced)
+            out = context_parallel_attention(
+                *leaves, axis="a", is_causal=causal, method=method, balanced=balanced
+            )
         with collectives() as backward:
             torch.autograd.grad(out, leaves, out.detach())
-        return [(launched(records), sum(r.bytes_received for r in records)) for records in (forward, backward)]
+        return [
+            (launched(records), sum(r.bytes_received for r in records))
+            for records in (forward, backward)
+        ]
 
     return on_mesh(shape, program)
 
@@ -247,7 +322,9 @@ def test_eval_shape_of_attention():
     """On an abstract mesh of 8 ranks, a rank needs its parts, two blocks, and scores of some queries at a time."""
     mesh = sm.AbstractMesh((8,), ("a",))
     x = sm.Layout.of(mesh, SEQUENCE, (1, 8, 1 << 15, 64), torch.bfloat16)
-    found = sm.debug.eval_shape(lambda x: context_parallel_attention(x, x, x, axis="a", is_causal=True, balanced=True), x)
+    found = sm.debug.eval_shape(
+        lambda x: context_parallel_attention(x, x, x, axis="a", is_causal=True, balanced=True), x
+    )
     part = 8 * 4096 * 64 * 2
     assert found.result is x
     assert found.report.by_op == {"permute": (7, 7 * 2 * part)}
@@ -274,7 +351,9 @@ def test_balanced_ranks_have_equal_flops(monkeypatch):
     where the sequence lies in its own order, rank i has i + 1 blocks of 8 * 8."""
     monkeypatch.setattr(blockwise, "kernel_for", lambda *_: None)  # products that torch counts
     assert _products(balanced=True) == [(9 * 16 * 2 * 2 * E, 9 * 16 * 5 * 2 * E)] * 4
-    assert _products(balanced=False) == [((i + 1) * 64 * 2 * 2 * E, (i + 1) * 64 * 5 * 2 * E) for i in range(4)]
+    assert _products(balanced=False) == [
+        ((i + 1) * 64 * 2 * 2 * E, (i + 1) * 64 * 5 * 2 * E) for i in range(4)
+    ]
 
 
 def test_blocks_are_sent_while_a_rank_computes(monkeypatch):
@@ -303,9 +382,14 @@ def test_backward_saves_no_block_of_other_ranks():
     """Saved are this rank's q, k, v, output and lse."""
 
     def program(mesh):
-        leaves = [sm.distribute_tensor(x, mesh, SEQUENCE, src_data_rank=None).requires_grad_() for x in (Q, K, VALUE)]
+        leaves = [
+            sm.distribute_tensor(x, mesh, SEQUENCE, src_data_rank=None).requires_grad_()
+            for x in (Q, K, VALUE)
+        ]
         saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.numel()), x)[1], lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: (saved.append(x.numel()), x)[1], lambda x: x
+        ):
             out = context_parallel_attention(*leaves, axis="a")
         rows = out.to_local().shape[2]
         return sum(saved), rows * B * (H * (E + V + 1) + G * (E + V))
@@ -324,7 +408,10 @@ def test_without_torchs_kernel(monkeypatch, width, scores):
     for causal, balanced in ORDERS:
         expected = whole(Q, K, v, pull, is_causal=causal)
         options = {"is_causal": causal, "balanced": balanced}
-        for found in on_mesh((2,), lambda mesh, options=options: ours(mesh, (Q, K, v), [SEQUENCE] * 3, pull, **options)):
+        for found in on_mesh(
+            (2,),
+            lambda mesh, options=options: ours(mesh, (Q, K, v), [SEQUENCE] * 3, pull, **options),
+        ):
             close(found, expected)
 
 
@@ -352,9 +439,18 @@ def test_unmodified_model(method, again):
         with context_parallel("a", method=method, balanced=True), sm.ops.implicit_comm("forbid"):
             lying = balance_sequence(x, 1, "a")
             with collectives() as records:
-                out = checkpoint(_model, lying, w, use_reentrant=False) if again else _model(lying, w)
+                out = (
+                    checkpoint(_model, lying, w, use_reentrant=False) if again else _model(lying, w)
+                )
             out.square().mean().backward()
-        assert launched(records) == {"ring": ["permute"], "all_gather": ["all_gather"], "all_to_all": ["all_to_all"] * 2}[method]
+        assert (
+            launched(records)
+            == {
+                "ring": ["permute"],
+                "all_gather": ["all_gather"],
+                "all_to_all": ["all_to_all"] * 2,
+            }[method]
+        )
         return x.grad.full_tensor(), w.grad.full_tensor()
 
     for found in on_mesh((2,), program):
@@ -372,7 +468,11 @@ def test_recomputation_after_the_block_runs_as_the_forward_did(method):
         x = sm.distribute_tensor(X, mesh, P(None, "a"), src_data_rank=None).requires_grad_()
         w = place(mesh, WEIGHT, grad=True)
         with context_parallel("a", method=method, balanced=True):
-            loss = checkpoint(_model, balance_sequence(x, 1, "a"), w, use_reentrant=False).square().mean()
+            loss = (
+                checkpoint(_model, balance_sequence(x, 1, "a"), w, use_reentrant=False)
+                .square()
+                .mean()
+            )
         backward(loss)
         assert mesh.world.attention is None
         return x.grad.full_tensor(), w.grad.full_tensor()
@@ -384,7 +484,11 @@ def test_recomputation_after_the_block_runs_as_the_forward_did(method):
             loss.backward()
             assert world.attention is before
 
-    for backward in (lambda loss: loss.backward(), in_another_block, lambda loss: in_device_thread(loss.backward)):
+    for backward in (
+        lambda loss: loss.backward(),
+        in_another_block,
+        lambda loss: in_device_thread(loss.backward),
+    ):
         for found in on_mesh((2,), lambda mesh, backward=backward: program(mesh, backward)):
             close(found, expected)
 
@@ -416,7 +520,10 @@ def test_a_language_model_with_rotary_positions():
 
     def program(mesh):
         model = sm.parallel.distribute_module(gpt(config), mesh)
-        x, y = (balance_sequence(sm.distribute_tensor(t, mesh, P("b", "a"), src_data_rank=None), 1, "a") for t in (inputs, targets))
+        x, y = (
+            balance_sequence(sm.distribute_tensor(t, mesh, P("b", "a"), src_data_rank=None), 1, "a")
+            for t in (inputs, targets)
+        )
         model.cos, model.sin = (balance_sequence(table, 0, "a") for table in (model.cos, model.sin))
         with context_parallel("a", balanced=True), collectives() as records:
             found = loss_of(model(x), y)
@@ -443,7 +550,10 @@ def test_contexts_nest_and_end():
             with context_parallel("a", method="all_to_all"):
                 inner = moved()
             again = moved()
-            with pytest.raises(RuntimeError, match="left"), context_parallel("a", method="all_to_all"):
+            with (
+                pytest.raises(RuntimeError, match="left"),
+                context_parallel("a", method="all_to_all"),
+            ):
                 raise RuntimeError("left")
             assert moved() == again
         return before == moved(), outer, inner, again
@@ -459,7 +569,9 @@ def test_unsharded_operands_use_the_operator_rule():
         with context_parallel("a"), collectives() as records:
             one = F.scaled_dot_product_attention(split, kept, kept)
             two = F.scaled_dot_product_attention(kept, kept, kept, is_causal=True)
-            assert torch.equal(F.scaled_dot_product_attention(Q, Q, Q), F.scaled_dot_product_attention(Q, Q, Q))
+            assert torch.equal(
+                F.scaled_dot_product_attention(Q, Q, Q), F.scaled_dot_product_attention(Q, Q, Q)
+            )
         assert records == []
         close([one.full_tensor()], [F.scaled_dot_product_attention(Q, Q, Q)])
         close([two.full_tensor()], [F.scaled_dot_product_attention(Q, Q, Q, is_causal=True)])
@@ -478,7 +590,9 @@ def test_plain_parts(sizes):
     def program():
         mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("dp", "cp"))
         batch, place_in = mesh.coordinate
-        q, k, v, pull = (x[batch : batch + 1].split(sizes, 2)[place_in].clone() for x in (Q, K, VALUE, PULL))
+        q, k, v, pull = (
+            x[batch : batch + 1].split(sizes, 2)[place_in].clone() for x in (Q, K, VALUE, PULL)
+        )
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out = context_parallel_attention(*leaves, is_causal=True, mesh=mesh)
         found = [out.detach(), *torch.autograd.grad((out * pull).sum(), leaves)]
@@ -540,7 +654,9 @@ def test_two_meshes():
     def program(mesh):
         q, k, _ = _given(mesh)
         other = sm.DeviceMesh(DEVICE, [1, 0, 2, 3], axis_names=("a",))
-        context_parallel_attention(q, k, sm.distribute_tensor(VALUE, other, SEQUENCE, src_data_rank=None), axis="a")
+        context_parallel_attention(
+            q, k, sm.distribute_tensor(VALUE, other, SEQUENCE, src_data_rank=None), axis="a"
+        )
 
     assert "two meshes" in same_error((2, 2), program, ValueError)
 
@@ -558,37 +674,60 @@ def test_context_for_another_mesh():
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("forward", "backward"), [(flash.on_cuda, flash.on_cuda_grads), (flash.on_cudnn, flash.on_cudnn_grads)])
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [(flash.on_cuda, flash.on_cuda_grads), (flash.on_cudnn, flash.on_cudnn_grads)],
+)
 def test_torchs_kernels_accept_the_arguments(forward, backward):
     """Their operators are private: their arguments are checked here, on meta tensors."""
-    q, k, out = (torch.empty(2, n, length, 64, dtype=torch.bfloat16, device="meta") for n, length in ((4, 256), (2, 128), (4, 256)))
+    q, k, out = (
+        torch.empty(2, n, length, 64, dtype=torch.bfloat16, device="meta")
+        for n, length in ((4, 256), (2, 128), (4, 256))
+    )
     mix, lse = forward(q, k, k, 0.1, False)
     grads = backward(out, q, k, k, mix, lse, 0.1, False)
     assert (mix.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:-1], torch.float32)
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
 
 
-@pytest.mark.parametrize("choice", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH])
+@pytest.mark.parametrize(
+    "choice", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+)
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_cudnns_kernel_is_used_where_torch_uses_it(choice, width, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, enable_gqa: asked.append((*args[3:], enable_gqa)) or choice.value)
+    monkeypatch.setattr(
+        torch,
+        "_fused_sdp_choice",
+        lambda *args, enable_gqa: asked.append((*args[3:], enable_gqa)) or choice.value,
+    )
     with FakeTensorMode():
-        q, k = (torch.empty(2, heads, 16, width, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
+        q, k = (
+            torch.empty(2, heads, 16, width, dtype=torch.bfloat16, device="cuda")
+            for heads in (4, 2)
+        )
         found = flash.kernel_for(q, k, k, True)
     is_cudnn = choice is SDPBackend.CUDNN_ATTENTION and width <= 128
-    assert found == ((flash.on_cudnn, flash.on_cudnn_grads) if is_cudnn else (flash.on_cuda, flash.on_cuda_grads))
+    assert found == (
+        (flash.on_cudnn, flash.on_cudnn_grads) if is_cudnn else (flash.on_cuda, flash.on_cuda_grads)
+    )
     assert asked == ([(None, 0.0, True, True)] if width <= 128 else [])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("backend", "name"), [(SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.CUDNN_ATTENTION, "cudnn")])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [(SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.CUDNN_ATTENTION, "cudnn")],
+)
 def test_torchs_kernel_is_used(backend, name, causal):
     """Half precision on CUDA uses a fused kernel for each block, forward and backward, without storing scores."""
     length, heads, width = 256, 4, 64
-    q, k, v, pull = (torch.randn(2, h, length, width, device="cuda", dtype=torch.bfloat16) for h in (heads, 2, 2, heads))
+    q, k, v, pull = (
+        torch.randn(2, h, length, width, device="cuda", dtype=torch.bfloat16)
+        for h in (heads, 2, 2, heads)
+    )
     expected = whole(*(x.double() for x in (q, k, v, pull)), is_causal=causal)
 
     def program():

@@ -52,7 +52,9 @@ def test_balanced_parts_have_the_same_work(ranks):
     everyone = [i for runs in balanced(length, ranks) for i in _positions(runs)]
     assert sorted(everyone) == list(range(length))
     for mine in balanced(length, ranks):
-        blocks = [block for theirs in balanced(length, ranks) for block in causal_blocks(mine, theirs)]
+        blocks = [
+            block for theirs in balanced(length, ranks) for block in causal_blocks(mine, theirs)
+        ]
         work.append(sum((b.q_stop - b.q_start) * (b.k_stop - b.k_start) for b in blocks))
     assert work == [(2 * ranks + 1) * w * w] * ranks
 
@@ -85,7 +87,9 @@ def test_balance_and_unbalance(shape, spec, axis):
         x = sm.distribute_tensor(whole, mesh, spec, src_data_rank=None).requires_grad_()
         with collectives() as records:
             y = balance_sequence(x, 1, axis)
-        assert launched(records) == (["all_to_all"] if mesh.size() > 1 and spec.padded(3).dims[1] else [])
+        assert launched(records) == (
+            ["all_to_all"] if mesh.size() > 1 and spec.padded(3).dims[1] else []
+        )
         assert sm.typeof(y).spec.dims[1] == ((axis,) if isinstance(axis, str) else axis)
         assert torch.equal(y.full_tensor(), whole[:, order])
         z = unbalance_sequence(y, -2, axis)
@@ -111,8 +115,16 @@ ERRORS = [
     (lambda mesh: balance_sequence(SPLIT, 0, "a"), TypeError, "expected a ShardedTensor"),
     (lambda mesh: balance_sequence(place(mesh, SPLIT), 1, "cp"), ValueError, "axis='cp'"),
     (lambda mesh: balance_sequence(place(mesh, SPLIT), 2, "a"), ValueError, "dim=2"),
-    (lambda mesh: balance_sequence(place(mesh, SPLIT, sm.Shard(0), sm.Replicate()), 1, "a"), ValueError, "axis 'a' cannot split dim 1"),
-    (lambda mesh: unbalance_sequence(place(mesh, SPLIT, sm.Shard(0), sm.Shard(0)), 0, "a"), ValueError, "over ('a',) alone"),
+    (
+        lambda mesh: balance_sequence(place(mesh, SPLIT, sm.Shard(0), sm.Replicate()), 1, "a"),
+        ValueError,
+        "axis 'a' cannot split dim 1",
+    ),
+    (
+        lambda mesh: unbalance_sequence(place(mesh, SPLIT, sm.Shard(0), sm.Shard(0)), 0, "a"),
+        ValueError,
+        "over ('a',) alone",
+    ),
 ]
 
 

@@ -21,7 +21,10 @@ from tests.sharding.parallel.data.training import (
 
 
 def _parts(mesh, count):
-    return [(mine(mesh, x), mine(mesh, y)) for x, y in zip(TOKENS.chunk(count), TARGETS.chunk(count), strict=True)]
+    return [
+        (mine(mesh, x), mine(mesh, y))
+        for x, y in zip(TOKENS.chunk(count), TARGETS.chunk(count), strict=True)
+    ]
 
 
 @pytest.mark.one_in(4)
@@ -55,7 +58,9 @@ def test_steps_with_accumulation_and_clipping(form):
     def program(mesh):
         made = FORMS[form](model(), mesh)
         optimizer = torch.optim.SGD(made.parameters(), lr=0.5, momentum=0.9)
-        return [step(made, optimizer, _parts(mesh, 2)) for _ in range(4)], {n: x.detach().full_tensor() for n, x in made.named_parameters()}
+        return [step(made, optimizer, _parts(mesh, 2)) for _ in range(4)], {
+            n: x.detach().full_tensor() for n, x in made.named_parameters()
+        }
 
     reference = model()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.5, momentum=0.9)
@@ -98,7 +103,10 @@ def test_module_used_in_one_micro_batch_only():
 
             def both(m):
                 halves = zip(TOKENS.chunk(2), TARGETS.chunk(2), strict=True)
-                return sum(loss_of(m, x, y, skip=skip) for skip, (x, y) in zip(((0,), (1,)), halves, strict=True))
+                return sum(
+                    loss_of(m, x, y, skip=skip)
+                    for skip, (x, y) in zip(((0,), (1,)), halves, strict=True)
+                )
 
             same(gradients(made), reference_gradients(both))
 

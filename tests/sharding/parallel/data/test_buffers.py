@@ -59,15 +59,23 @@ def test_buffers_of_a_model_with_tensor_parallelism(plan_on, inputs, split):
         parallelize(made, mesh if plan_on == "whole mesh" else mesh["b"], plan)
         at_rest = {name: x._layout for name, x in made.named_buffers()}
         fully_shard(made, mesh, axes="a")
-        x = _rows().chunk(2)[mesh.coordinate[0]] if inputs == "plain" else sm.device_put(_rows(), mesh, P("a"))
+        x = (
+            _rows().chunk(2)[mesh.coordinate[0]]
+            if inputs == "plain"
+            else sm.device_put(_rows(), mesh, P("a"))
+        )
         for _ in range(2):
             made.zero_grad()
             made(x).square().mean().backward()
             same(gradients(made), expected)
-        for name in at_rest.keys() - ({"last"} if split else set()):  # which the module has replaced by a split one
+        for name in at_rest.keys() - (
+            {"last"} if split else set()
+        ):  # which the module has replaced by a split one
             assert made.get_buffer(name)._layout is at_rest[name], name
         assert made.calls.item() == 2
-        torch.testing.assert_close(made.last.full_tensor(), 2 * torch.arange(8.0, dtype=torch.float64, device=DEVICE))
+        torch.testing.assert_close(
+            made.last.full_tensor(), 2 * torch.arange(8.0, dtype=torch.float64, device=DEVICE)
+        )
 
     expected = _expected()
     on_mesh((2, 2), program)

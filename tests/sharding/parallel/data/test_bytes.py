@@ -85,10 +85,20 @@ def _summed(n, elements=ALL):
 N = 4
 TABLE = {
     # form: all_gathers, reduce_scatters, all_reduces as (calls, elements)
-    "ddp": ({}, (0, 0), (0, 0), (2, ALL)),  # what is around the blocks, which are small and are summed together
+    "ddp": (
+        {},
+        (0, 0),
+        (0, 0),
+        (2, ALL),
+    ),  # what is around the blocks, which are small and are summed together
     "zero1": ({"optimizer": "dp"}, (UNITS, ALL), (UNITS, ALL), (0, 0)),
     "zero2": ({"optimizer": "dp", "gradient": "dp"}, (UNITS, ALL), (UNITS, ALL), (0, 0)),
-    "fsdp": ({"optimizer": "dp", "gradient": "dp", "parameter": "dp"}, (UNITS + BLOCKS, ALL + BLOCKS * BLOCK), (UNITS, ALL), (0, 0)),
+    "fsdp": (
+        {"optimizer": "dp", "gradient": "dp", "parameter": "dp"},
+        (UNITS + BLOCKS, ALL + BLOCKS * BLOCK),
+        (UNITS, ALL),
+        (0, 0),
+    ),
 }
 
 
@@ -104,14 +114,21 @@ def _expected(gathers, reduces, sums, n=N):
 @pytest.mark.parametrize("form", TABLE)
 def test_a_step(form):
     axes, *numbers = TABLE[form]
-    assert _used((N,), lambda m, mesh: data_parallel(m, mesh, units=_Block, **axes)) == _expected(*numbers)
+    assert _used((N,), lambda m, mesh: data_parallel(m, mesh, units=_Block, **axes)) == _expected(
+        *numbers
+    )
 
 
 @pytest.mark.parametrize(("reshard", "again"), [(None, BLOCKS), (True, BLOCKS), (False, 0)])
 def test_fully_shard(reshard, again):
     """Units freed after forward are gathered again for backward, except the outermost one: its input needs no gradient."""
     expected = _expected((UNITS + again, ALL + again * BLOCK), (UNITS, ALL), (0, 0))
-    assert _used((N,), lambda m, mesh: fully_shard(m, mesh, units=_Block, reshard_after_forward=reshard)) == expected
+    assert (
+        _used(
+            (N,), lambda m, mesh: fully_shard(m, mesh, units=_Block, reshard_after_forward=reshard)
+        )
+        == expected
+    )
 
 
 def test_reshard_after_forward_to_part_of_the_mesh():
@@ -120,7 +137,15 @@ def test_reshard_after_forward_to_part_of_the_mesh():
         "all_gather": (UNITS + BLOCKS, _gathered(4) + _gathered(2, BLOCKS * BLOCK)),
         "reduce_scatter": (UNITS, _reduced(4)),
     }
-    assert _used((2, 2), lambda m, mesh: fully_shard(m, mesh, axes=("dp", "fsdp"), units=_Block, reshard_after_forward=2)) == expected
+    assert (
+        _used(
+            (2, 2),
+            lambda m, mesh: fully_shard(
+                m, mesh, axes=("dp", "fsdp"), units=_Block, reshard_after_forward=2
+            ),
+        )
+        == expected
+    )
 
 
 def test_hsdp():
@@ -136,7 +161,10 @@ def test_hsdp():
 def test_hybrid():
     """Parameters sharded over `fsdp`, the optimizer over both: one more gather of a part over `dp` after each step."""
     expected = {
-        "all_gather": (2 * UNITS + BLOCKS, _gathered(2, ALL // 2) + _gathered(2, ALL + BLOCKS * BLOCK)),
+        "all_gather": (
+            2 * UNITS + BLOCKS,
+            _gathered(2, ALL // 2) + _gathered(2, ALL + BLOCKS * BLOCK),
+        ),
         "reduce_scatter": (UNITS, _reduced(4)),
     }
     axes = {"parameter": "fsdp", "optimizer": ("dp", "fsdp"), "gradient": ("dp", "fsdp")}
@@ -154,7 +182,9 @@ def test_micro_batches(form):
         reduces = (times * UNITS, times * ALL)
     if form == "ddp":
         sums = (1, ALL)  # at the end of the block
-    found = _used((N,), lambda m, mesh: data_parallel(m, mesh, units=_Block, **axes), micro_batches=times)
+    found = _used(
+        (N,), lambda m, mesh: data_parallel(m, mesh, units=_Block, **axes), micro_batches=times
+    )
     assert found == _expected(gathers, reduces, sums)
 
 
@@ -219,7 +249,11 @@ def test_uneven_rows_cost_as_much_as_the_longest_piece():
     found, elements = on_ranks((n,), program)[0], 2 * d * f + d + f
     assert found["all_gather"][0] == found["reduce_scatter"][0] == 1
     assert found["all_gather"][1] == found["reduce_scatter"][1]
-    assert _gathered(n, elements) <= found["all_gather"][1] <= ITEM * (n - 1) * (math.ceil(elements / n) + d + f)
+    assert (
+        _gathered(n, elements)
+        <= found["all_gather"][1]
+        <= ITEM * (n - 1) * (math.ceil(elements / n) + d + f)
+    )
 
 
 def test_scalars_are_summed_together():
@@ -253,7 +287,11 @@ def test_all_reduces_overlap_with_backward(form, monkeypatch):
     monkeypatch.setattr(grad_bucketing, "BUCKET_BYTES", 1)
 
     def program(mesh):
-        made = data_parallel(_model(), mesh, units=_Block) if form == "ddp" else fully_shard(_model(), mesh, units=_Block)
+        made = (
+            data_parallel(_model(), mesh, units=_Block)
+            if form == "ddp"
+            else fully_shard(_model(), mesh, units=_Block)
+        )
         x = torch.ones(2, D, dtype=torch.float64)
         with sm.debug.comm_budget() as used:
             y = made[1](made[0](x))
@@ -283,7 +321,9 @@ def test_small_units_share_an_all_reduce_without_copies(monkeypatch):
             with sm.debug.comm_budget() as used:
                 module(torch.ones(2, D, dtype=torch.float64)).sum().backward()
             calls.append(used.by_op["all_reduce"][0])
-            of_blocks = [p.grad.to_local() for block in list(module)[1:] for p in block.parameters()]
+            of_blocks = [
+                p.grad.to_local() for block in list(module)[1:] for p in block.parameters()
+            ]
             buffers.append(len({x.untyped_storage().data_ptr() for x in of_blocks}))
         return calls, buffers, [p.grad.full_tensor() for p in module.parameters()]
 
@@ -312,7 +352,11 @@ def test_the_last_units_gather_overlaps_with_the_head():
     """It is launched when backward begins, not after the backward of what follows the unit in the model; without backward, never."""
 
     def program(mesh):
-        made, x, seen = fully_shard(_Headed().double(), mesh, units=_Block), torch.ones(2, D, dtype=torch.float64), []
+        made, x, seen = (
+            fully_shard(_Headed().double(), mesh, units=_Block),
+            torch.ones(2, D, dtype=torch.float64),
+            [],
+        )
         for _ in range(2):
             made(x)["logits"].sum().backward()
         with collectives() as records:
@@ -320,7 +364,11 @@ def test_the_last_units_gather_overlaps_with_the_head():
             loss = made(x, hook=lambda _: seen.append(launched(records)))["logits"].sum()
             forward = launched(records)
             loss.backward()
-        return len(forward), [calls[len(forward) :] for calls in seen], launched(records)[len(forward) :].count("all_gather")
+        return (
+            len(forward),
+            [calls[len(forward) :] for calls in seen],
+            launched(records)[len(forward) :].count("all_gather"),
+        )
 
     for forward, seen, backward in on_ranks((N,), program):
         assert (forward, seen, backward) == (BLOCKS + 1 + BLOCKS, [["all_gather"]], BLOCKS)
@@ -334,7 +382,9 @@ def test_backward_delays_the_next_gather_while_a_reduction_is_pending(find, monk
     gather, put, logs = Unit.gather, GradWriter.write, {}
 
     def gathers(unit):
-        if torch._C._current_graph_task_id() != -1 and not any(bucket.storage.is_gathered for bucket in unit._buckets):
+        if torch._C._current_graph_task_id() != -1 and not any(
+            bucket.storage.is_gathered for bucket in unit._buckets
+        ):
             logs[id(unit.schedule)].append(f"gather {unit.name}")
         gather(unit)
 
@@ -376,14 +426,19 @@ def test_units_in_a_new_order_are_reduced(monkeypatch):
                 x = self.blocks[i](x)
             return x.sum()
 
-    orders, x = [(0, 1, 2), (0, 1, 2), (1, 0, 2), (2, 2, 0), (1,), (0, 1, 2)], torch.ones(2, D, dtype=torch.float64)
+    orders, x = (
+        [(0, 1, 2), (0, 1, 2), (1, 0, 2), (2, 2, 0), (1,), (0, 1, 2)],
+        torch.ones(2, D, dtype=torch.float64),
+    )
 
     def program(mesh):
         module, found = data_parallel(Shuffled(), mesh, units=_Block), []
         for order in orders:
             module.zero_grad()
             module(x, order).backward()
-            found.append([None if p.grad is None else p.grad.full_tensor() for p in module.parameters()])
+            found.append(
+                [None if p.grad is None else p.grad.full_tensor() for p in module.parameters()]
+            )
         return found
 
     plain, expected = Shuffled(), []
@@ -403,11 +458,16 @@ def test_penalty_on_parameters_outside_the_units():
         made = _model()
         if split:
             data_parallel(made, mesh, units=_Block)
-        x, total = torch.ones(2, D, dtype=torch.float64), sum(p.square().sum() for p in made.parameters())
+        x, total = (
+            torch.ones(2, D, dtype=torch.float64),
+            sum(p.square().sum() for p in made.parameters()),
+        )
         total = total.to_local() if split else total
         (made(x).sum() + made(2 * x).sum() + total).backward()
         return [p.grad.full_tensor() if split else p.grad for p in made.parameters()]
 
-    for found, expected in zip(on_ranks((2,), program, True), on_ranks((2,), program, False), strict=True):
+    for found, expected in zip(
+        on_ranks((2,), program, True), on_ranks((2,), program, False), strict=True
+    ):
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y)

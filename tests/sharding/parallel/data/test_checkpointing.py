@@ -51,7 +51,9 @@ def _part_of_a_unit(form, mesh, reentrant):
     made = FORMS[form](model(), mesh)
     for block in made.blocks:
         inner = nn.Sequential(block.norm, block.a, nn.Tanh(), block.b)
-        block.forward = lambda x, block=block, inner=inner: x + block.g * checkpoint(inner, x, use_reentrant=reentrant)
+        block.forward = lambda x, block=block, inner=inner: (
+            x + block.g * checkpoint(inner, x, use_reentrant=reentrant)
+        )
     return made
 
 
@@ -120,7 +122,12 @@ def test_sharded_arguments_that_require_grad_or_not(needs_grad):
     def program(mesh):
         torch.manual_seed(0)
         made = nn.Sequential(_Checkpointing(), _Checkpointing()).double()
-        x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4).to(DEVICE).requires_grad_(needs_grad)
+        x = (
+            torch.linspace(-1, 1, 32, dtype=torch.float64)
+            .view(8, 4)
+            .to(DEVICE)
+            .requires_grad_(needs_grad)
+        )
         made(x).square().sum().backward()
         expected, input_grad = gradients(made), x.grad
         made.zero_grad()

@@ -62,7 +62,12 @@ def _whole(model, backend, full):
     return model
 
 
-HOW = {"block.compile()": _in_place, "torch.compile(block)": _wrapped, "leaves": _leaves, "model.compile()": _whole}
+HOW = {
+    "block.compile()": _in_place,
+    "torch.compile(block)": _wrapped,
+    "leaves": _leaves,
+    "model.compile()": _whole,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -84,20 +89,28 @@ def check_steps(made, mesh, rows, steps=3):
     for _ in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        given = x.chunk(mesh.size())[mesh.get_rank()] if rows == "plain" else sm.device_put(x, mesh, P("a"))
+        given = (
+            x.chunk(mesh.size())[mesh.get_rank()]
+            if rows == "plain"
+            else sm.device_put(x, mesh, P("a"))
+        )
         ours, theirs = made(given).mean(), plain(x).mean()
         ours.backward()
         theirs.backward()
         for (name, p), q in zip(made.named_parameters(), plain.parameters(), strict=True):
             assert p.grad is not None, name
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-12, atol=1e-14, msg=name)
+            torch.testing.assert_close(
+                p.grad.full_tensor(), q.grad, rtol=1e-12, atol=1e-14, msg=name
+            )
         for optimizer in optimizers:
             optimizer.step()
 
 
 def counting(sizes):
     def backend(graph, inputs):
-        sizes.append(len([node for node in graph.graph.nodes if node.op in ("call_function", "call_method")]))
+        sizes.append(
+            len([node for node in graph.graph.nodes if node.op in ("call_function", "call_method")])
+        )
         return graph.forward
 
     return backend
@@ -148,8 +161,12 @@ def test_layers_of_torch_compiled_before(full):
 
     def main(mesh):
         sizes = []
-        layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)]
-        made = nn.Sequential(*(torch.compile(layer, backend=counting(sizes), fullgraph=full) for layer in layers))
+        layers = [
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)
+        ]
+        made = nn.Sequential(
+            *(torch.compile(layer, backend=counting(sizes), fullgraph=full) for layer in layers)
+        )
         fully_shard(made, mesh, units=nn.TransformerEncoderLayer)
         made(torch.randn(2, 5, 8)).sum().backward()
         return max(sizes, default=0)
@@ -177,7 +194,9 @@ _GATHERED = r"fully_shard and data_parallel gather a unit's parameters here[^$]*
 
 def test_fullgraph_of_the_whole_model_names_the_graph_break():
     def main(mesh):
-        made = torch.compile(fully_shard(model(), mesh, units=ResidualMLP), backend="eager", fullgraph=True)
+        made = torch.compile(
+            fully_shard(model(), mesh, units=ResidualMLP), backend="eager", fullgraph=True
+        )
         with pytest.raises(torch._dynamo.exc.Unsupported, match=_GATHERED):
             made(torch.randn(2, 7, dtype=torch.float64))
 
@@ -234,12 +253,28 @@ def _hugging_face(kind):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     if kind == "GPT2":
-        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
+        sizes = {
+            "n_embd": 16,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 16,
+            "attn_pdrop": 0,
+            "embd_pdrop": 0,
+            "resid_pdrop": 0,
+        }
         sizes |= {"bos_token_id": 0, "eos_token_id": 0}
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=32, **sizes))
         return model, model.transformer.h
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = getattr(transformers, f"{kind}Config")(**sizes, num_key_value_heads=2, max_position_embeddings=16)
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, num_key_value_heads=2, max_position_embeddings=16
+    )
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     return model, model.model.layers
 
@@ -247,7 +282,12 @@ def _hugging_face(kind):
 @pytest.mark.one_in(7, each=["kind"])
 @pytest.mark.parametrize(
     ("how", "checkpointed"),
-    [("block.compile()", False), ("block.compile()", True), ("torch.compile(block)", False), ("model.compile()", False)],
+    [
+        ("block.compile()", False),
+        ("block.compile()", True),
+        ("torch.compile(block)", False),
+        ("model.compile()", False),
+    ],
 )
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen2"])
 def test_layers_of_hugging_face(kind, how, checkpointed):
@@ -256,7 +296,9 @@ def test_layers_of_hugging_face(kind, how, checkpointed):
     def main(mesh):
         (made, layers), (plain, _) = _hugging_face(kind), _hugging_face(kind)
         if checkpointed:
-            made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            made.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         fully_shard(made, mesh, units=type(layers[0]))
         full = not checkpointed
         for i, layer in enumerate(layers):
@@ -270,12 +312,16 @@ def test_layers_of_hugging_face(kind, how, checkpointed):
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (made, plain)]
         for _ in range(2):
             losses = []
-            for model, optimizer, rows in zip((made, plain), optimizers, (ids.chunk(2)[mesh.get_rank()], ids), strict=True):
+            for model, optimizer, rows in zip(
+                (made, plain), optimizers, (ids.chunk(2)[mesh.get_rank()], ids), strict=True
+            ):
                 optimizer.zero_grad()
                 losses.append(model(input_ids=rows, labels=rows, use_cache=False).loss)
                 losses[-1].backward()
             for (name, p), q in zip(made.named_parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-5, msg=name)
+                torch.testing.assert_close(
+                    p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-5, msg=name
+                )
             for optimizer in optimizers:
                 optimizer.step()
 

@@ -53,8 +53,14 @@ def _of_images(n: int) -> Iterator[tuple[str, Make]]:
 
     yield f"conv, {n}d", lambda: [conv(4, 4, 3, padding=1), conv(4, 4, 3)]
     yield f"conv without bias, {n}d", lambda: [conv(4, 4, 3, bias=False), conv(4, 4, 3, bias=False)]
-    yield f"groups, {n}d", lambda: [conv(4, 8, 3, padding="same", groups=2), conv(8, 8, 3, groups=8, stride=2)]
-    yield f"transposed, {n}d", lambda: [transposed(4, 4, 3, padding=1), transposed(4, 2, 3, stride=2, groups=2)]
+    yield (
+        f"groups, {n}d",
+        lambda: [conv(4, 8, 3, padding="same", groups=2), conv(8, 8, 3, groups=8, stride=2)],
+    )
+    yield (
+        f"transposed, {n}d",
+        lambda: [transposed(4, 4, 3, padding=1), transposed(4, 2, 3, stride=2, groups=2)],
+    )
     yield between("circular padding", lambda: conv(4, 4, 3, padding=1, padding_mode="circular"))
     for name in ("MaxPool{}d", "AvgPool{}d", "AdaptiveAvgPool{}d", "AdaptiveMaxPool{}d"):
         yield between(name.format(""), lambda name=name: named(name)(2))
@@ -63,7 +69,10 @@ def _of_images(n: int) -> Iterator[tuple[str, Make]]:
     yield between("BatchNorm", lambda: named("BatchNorm{}d")(4))
     yield between("BatchNorm in eval", lambda: named("BatchNorm{}d")(4).eval())
     yield between("InstanceNorm", lambda: named("InstanceNorm{}d")(4, affine=True))
-    yield between("InstanceNorm with averages", lambda: named("InstanceNorm{}d")(4, affine=True, track_running_stats=True))
+    yield between(
+        "InstanceNorm with averages",
+        lambda: named("InstanceNorm{}d")(4, affine=True, track_running_stats=True),
+    )
     yield between("GroupNorm", lambda: nn.GroupNorm(2, 4))
     yield between("LayerNorm", lambda: nn.LayerNorm([6] * n))
     yield between("nearest", lambda: Apply(lambda x: F.interpolate(x, scale_factor=2)))
@@ -83,7 +92,9 @@ def _unpooled(x):
     return F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)
 
 
-CASES: dict[str, Case] = {name: (make, (1, 4, *[6] * n)) for n in (1, 2, 3) for name, make in _of_images(n)}
+CASES: dict[str, Case] = {
+    name: (make, (1, 4, *[6] * n)) for n in (1, 2, 3) for name, make in _of_images(n)
+}
 for _name, _make in {
     "unfold": lambda: [nn.Conv2d(4, 4, 1), nn.Unfold(2), nn.Conv1d(16, 4, 1)],
     "fold": lambda: [nn.Conv2d(4, 4, 1), nn.Unfold(2), nn.Fold((6, 6), 2), nn.Conv2d(4, 4, 1)],
@@ -119,7 +130,9 @@ def _gradients(model, x, second_order):
     trained = [p for p in model.parameters() if p.requires_grad]
     loss = model(x).sin().square().mean()
     if second_order:
-        loss = loss + sum(g.square().sum() for g in torch.autograd.grad(loss, trained, create_graph=True))
+        loss = loss + sum(
+            g.square().sum() for g in torch.autograd.grad(loss, trained, create_graph=True)
+        )
     loss.backward()
     return [p.grad for p in trained]
 
@@ -134,8 +147,14 @@ def test_a_rank_without_rows(name, form):
         with on_device():
             mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("dp",))
             model, x = _built(name, frozen)
-            kind = None if form == "one unit" else lambda _, inner: any(inner is child for child in model)
-            kinds = kind and (lambda path, inner: kind(path, inner) and bool(list(inner.parameters())))
+            kind = (
+                None
+                if form == "one unit"
+                else lambda _, inner: any(inner is child for child in model)
+            )
+            kinds = kind and (
+                lambda path, inner: kind(path, inner) and bool(list(inner.parameters()))
+            )
             fully_shard(model, mesh, units=kinds)
             sharded = sm.distribute_tensor(x, mesh, P("dp"))
             return [g.full_tensor().cpu() for g in _gradients(model, sharded, second_order)]

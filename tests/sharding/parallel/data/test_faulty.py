@@ -64,7 +64,15 @@ def _one_failure(mesh, form, place, where, kind, sharded):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", SOME)
 def test_next_step_is_correct(form, kind, where):
-    on_ranks((2, 2), _one_failure, form, "blocks.0.b" if form == "fsdp" else "norm", where, kind, form == "fsdp")
+    on_ranks(
+        (2, 2),
+        _one_failure,
+        form,
+        "blocks.0.b" if form == "fsdp" else "norm",
+        where,
+        kind,
+        form == "fsdp",
+    )
 
 
 def _all_failures(form):
@@ -83,7 +91,9 @@ def test_an_interrupt_in_a_hook_of_the_outermost_module():
 
     def program(mesh):
         made = fully_shard(model(), mesh, units=GatedBlock)
-        hook = made.blocks[0].register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        hook = made.blocks[0].register_forward_hook(
+            lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             loss_of(made, *batch(mesh, False))
         hook.remove()
@@ -150,7 +160,10 @@ def test_parameter_unused_on_one_rank_raises(form):
         assert "ranks [2] call " in text
         scalar = "blocks.1.g, " if form == "ddp" else ""
         named = f"{scalar}blocks.1.norm.weight, blocks.1.norm.bias, blocks.1.b.weight"
-        assert f"blocks.1: sum gradients of 2 parameters, without {named}, which took no part in the loss" in " ".join(text.split())
+        assert (
+            f"blocks.1: sum gradients of 2 parameters, without {named}, which took no part in the loss"
+            in " ".join(text.split())
+        )
 
 
 @pytest.mark.parametrize("form", SOME)
@@ -169,7 +182,12 @@ def test_find_unused_parameters(form):
             made = model()
             tokens, targets = (x.chunk(4)[rank] for x in (TOKENS, TARGETS))
             _partly(made, tokens, targets, there=rank != 2).backward()
-            parts.append({name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in made.named_parameters()})
+            parts.append(
+                {
+                    name: torch.zeros_like(x) if x.grad is None else x.grad
+                    for name, x in made.named_parameters()
+                }
+            )
         return {name: sum(part[name] for part in parts) / 4 for name in parts[0]}
 
     expected = reference()
@@ -272,7 +290,10 @@ def test_tie_across_calls_raises():
     def program(mesh):
         made = _tied_blocks()
         fully_shard(made.blocks[0], mesh)
-        with pytest.raises(ValueError, match=r"weight is tied to a\.weight, which is in a unit of its own; shard both in one call"):
+        with pytest.raises(
+            ValueError,
+            match=r"weight is tied to a\.weight, which is in a unit of its own; shard both in one call",
+        ):
             fully_shard(made.blocks[1], mesh)
 
     on_ranks((2,), program)
@@ -288,4 +309,3 @@ def test_ignored_parameters_are_unchanged():
         assert type(kept[0].grad) is torch.Tensor  # of this rank's part of the batch
 
     on_ranks((2,), program)
-

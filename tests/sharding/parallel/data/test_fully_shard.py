@@ -43,7 +43,9 @@ def _train(made, mesh, sharded):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach() if not isinstance(loss, sm.ShardedTensor) else loss.full_tensor().detach())
+        losses.append(
+            loss.detach() if not isinstance(loss, sm.ShardedTensor) else loss.full_tensor().detach()
+        )
     return torch.stack(losses), values(made)
 
 
@@ -74,7 +76,9 @@ def test_twenty_steps_equal_one_process(form, shape, even, sharded):
         return _train(FORMS[form](model(even), mesh), mesh, sharded)
 
     found = on_ranks(shape, program)
-    torch.testing.assert_close(torch.stack([x for x, _ in found]).mean(0), losses, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        torch.stack([x for x, _ in found]).mean(0), losses, rtol=1e-12, atol=0
+    )
     for _, mine_ in found:
         same(mine_, parameters)
 
@@ -86,7 +90,9 @@ def _train_on_processes(rank_shape, form, sharded):
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize(("form", "shape", "sharded"), [("fsdp", (4,), False), ("hybrid", (2, 2), True)])
+@pytest.mark.parametrize(
+    ("form", "shape", "sharded"), [("fsdp", (4,), False), ("hybrid", (2, 2), True)]
+)
 def test_twenty_steps_on_processes(world4, form, shape, sharded):
     found = world4(_train_on_processes, shape, form, sharded)
     torch.testing.assert_close(torch.stack(found).mean(0), _reference(False)[0], rtol=1e-12, atol=0)
@@ -112,7 +118,9 @@ def test_parameters_gradients_and_state_are_sharded_tensors(form):
     found = on_ranks((4,), program)
     total = found[0][1]
     split = form != "ddp"
-    assert sum(held for held, _ in found) == (total + 3 * 2 if split else 4 * total)  # two scalars, on each rank
+    assert sum(held for held, _ in found) == (
+        total + 3 * 2 if split else 4 * total
+    )  # two scalars, on each rank
 
 
 def test_more_ranks_than_rows():
@@ -121,7 +129,9 @@ def test_more_ranks_than_rows():
     def program(mesh):
         made = fully_shard(nn.Linear(3, 2, dtype=torch.float64), mesh)
         made(torch.ones(1, 3, dtype=torch.float64) * mesh.get_rank()).sum().backward()
-        torch.testing.assert_close(whole(made.weight.grad), torch.full((2, 3), 2.5, dtype=torch.float64))
+        torch.testing.assert_close(
+            whole(made.weight.grad), torch.full((2, 3), 2.5, dtype=torch.float64)
+        )
 
     on_ranks((6,), program)
 
@@ -138,7 +148,12 @@ def test_the_default_axis_is_the_last_of_two():
 @pytest.mark.parametrize("wanted", [1, 2, 4])
 def test_reshard_after_forward_to_a_number(wanted):
     def program(mesh):
-        check_gradients(fully_shard(model(), mesh, axes=("dp", "fsdp"), units=GatedBlock, reshard_after_forward=wanted), mesh)
+        check_gradients(
+            fully_shard(
+                model(), mesh, axes=("dp", "fsdp"), units=GatedBlock, reshard_after_forward=wanted
+            ),
+            mesh,
+        )
 
     on_ranks((2, 2), program)
 
@@ -176,24 +191,40 @@ def _assign_data(made):
 
 
 def _load(made):
-    made.load_state_dict({name: x * 1.5 if name != "shift" else x for name, x in made.state_dict().items()})
+    made.load_state_dict(
+        {name: x * 1.5 if name != "shift" else x for name, x in made.state_dict().items()}
+    )
 
 
 def _load_assign(made):
-    made.load_state_dict({name: x * 1.5 if name != "shift" else x for name, x in made.state_dict().items()}, assign=True)
+    made.load_state_dict(
+        {name: x * 1.5 if name != "shift" else x for name, x in made.state_dict().items()},
+        assign=True,
+    )
 
 
 def _step(fused, foreach):
     def step(made):
         for x in made.parameters():
             x.grad = torch.ones_like(x)
-        torch.optim.SGD(made.parameters(), lr=0.5, momentum=0.9, fused=fused, foreach=foreach).step()
+        torch.optim.SGD(
+            made.parameters(), lr=0.5, momentum=0.9, fused=fused, foreach=foreach
+        ).step()
         made.zero_grad()
 
     return step
 
 
-WRITES = [_write_in_place, _write_data, _assign_data, _load, _load_assign, _step(True, False), _step(False, True), _step(False, False)]
+WRITES = [
+    _write_in_place,
+    _write_data,
+    _assign_data,
+    _load,
+    _load_assign,
+    _step(True, False),
+    _step(False, True),
+    _step(False, False),
+]
 
 
 @pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp, kept", "hybrid"])
@@ -253,7 +284,9 @@ def test_a_parameter_written_between_forward_and_backward():
         loss = loss_of(made, *batch(mesh, False))
         with torch.no_grad():
             made.blocks[0].b.weight.mul_(2)
-        with pytest.raises(RuntimeError, match=r"blocks\.0\.b\.weight was written between forward and backward"):
+        with pytest.raises(
+            RuntimeError, match=r"blocks\.0\.b\.weight was written between forward and backward"
+        ):
             loss.backward()
         made.zero_grad()
 
@@ -270,7 +303,10 @@ def test_several_forwards(form):
         made = FORMS[form](model(), mesh)
         check_gradients(made, mesh, twice)
         made.zero_grad()
-        first, second = loss_of(made, *batch(mesh, False)), loss_of(made, *batch(mesh, False), skip=(0,))
+        first, second = (
+            loss_of(made, *batch(mesh, False)),
+            loss_of(made, *batch(mesh, False), skip=(0,)),
+        )
         first.backward()
         second.backward()
         same(gradients(made), reference_gradients(twice))
@@ -283,7 +319,9 @@ def test_units_skipped_and_their_order_changed(form):
     def program(mesh):
         made = FORMS[form](model(blocks=3), mesh)
         for skip in ((), (1,), (0, 2), ()):
-            check_gradients(made, mesh, lambda *args, skip=skip: loss_of(*args, skip=skip), of=model(blocks=3))
+            check_gradients(
+                made, mesh, lambda *args, skip=skip: loss_of(*args, skip=skip), of=model(blocks=3)
+            )
             made.zero_grad()
         reference = model(blocks=3)
         for m in (made, reference):
@@ -298,7 +336,9 @@ def test_autograd_grad_and_retained_graphs(form):
     def program(mesh):
         made = FORMS[form](model(), mesh)
         names, parameters = zip(*made.named_parameters(), strict=True)
-        found = torch.autograd.grad(loss_of(made, *batch(mesh, False)), parameters, retain_graph=True)
+        found = torch.autograd.grad(
+            loss_of(made, *batch(mesh, False)), parameters, retain_graph=True
+        )
         same({name: whole(x) for name, x in zip(names, found, strict=True)}, reference_gradients())
         assert all(x.grad is None for x in parameters)
         loss = loss_of(made, *batch(mesh, False))
@@ -318,8 +358,14 @@ def test_gradients_of_gradients(form):
     def program(mesh):
         x = torch.randn(8, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         block = copy.deepcopy(model().blocks[0])
-        made = fully_shard(copy.deepcopy(block), mesh) if form == "fsdp" else FORMS[form](copy.deepcopy(block), mesh, units=None)
-        (4 * penalty(made, mine(mesh, x).requires_grad_())).backward()  # the mean over ranks is a quarter of the sum
+        made = (
+            fully_shard(copy.deepcopy(block), mesh)
+            if form == "fsdp"
+            else FORMS[form](copy.deepcopy(block), mesh, units=None)
+        )
+        (
+            4 * penalty(made, mine(mesh, x).requires_grad_())
+        ).backward()  # the mean over ranks is a quarter of the sum
         penalty(block, x.requires_grad_()).backward()
         same(gradients(made), gradients(block), 1e-11)
 
@@ -347,7 +393,10 @@ def test_conversion_to_another_dtype():
         assert all(x.grad.dtype is torch.float32 for x in made.parameters())
         same(gradients(made), reference_gradients(made=model().float()), 1e-5)
         made.blocks[0].a.double()
-        with pytest.raises(ValueError, match=r"blocks\.0 are gathered together but have several dtypes: .*blocks\.0\.a\.weight"):
+        with pytest.raises(
+            ValueError,
+            match=r"blocks\.0 are gathered together but have several dtypes: .*blocks\.0\.a\.weight",
+        ):
             loss_of(made, *batch(mesh, False))
 
     on_ranks((4,), program)
@@ -416,7 +465,10 @@ def test_many_inputs_and_outputs():
 
 def test_an_rnn():
     torch.manual_seed(0)
-    plain, x = nn.LSTM(3, 5, num_layers=2, batch_first=True).double(), torch.randn(8, 4, 3, dtype=torch.float64)
+    plain, x = (
+        nn.LSTM(3, 5, num_layers=2, batch_first=True).double(),
+        torch.randn(8, 4, 3, dtype=torch.float64),
+    )
 
     def loss(m, x):
         return m(x)[0].square().mean()
@@ -439,7 +491,9 @@ def test_hooks_that_step_in_backward(form):
         made = FORMS[form](model(), mesh)
         seen = {}
         for name, x in made.named_parameters():
-            x.register_post_accumulate_grad_hook(lambda p, name=name: seen.setdefault(name, []).append(whole(p.grad)))
+            x.register_post_accumulate_grad_hook(
+                lambda p, name=name: seen.setdefault(name, []).append(whole(p.grad))
+            )
         loss_of(made, *batch(mesh, False)).backward()
         same({name: found[0] for name, found in seen.items()}, reference_gradients())
         assert all(len(found) == 1 for found in seen.values())
@@ -451,7 +505,9 @@ def test_hooks_that_step_in_backward(form):
 def test_parametrizations(form):
     """Parameters from which modules compute others, such as those of weight_norm."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 7)), nn.Linear(7, 3)).double()
+    plain = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(5, 7)), nn.Linear(7, 3)
+    ).double()
     x = torch.randn(8, 5, dtype=torch.float64)
 
     def program(mesh):
@@ -484,11 +540,23 @@ def test_ways_to_name_units(units):
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda m, mesh: fully_shard(m, mesh, axes="tp"), r"parameter=\('tp',\) on .*: give axes of the mesh, each once, from \('dp', "),
-        (lambda m, mesh: fully_shard(m, mesh, units="layers.*"), r"units='layers.\*' matches no module of TiedModel; its modules are \['"),
-        (lambda m, mesh: fully_shard(m, mesh, reshard_after_forward=3), r"reshard_after_forward=3 is not the size of .*'fsdp': 2}"),
+        (
+            lambda m, mesh: fully_shard(m, mesh, axes="tp"),
+            r"parameter=\('tp',\) on .*: give axes of the mesh, each once, from \('dp', ",
+        ),
+        (
+            lambda m, mesh: fully_shard(m, mesh, units="layers.*"),
+            r"units='layers.\*' matches no module of TiedModel; its modules are \['",
+        ),
+        (
+            lambda m, mesh: fully_shard(m, mesh, reshard_after_forward=3),
+            r"reshard_after_forward=3 is not the size of .*'fsdp': 2}",
+        ),
         (lambda m, mesh: data_parallel(m, mesh, parameter="dp"), r"write optimizer=\('dp',\)"),
-        (lambda m, mesh: data_parallel(m, mesh, gradient="dp", optimizer="fsdp"), r"write gradient=\('fsdp',\) or gradient=\(\)"),
+        (
+            lambda m, mesh: data_parallel(m, mesh, gradient="dp", optimizer="fsdp"),
+            r"write gradient=\('fsdp',\) or gradient=\(\)",
+        ),
         (lambda m, mesh: fully_shard(fully_shard(m, mesh), mesh), r"TiedModel is a unit already"),
     ],
 )
@@ -507,8 +575,15 @@ def test_input_on_another_mesh_raises():
     def program(mesh):
         made = FORMS["fsdp"](model(), mesh)
         other = sm.DeviceMesh(mesh.device_type, [1, 0], axis_names=("x",))
-        with pytest.raises(ValueError, match=r"an input of TiedModel is on .*redistribute the input to that mesh, or a part of it"):
-            made(sm.distribute_tensor(torch.zeros(2, 3, dtype=torch.long), other, P("x"), src_data_rank=None))
+        with pytest.raises(
+            ValueError,
+            match=r"an input of TiedModel is on .*redistribute the input to that mesh, or a part of it",
+        ):
+            made(
+                sm.distribute_tensor(
+                    torch.zeros(2, 3, dtype=torch.long), other, P("x"), src_data_rank=None
+                )
+            )
         check_gradients(made, mesh)
 
     on_ranks((2,), program)
@@ -533,7 +608,9 @@ def test_policies_of_torch():
 
     def program(mesh):
         policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        made = fully_shard(model(), mesh, units=GatedBlock, mp_policy=policy, offload_policy=fsdp.OffloadPolicy())
+        made = fully_shard(
+            model(), mesh, units=GatedBlock, mp_policy=policy, offload_policy=fsdp.OffloadPolicy()
+        )
         with sm.debug.comm_budget() as used:
             loss_of(made, *batch(mesh, False)).backward()
         plain = fully_shard(model(), mesh, units=GatedBlock)
@@ -560,13 +637,18 @@ def test_offloading_on_a_cpu_mesh_is_a_no_op():
 
 def test_offloading_replicated_parameters_raises():
     def program(mesh):
-        with pytest.raises(ValueError, match=r"replicated over \['dp'\] of .*; split over all axes, axes=\('dp', 'fsdp'\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"replicated over \['dp'\] of .*; split over all axes, axes=\('dp', 'fsdp'\)",
+        ):
             fully_shard(model(), mesh, offload_policy=CPUOffloadPolicy())
 
     on_ranks((2, 2), program)
 
 
-@pytest.mark.parametrize(("layer", "argument"), [(fully_shard, "axes"), (data_parallel, "parameter")])
+@pytest.mark.parametrize(
+    ("layer", "argument"), [(fully_shard, "axes"), (data_parallel, "parameter")]
+)
 @pytest.mark.parametrize("axes", ["dp", ("dp", "fsdp")])
 def test_axes_passed_as_mesh_raise(layer, argument, axes):
     with pytest.raises(TypeError, match="the second argument is the mesh") as error:

@@ -15,7 +15,16 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import MixedPrecisionPolicy, data_parallel, fully_shard, parallelize
 from tests.device import DEVICE, on_device
-from tests.sharding.parallel.data.training import FORMS, batch, gradients, loss_of, model, on_ranks, same, whole
+from tests.sharding.parallel.data.training import (
+    FORMS,
+    batch,
+    gradients,
+    loss_of,
+    model,
+    on_ranks,
+    same,
+    whole,
+)
 from tests.sharding.ranks import collectives, launched
 
 EACH = pytest.mark.parametrize("form", ["ddp", "zero1", "zero2", "fsdp", "fsdp, let go", "hybrid"])
@@ -25,7 +34,10 @@ RANKS = 2
 
 def _loss(made, values, mesh=None, sharded=False):
     """Return the loss with other values."""
-    return loss_of(lambda tokens: functional_call(made, values, (tokens,)), *(batch(mesh, sharded) if mesh else ()))
+    return loss_of(
+        lambda tokens: functional_call(made, values, (tokens,)),
+        *(batch(mesh, sharded) if mesh else ()),
+    )
 
 
 def _mean(losses):
@@ -36,7 +48,9 @@ def _check_equal(results, reference):
     """Assert that the mean over ranks of each loss, and each rank's gradients, are those of one process."""
     expected_losses, expected_grads = reference
     for i, loss in enumerate(expected_losses):
-        torch.testing.assert_close(_mean([losses[i] for losses, _ in results]), loss, rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            _mean([losses[i] for losses, _ in results]), loss, rtol=1e-12, atol=0
+        )
     for _, grads in results:
         same(grads, expected_grads)
 
@@ -56,7 +70,9 @@ def _another(named):
 
 
 def _some(named):
-    return {name: x.square() for name, x in named.items() if "weight" in name and "blocks.0" in name}
+    return {
+        name: x.square() for name, x in named.items() if "weight" in name and "blocks.0" in name
+    }
 
 
 @pytest.mark.one_in(3, each=["form"])
@@ -78,7 +94,9 @@ def test_gradients_are_those_of_one_process(form, sharded, values_of):
         leaves = {f"value of {name}": whole(x.grad) for name, x in values.items() if x.is_leaf}
         return [whole(x) for x in losses], gradients(made) | leaves
 
-    _check_equal(on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), mesh)), run(model()))
+    _check_equal(
+        on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), mesh)), run(model())
+    )
 
 
 @pytest.mark.one_in(3, each=["form"])
@@ -100,10 +118,16 @@ def test_a_teacher_next_to_its_student(form, sharded):
             student = loss_of(made, *inputs)
             student.backward()
             losses += [student]
-        same({name: whole(x) for name, x in ema.items()}, {name: 0.25 * whole(x) / 1.2**2 for name, x in made.named_parameters()}, 1e-10)
+        same(
+            {name: whole(x) for name, x in ema.items()},
+            {name: 0.25 * whole(x) / 1.2**2 for name, x in made.named_parameters()},
+            1e-10,
+        )
         return [whole(x) for x in losses], gradients(made)
 
-    _check_equal(on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), mesh)), run(model()))
+    _check_equal(
+        on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), mesh)), run(model())
+    )
 
 
 @pytest.mark.one_in(3, each=["form"])
@@ -115,13 +139,19 @@ def test_an_inner_loop_with_second_derivatives(form, sharded):
     def run(made, mesh=None):
         values = dict(made.named_parameters())
         for _ in range(2):
-            grads = torch.autograd.grad(_loss(made, values, mesh, sharded), list(values.values()), create_graph=True)
-            values = {name: x - 0.3 * grad for (name, x), grad in zip(values.items(), grads, strict=True)}
+            grads = torch.autograd.grad(
+                _loss(made, values, mesh, sharded), list(values.values()), create_graph=True
+            )
+            values = {
+                name: x - 0.3 * grad for (name, x), grad in zip(values.items(), grads, strict=True)
+            }
         loss = _loss(made, values, mesh, sharded)
         loss.backward()
         return [whole(loss)], gradients(made)
 
-    _check_equal(on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), mesh)), run(model()))
+    _check_equal(
+        on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), mesh)), run(model())
+    )
 
 
 @EACH
@@ -131,7 +161,9 @@ def test_plain_values_are_this_ranks(form):
     def run(made, values, inputs):
         fast = {name: x.detach().clone().requires_grad_() for name, x in values.items()}
         loss = loss_of(lambda tokens: functional_call(made, fast, (tokens,)), *inputs)
-        return loss.detach(), dict(zip(fast, torch.autograd.grad(loss, list(fast.values())), strict=True))
+        return loss.detach(), dict(
+            zip(fast, torch.autograd.grad(loss, list(fast.values())), strict=True)
+        )
 
     def program(mesh):
         made, scale = FORMS[form](model(), mesh), 1 + mesh.get_rank()
@@ -156,7 +188,9 @@ def test_plain_values_with_sharded_inputs_are_one_value(form):
         return whole(loss), {name: whole(x.grad) for name, x in fast.items()}
 
     expected_loss, expected = run(model())
-    for loss, grads in on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), batch(mesh, True))):
+    for loss, grads in on_ranks(
+        (RANKS,), lambda mesh: run(FORMS[form](model(), mesh), batch(mesh, True))
+    ):
         torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
         same(grads, expected)
 
@@ -190,7 +224,10 @@ def test_tied_parameters(kind, tie_weights):
         return gradients(made)
 
     expected = run(_tied(), x)
-    for grads in on_ranks((RANKS,), lambda mesh: run(kind(_tied(), mesh, units=nn.Linear), x.chunk(2)[mesh.get_rank()])):
+    for grads in on_ranks(
+        (RANKS,),
+        lambda mesh: run(kind(_tied(), mesh, units=nn.Linear), x.chunk(2)[mesh.get_rank()]),
+    ):
         same(grads, expected)
 
 
@@ -208,7 +245,11 @@ def test_recomputation_around_the_call(form, sharded):
         def loss(x, y):
             return loss_of(lambda tokens: checkpoint(logits, tokens, use_reentrant=False), x, y)
 
-        (loss(tokens, targets) if mesh else loss_of(lambda t: checkpoint(logits, t, use_reentrant=False))).backward()
+        (
+            loss(tokens, targets)
+            if mesh
+            else loss_of(lambda t: checkpoint(logits, t, use_reentrant=False))
+        ).backward()
         return gradients(made)
 
     expected = run(model())
@@ -227,7 +268,9 @@ def test_recomputation_inside_of_the_call_is_refused(form):
 
         def forward(tokens):
             x = made.embedding(tokens) + made.shift
-            return F.linear(checkpoint(block, x, use_reentrant=False), torch.ones(11, 5, dtype=torch.float64))
+            return F.linear(
+                checkpoint(block, x, use_reentrant=False), torch.ones(11, 5, dtype=torch.float64)
+            )
 
         values = {f"blocks.0.{name}": x * 0.5 for name, x in block.named_parameters()}
         plain = made.forward
@@ -259,18 +302,24 @@ def test_parameters_of_another_model(form):
         _write(made)
         return made
 
-    results = on_ranks((RANKS,), lambda mesh: run(FORMS[form](model(), mesh), FORMS[form](other(), mesh), mesh))
+    results = on_ranks(
+        (RANKS,), lambda mesh: run(FORMS[form](model(), mesh), FORMS[form](other(), mesh), mesh)
+    )
     _check_equal(results, run(model(), other()))
 
 
 def test_values_are_used_in_the_dtype_of_the_policy():
     def program(mesh):
         plain = nn.Linear(3, 2)
-        made = fully_shard(copy.deepcopy(plain), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        made = fully_shard(
+            copy.deepcopy(plain), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        )
         dtypes = set()
         made.register_forward_hook(lambda m, *_: dtypes.add(m.weight.dtype))
         for values in (dict(made.named_parameters()), dict(plain.named_parameters())):
-            functional_call(made, {name: x.detach() * 0.5 for name, x in values.items()}, (torch.ones(4, 3),))
+            functional_call(
+                made, {name: x.detach() * 0.5 for name, x in values.items()}, (torch.ones(4, 3),)
+            )
         assert dtypes == {torch.bfloat16}
 
     on_ranks((RANKS,), program)
@@ -279,14 +328,25 @@ def test_values_are_used_in_the_dtype_of_the_policy():
 @INPUTS
 def test_with_tensor_parallelism(sharded):
     torch.manual_seed(5)
-    plain, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(4, 3, dtype=torch.float64)
+    plain, x = (
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(),
+        torch.randn(4, 3, dtype=torch.float64),
+    )
 
     def program(mesh):
         made = copy.deepcopy(plain)
-        parallelize(made, mesh, {"0": sm.parallel.colwise(axis="tp"), "2": sm.parallel.rowwise(axis="tp")})
+        parallelize(
+            made, mesh, {"0": sm.parallel.colwise(axis="tp"), "2": sm.parallel.rowwise(axis="tp")}
+        )
         fully_shard(made, mesh, axes="dp", units=nn.Linear)
-        rows = sm.distribute_tensor(x, mesh, P("dp")) if sharded else x.chunk(2)[mesh.get_local_rank("dp")]
-        functional_call(made, {name: p * 0.5 for name, p in made.named_parameters()}, (rows,)).square().mean().backward()
+        rows = (
+            sm.distribute_tensor(x, mesh, P("dp"))
+            if sharded
+            else x.chunk(2)[mesh.get_local_rank("dp")]
+        )
+        functional_call(
+            made, {name: p * 0.5 for name, p in made.named_parameters()}, (rows,)
+        ).square().mean().backward()
         for name, p in made.named_parameters():
             part = sm.distribute_tensor(expected[name], mesh, p.spec, src_data_rank=None)
             torch.testing.assert_close(p.grad.to_local(), part.to_local(), rtol=1e-12, atol=1e-12)
@@ -306,13 +366,22 @@ def test_what_is_refused():
         made = FORMS["fsdp"](model(), mesh)
         name, x = next(iter(made.named_parameters()))
         tokens = batch(mesh, False)[0]
-        with pytest.raises(TypeError, match=rf"{name} was replaced by a plain tensor that is an nn.Parameter"):
+        with pytest.raises(
+            TypeError, match=rf"{name} was replaced by a plain tensor that is an nn.Parameter"
+        ):
             functional_call(made, {name: nn.Parameter(x.detach().full_tensor())}, (tokens,))
-        with pytest.raises(ValueError, match=rf"{name} of shape \[11, 5\] was replaced by .*; pass a value of the same shape"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{name} of shape \[11, 5\] was replaced by .*; pass a value of the same shape",
+        ):
             functional_call(made, {name: x.detach()[:5]}, (tokens,))
         small = sm.init_device_mesh("cpu", (2, 1), axis_names=("a", "b"))
         with pytest.raises(ValueError, match=rf"{name} was replaced by .*; pass a value on"):
-            functional_call(made, {name: sm.distribute_tensor(x.detach().full_tensor(), small, P("a"))}, (tokens,))
+            functional_call(
+                made,
+                {name: sm.distribute_tensor(x.detach().full_tensor(), small, P("a"))},
+                (tokens,),
+            )
         loss_of(made, *batch(mesh, False)).backward()
 
     on_ranks((RANKS,), program)
@@ -325,8 +394,13 @@ def test_copies_of_attributes_are_refused(kind):
     def program(mesh):
         made, x = kind(nn.Linear(3, 2), mesh), torch.ones(4, 3)
         with (
-            higher.innerloop_ctx(made, torch.optim.SGD(made.parameters(), 0.5), copy_initial_weights=False) as (fast, _),
-            pytest.raises(RuntimeError, match=r"is a copy of the attributes of Linear, as copy.copy, higher.innerloop_ctx"),
+            higher.innerloop_ctx(
+                made, torch.optim.SGD(made.parameters(), 0.5), copy_initial_weights=False
+            ) as (fast, _),
+            pytest.raises(
+                RuntimeError,
+                match=r"is a copy of the attributes of Linear, as copy.copy, higher.innerloop_ctx",
+            ),
         ):
             fast(x)
         with pytest.raises(RuntimeError, match=r"Linear is a copy of the attributes of Linear"):

@@ -9,7 +9,15 @@ from torch import nn
 import shardmesh as sm
 from shardmesh.parallel import colwise, fully_shard, parallelize
 from shardmesh.sharding.parallel.data.materialize import materialize
-from tests.sharding.parallel.data.training import FORMS, GatedBlock, TiedModel, batch, loss_of, on_ranks, values
+from tests.sharding.parallel.data.training import (
+    FORMS,
+    GatedBlock,
+    TiedModel,
+    batch,
+    loss_of,
+    on_ranks,
+    values,
+)
 
 
 class _NoReset(nn.Module):
@@ -67,7 +75,11 @@ def test_materialized_parts_are_views_of_the_flat_buffer():
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        pieces = {x._local.untyped_storage().data_ptr() for x in made.blocks[0].parameters() if x.dim() and x._local.numel()}
+        pieces = {
+            x._local.untyped_storage().data_ptr()
+            for x in made.blocks[0].parameters()
+            if x.dim() and x._local.numel()
+        }
         assert len(pieces) == 1
         return sum(losses[:2]), sum(losses[-2:])
 
@@ -92,7 +104,13 @@ def test_tied_parameters_stay_tied():
 def test_custom_initializer():
     def program(mesh):
         made = fully_shard(nn.Sequential(_on_meta(_NoReset), nn.LayerNorm(3, device="meta")), mesh)
-        materialize(made, lambda module: [x.fill_(2.0) for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))])
+        materialize(
+            made,
+            lambda module: [
+                x.fill_(2.0)
+                for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            ],
+        )
         assert made[0].seen.item() == 2.0
         assert values(made)["1.weight"].tolist() == [2.0] * 3
 
@@ -104,16 +122,27 @@ def _on_meta(make):
         return make()
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.MultiheadAttention, nn.Embedding, nn.BatchNorm1d, nn.Conv1d])
+@pytest.mark.parametrize(
+    "kind", [nn.LSTM, nn.MultiheadAttention, nn.Embedding, nn.BatchNorm1d, nn.Conv1d]
+)
 def test_modules_of_torch(kind):
-    arguments = {nn.LSTM: (3, 5), nn.MultiheadAttention: (6, 2), nn.Embedding: (7, 3), nn.BatchNorm1d: (5,), nn.Conv1d: (3, 5, 2)}[kind]
+    arguments = {
+        nn.LSTM: (3, 5),
+        nn.MultiheadAttention: (6, 2),
+        nn.Embedding: (7, 3),
+        nn.BatchNorm1d: (5,),
+        nn.Conv1d: (3, 5, 2),
+    }[kind]
     options = {"padding_idx": 1} if kind is nn.Embedding else {}
 
     def program(mesh):
         sm.random.manual_seed(0)
         made = materialize(fully_shard(kind(*arguments, device="meta", **options), mesh))
         assert all(torch.isfinite(x).all() for x in made.state_dict().values())
-        return {name: x.full_tensor() if isinstance(x, sm.ShardedTensor) else x for name, x in made.state_dict().items()}
+        return {
+            name: x.full_tensor() if isinstance(x, sm.ShardedTensor) else x
+            for name, x in made.state_dict().items()
+        }
 
     expected, *rest = [found for shape in ((1,), (3,)) for found in on_ranks(shape, program)]
     assert all(torch.equal(found[name], x) for found in rest for name, x in expected.items())
@@ -121,10 +150,15 @@ def test_modules_of_torch(kind):
 
 def test_errors_name_the_modules():
     def program(mesh):
-        with pytest.raises(ValueError, match=r"LayerNorm is not sharded, .*; call fully_shard first"):
+        with pytest.raises(
+            ValueError, match=r"LayerNorm is not sharded, .*; call fully_shard first"
+        ):
             materialize(nn.LayerNorm(3, device="meta"))
         made = fully_shard(nn.Sequential(nn.LayerNorm(3, device="meta"), _on_meta(_NoReset)), mesh)
-        with pytest.raises(ValueError, match=r"no reset_parameters\(\) to initialise .* on meta of 1 \(_NoReset\); define it, or pass"):
+        with pytest.raises(
+            ValueError,
+            match=r"no reset_parameters\(\) to initialise .* on meta of 1 \(_NoReset\); define it, or pass",
+        ):
             materialize(made)
 
     on_ranks((2,), program)
@@ -155,14 +189,18 @@ def test_models_own_initializer(shard):
     def program(mesh):
         made = nn.Sequential(_on_meta(_HasMany), _on_meta(lambda: nn.LayerNorm(3)))
         plan = {"0.inner": colwise()}
-        materialize(fully_shard(made, mesh) if shard == "fully_shard" else parallelize(made, mesh, plan))
+        materialize(
+            fully_shard(made, mesh) if shard == "fully_shard" else parallelize(made, mesh, plan)
+        )
         found = values(made)
         assert found["0.inner.weight"].tolist() == [[2.0] * 4] * 4
         assert found["0.inner.bias"].tolist() == [3.0] * 4
         assert found["1.weight"].tolist() == [1.0] * 3
         assert made[0].scaled.seen.item() == 1.0
         frequencies = made[0].frequencies
-        assert (frequencies.full_tensor() if isinstance(frequencies, sm.ShardedTensor) else frequencies).tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert (
+            frequencies.full_tensor() if isinstance(frequencies, sm.ShardedTensor) else frequencies
+        ).tolist() == [0.0, 1.0, 2.0, 3.0]
 
     on_ranks((2,), program)
 
@@ -179,6 +217,8 @@ def test_uninitialized_tensor_raises():
         made = fully_shard(nn.Sequential(_Forgets(3, 2, device="meta")), mesh)
         with pytest.raises(ValueError, match=r"no initialiser writes 0\.bias, which were on meta"):
             materialize(made)
-        materialize(fully_shard(nn.Sequential(_Forgets(3, 2, device="meta")), mesh), lambda _: None)  # to be loaded
+        materialize(
+            fully_shard(nn.Sequential(_Forgets(3, 2, device="meta")), mesh), lambda _: None
+        )  # to be loaded
 
     on_ranks((3,), program)

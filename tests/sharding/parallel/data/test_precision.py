@@ -50,7 +50,9 @@ def _found(policy, shard=fully_shard, **options):
 def test_gathered_in_bfloat16_and_summed_in_float32(reduce_dtype):
     """The only rounding is that of each rank's computation in bfloat16."""
     expected = _by_hand(torch.bfloat16, torch.float64)
-    for found in _found(MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)):
+    for found in _found(
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    ):
         _close(found, expected, 1e-6)
 
 
@@ -59,7 +61,9 @@ def test_sums_in_bfloat16_are_rounded():
     expected = _by_hand(torch.bfloat16, torch.float64)
     for found in _found(policy):
         _close(found, expected, 4e-3)
-        assert any(not torch.allclose(found[name], x, rtol=1e-6, atol=1e-6) for name, x in expected.items())
+        assert any(
+            not torch.allclose(found[name], x, rtol=1e-6, atol=1e-6) for name, x in expected.items()
+        )
 
 
 def test_zero1():
@@ -72,7 +76,11 @@ def test_sums_in_float16_do_not_overflow():
     """Each rank's gradient is scaled before the sum: the sum of four times 40000 would overflow, the mean does not."""
 
     def program(mesh):
-        made = fully_shard(nn.Linear(2, 2, bias=False), mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+        made = fully_shard(
+            nn.Linear(2, 2, bias=False),
+            mesh,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16),
+        )
         (made(torch.full((1, 2), 200.0)) * 200.0).sum().backward()
         return gradients(made)["weight"]
 
@@ -95,7 +103,9 @@ class _Sees(nn.Module):
 
 @pytest.mark.parametrize("cast", [True, False])
 def test_inputs_and_outputs(cast):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64, cast_forward_inputs=cast)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, output_dtype=torch.float64, cast_forward_inputs=cast
+    )
 
     def program(mesh):
         made = fully_shard(_Sees(), mesh, mp_policy=policy)
@@ -140,7 +150,9 @@ def test_quantized_transport():
         torch.manual_seed(0)
         exact.reset_parameters()
         exact(torch.ones(2, 64)).square().mean().backward()
-        wrong = (made.weight.grad.full_tensor() - exact.weight.grad).norm() / exact.weight.grad.norm()
+        wrong = (
+            made.weight.grad.full_tensor() - exact.weight.grad
+        ).norm() / exact.weight.grad.norm()
         return sum(received for _, received in used.by_op.values()), wrong
 
     for received, error in on_ranks((N,), program):

@@ -71,7 +71,9 @@ def _blocks(container=nn.Sequential):
 def _deeper():
     """The shared module is inside of one unit, and directly inside of another that is nested in a third."""
     shared = nn.Linear(3, 3)
-    return nn.Sequential(Skip(Block(shared), nn.Sequential(Block(nn.Sequential(shared)))), Block(nn.Linear(3, 3)))
+    return nn.Sequential(
+        Skip(Block(shared), nn.Sequential(Block(nn.Sequential(shared)))), Block(nn.Linear(3, 3))
+    )
 
 
 def _tied():
@@ -104,10 +106,18 @@ def _one_by_one(m, mesh):
 
 FORMS = {
     "ddp": lambda m, mesh: data_parallel(m, mesh),
-    "ddp, units": lambda m, mesh: data_parallel(m, mesh, units=lambda _, inner: isinstance(inner, (Block, Skip))),
-    "zero1": lambda m, mesh: data_parallel(m, mesh, optimizer="dp", units=lambda _, inner: type(inner) in (Block, Skip, nn.Linear)),
-    "fsdp": lambda m, mesh: fully_shard(m, mesh, units=lambda _, inner: type(inner) in (Block, Skip, nn.Linear)),
-    "fsdp, blocks": lambda m, mesh: fully_shard(m, mesh, units=lambda _, inner: isinstance(inner, (Block, nn.ModuleList))),
+    "ddp, units": lambda m, mesh: data_parallel(
+        m, mesh, units=lambda _, inner: isinstance(inner, (Block, Skip))
+    ),
+    "zero1": lambda m, mesh: data_parallel(
+        m, mesh, optimizer="dp", units=lambda _, inner: type(inner) in (Block, Skip, nn.Linear)
+    ),
+    "fsdp": lambda m, mesh: fully_shard(
+        m, mesh, units=lambda _, inner: type(inner) in (Block, Skip, nn.Linear)
+    ),
+    "fsdp, blocks": lambda m, mesh: fully_shard(
+        m, mesh, units=lambda _, inner: isinstance(inner, (Block, nn.ModuleList))
+    ),
     "fsdp, one by one": _one_by_one,
 }
 
@@ -131,7 +141,12 @@ def test_gradients_are_those_of_one_process(name, form, sharded):
     def program(mesh):
         made = FORMS[form](_model(name), mesh)
         rank = mesh.get_rank()
-        return run(made, sm.distribute_tensor(_ROWS, mesh, P("dp"), src_data_rank=None) if sharded else _ROWS.chunk(2)[rank])
+        return run(
+            made,
+            sm.distribute_tensor(_ROWS, mesh, P("dp"), src_data_rank=None)
+            if sharded
+            else _ROWS.chunk(2)[rank],
+        )
 
     expected = run(_model(name), _ROWS)
     for found in on_ranks((RANKS,), program):
@@ -149,5 +164,7 @@ def test_a_unit_that_is_called_alone(name, form):
         return gradients(made)
 
     expected = run(_model(name), _ROWS)
-    for found in on_ranks((RANKS,), lambda mesh: run(FORMS[form](_model(name), mesh), _ROWS.chunk(2)[mesh.get_rank()])):
+    for found in on_ranks(
+        (RANKS,), lambda mesh: run(FORMS[form](_model(name), mesh), _ROWS.chunk(2)[mesh.get_rank()])
+    ):
         same(found, expected)

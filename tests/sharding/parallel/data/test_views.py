@@ -13,7 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import fully_shard
-from tests.sharding.parallel.data.training import GatedBlock, batch, loss_of, mesh_of, model, on_ranks
+from tests.sharding.parallel.data.training import (
+    GatedBlock,
+    batch,
+    loss_of,
+    mesh_of,
+    model,
+    on_ranks,
+)
 
 D, LAYERS = 32, 4
 
@@ -25,7 +32,16 @@ def _layers():
 class _Copies(TorchDispatchMode):
     """Counts the elements that copies of weights write."""
 
-    NAMES = ("copy_", "clone", "cat", "_to_copy", "contiguous", "constant_pad_nd", "index_select", "stack")
+    NAMES = (
+        "copy_",
+        "clone",
+        "cat",
+        "_to_copy",
+        "contiguous",
+        "constant_pad_nd",
+        "index_select",
+        "stack",
+    )
 
     def __init__(self):
         super().__init__()
@@ -49,8 +65,12 @@ def _unit(module):
 def test_parameters_in_use_are_views_of_one_buffer():
     def program(mesh):
         made, seen = fully_shard(model(), mesh, units=GatedBlock), []
-        made.blocks[0].a.register_forward_hook(lambda m, *_: seen.extend(x.untyped_storage().data_ptr() for x in m.parameters()))
-        made.blocks[0].b.register_forward_hook(lambda m, *_: seen.extend(x.untyped_storage().data_ptr() for x in m.parameters()))
+        made.blocks[0].a.register_forward_hook(
+            lambda m, *_: seen.extend(x.untyped_storage().data_ptr() for x in m.parameters())
+        )
+        made.blocks[0].b.register_forward_hook(
+            lambda m, *_: seen.extend(x.untyped_storage().data_ptr() for x in m.parameters())
+        )
         loss_of(made, *batch(mesh, False))
         assert len(seen) == 3
         assert len(set(seen)) == 1
@@ -158,7 +178,9 @@ class _Live(TorchDispatchMode):
 
 def _peak(layers, reshard_after_forward=True):
     made = nn.Sequential(*[nn.Linear(D, D, bias=False) for _ in range(layers)])
-    made = fully_shard(made, mesh_of(4), units=nn.Linear, reshard_after_forward=reshard_after_forward)
+    made = fully_shard(
+        made, mesh_of(4), units=nn.Linear, reshard_after_forward=reshard_after_forward
+    )
     x = torch.ones(2, D)
     made(x).sum().backward()
     made.zero_grad()
@@ -172,7 +194,9 @@ def test_peak_memory(world4):
     gradients of one, and two sums: the buffer that is summed, what has arrived of it and the part that stays. With whole parameters
     kept it is all units gathered."""
     layers, unit = 12, D * D * 4
-    assert max(world4(_peak, layers)) <= layers * unit // 4 + 3 * unit + unit + 2 * (unit + unit + unit // 4)
+    assert max(world4(_peak, layers)) <= layers * unit // 4 + 3 * unit + unit + 2 * (
+        unit + unit + unit // 4
+    )
     assert min(world4(_peak, layers, False)) >= layers * unit
 
 
@@ -187,7 +211,11 @@ def test_nothing_is_left_after_a_step():
             alive = []
             made[1].register_forward_pre_hook(lambda m, _: alive.append(weakref.ref(m.weight)))
             made(torch.ones(1, D)).sum().backward()
-            return [x() is None for x in alive], _unit(made[1])._unsharded, _unit(made[1])._prefetched
+            return (
+                [x() is None for x in alive],
+                _unit(made[1])._unsharded,
+                _unit(made[1])._prefetched,
+            )
         finally:
             gc.enable()
 
@@ -231,7 +259,10 @@ def _gathers(program):
         for name in ("", "blocks.0", "blocks.1", "blocks.2"):
             for bucket in _unit(made.get_submodule(name))._buckets:
                 start = bucket.flat.start_gather
-                bucket.flat.start_gather = lambda *a, start=start, name=name, **k: (order.append(name), start(*a, **k))[1]
+                bucket.flat.start_gather = lambda *a, start=start, name=name, **k: (
+                    order.append(name),
+                    start(*a, **k),
+                )[1]
         return program(made, mesh, order)
 
     return on_ranks((2,), rank)[0]
@@ -263,7 +294,9 @@ def test_each_unit_is_gathered_while_the_one_before_runs():
         return found, seen
 
     found, seen = _gathers(program)
-    assert found == 2 * [(["", "blocks.0", "blocks.1", "blocks.2"], ["blocks.2", "blocks.1", "blocks.0"])]
+    assert found == 2 * [
+        (["", "blocks.0", "blocks.1", "blocks.2"], ["blocks.2", "blocks.1", "blocks.0"])
+    ]
     assert seen == 2 * [(0, "blocks.1"), (1, "blocks.2"), (2, "blocks.2")]
 
 
@@ -301,20 +334,25 @@ def test_parameters_sharded_over_another_axis(spec, on, sharded):
         mesh = sm.init_device_mesh(mesh.device_type, (2, 2), axis_names=("dp", "tp"))
         made = nn.Linear(5, 7, bias=False).double()
         there = mesh if on == "mesh" else mesh["tp"]
-        made.weight = nn.Parameter(sm.distribute_tensor(whole.weight.detach(), there, spec, src_data_rank=None))
+        made.weight = nn.Parameter(
+            sm.distribute_tensor(whole.weight.detach(), there, spec, src_data_rank=None)
+        )
         fully_shard(made, mesh)
         assert set(made.weight.spec.axes) == {"dp", "tp"}
         if sharded:
             given = sm.distribute_tensor(x, mesh, P("dp"), src_data_rank=None)
         else:
-            given = sm.distribute_tensor(x.chunk(2)[mesh.get_local_rank("dp")], mesh["tp"], P(), src_data_rank=None)
+            given = sm.distribute_tensor(
+                x.chunk(2)[mesh.get_local_rank("dp")], mesh["tp"], P(), src_data_rank=None
+            )
         made(given).square().mean().backward()
-        torch.testing.assert_close(made.weight.grad.full_tensor(), whole.weight.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            made.weight.grad.full_tensor(), whole.weight.grad, rtol=1e-12, atol=1e-12
+        )
         assert sm.typeof(made.weight.grad) is sm.typeof(made.weight)
         assert sm.typeof(made.state_dict()["weight"]) is sm.typeof(made.weight)
 
     on_ranks((4,), program)
-
 
 
 def test_weights_start_at_multiples_of_128_bytes():
@@ -324,7 +362,11 @@ def test_weights_start_at_multiples_of_128_bytes():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
-            self.scale, self.a, self.b = nn.Parameter(torch.ones(1)), nn.Linear(d, d), nn.Linear(d, d)
+            self.scale, self.a, self.b = (
+                nn.Parameter(torch.ones(1)),
+                nn.Linear(d, d),
+                nn.Linear(d, d),
+            )
 
         def forward(self, x):
             seen.extend([self.a.weight, self.a.bias, self.b.weight])

@@ -128,7 +128,9 @@ def _set(m):
 
 
 def _vector(m):
-    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([m.weight, m.frozen]).detach() * 0.5, [m.weight, m.frozen])
+    nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector([m.weight, m.frozen]).detach() * 0.5, [m.weight, m.frozen]
+    )
 
 
 WAYS = [
@@ -199,13 +201,18 @@ def test_a_write_is_kept_or_refused(way, form, sharded):
             return _train(made, x)
         before = values(made)
         for _ in range(2):  # the values of the first forward are not used by the second
-            with pytest.raises(RuntimeError, match=r"(weight|frozen|bias) was written in forward, and the write would be lost"):
+            with pytest.raises(
+                RuntimeError,
+                match=r"(weight|frozen|bias) was written in forward, and the write would be lost",
+            ):
                 made(x)
         same(values(made), before)
         made.write, made.inner.owner = lambda _: None, []
         made._forward_pre_hooks.clear()
         if "bf16" not in form:
-            torch.testing.assert_close(whole(made(x)), plain(_ROWS).detach(), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                whole(made(x)), plain(_ROWS).detach(), rtol=1e-12, atol=1e-12
+            )
         return None
 
     plain = _made(way)
@@ -223,8 +230,6 @@ def test_a_write_is_kept_or_refused(way, form, sharded):
 
 def _replace(m):
     m.weight = nn.Parameter(m.weight.detach() * 0.5)
-
-
 
 
 def _shape(m):
@@ -287,7 +292,9 @@ def test_ranks_that_write_different_values(form):
         def write(m):
             m.weight.data.mul_(2 + mesh.get_rank())
 
-        with pytest.raises(ReplicaError, match=r"written in forward: weight, .* is not the same on ranks"):
+        with pytest.raises(
+            ReplicaError, match=r"written in forward: weight, .* is not the same on ranks"
+        ):
             kind(_Writer(write), mesh, **options)(_ROWS)
 
     on_ranks((RANKS,), program)
@@ -333,7 +340,12 @@ def test_a_momentum_encoder(form, units):
     losses, parameters = train(_MoCo(), _ROWS)
     found = on_ranks((RANKS,), program)
     if found[0] is not None:
-        torch.testing.assert_close([sum(x) / 2 for x in zip(*(one for one, _ in found), strict=True)], losses, rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            [sum(x) / 2 for x in zip(*(one for one, _ in found), strict=True)],
+            losses,
+            rtol=1e-12,
+            atol=0,
+        )
         for _, found_parameters in found:
             same(found_parameters, parameters)
 
@@ -347,7 +359,10 @@ def test_a_value_of_functional_call_that_forward_writes():
         torch.func.functional_call(made, plain, (_ROWS,))
         assert plain["weight"].max() == 0.1
         made = fully_shard(_Writer(_data_in_place), mesh)
-        with pytest.raises(RuntimeError, match=r"weight was written in forward.* the value that replaces it is used from a copy"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"weight was written in forward.* the value that replaces it is used from a copy",
+        ):
             torch.func.functional_call(made, {"weight": made.weight.detach() * 2}, (_ROWS,))
 
     on_ranks((RANKS,), program)
@@ -361,7 +376,9 @@ def test_embedding_with_a_largest_norm():
     tokens = torch.tensor([[0, 3, 4]])
     plain = program(None, lambda m, _: m)
     plain(tokens)
-    for found in on_ranks((RANKS,), lambda mesh: (made := program(mesh, data_parallel), made(tokens), values(made))[2]):
+    for found in on_ranks(
+        (RANKS,), lambda mesh: (made := program(mesh, data_parallel), made(tokens), values(made))[2]
+    ):
         same(found, values(plain))
 
     def refused(mesh):

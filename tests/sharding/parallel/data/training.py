@@ -64,7 +64,9 @@ def model(even: bool = False, **sizes: int) -> TiedModel:
 
 
 def _numbers(seed: int) -> Tensor:
-    return torch.randint(0, 11, (BATCH, 3), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return torch.randint(0, 11, (BATCH, 3), generator=torch.Generator().manual_seed(seed)).to(
+        DEVICE
+    )
 
 
 TOKENS, TARGETS = _numbers(1), _numbers(2)
@@ -135,11 +137,20 @@ def batch(mesh: sm.DeviceMesh, sharded: bool) -> tuple[Any, Any]:
     """Return tokens and targets: this rank's part of them, or sharded tensors."""
     if not sharded:
         return mine(mesh, TOKENS), mine(mesh, TARGETS)
-    return tuple(sm.distribute_tensor(x, mesh, P(mesh.axis_names), src_data_rank=None) for x in (TOKENS, TARGETS))  # type: ignore[return-value]
+    return tuple(
+        sm.distribute_tensor(x, mesh, P(mesh.axis_names), src_data_rank=None)
+        for x in (TOKENS, TARGETS)
+    )  # type: ignore[return-value]
 
 
 def whole(x: Any) -> Any:
-    return x.detach().full_tensor() if isinstance(x, sm.ShardedTensor) else x if x is None else x.detach().clone()
+    return (
+        x.detach().full_tensor()
+        if isinstance(x, sm.ShardedTensor)
+        else x
+        if x is None
+        else x.detach().clone()
+    )
 
 
 def values(made: nn.Module) -> dict[str, Tensor]:
@@ -150,7 +161,9 @@ def gradients(made: nn.Module) -> dict[str, Tensor | None]:
     return {name: whole(x.grad) for name, x in made.named_parameters()}
 
 
-def reference_gradients(loss: Callable[[Any], Tensor] = loss_of, made: nn.Module | None = None) -> dict[str, Tensor | None]:
+def reference_gradients(
+    loss: Callable[[Any], Tensor] = loss_of, made: nn.Module | None = None
+) -> dict[str, Tensor | None]:
     """Return the gradients in one process."""
     made = copy.deepcopy(made) if made is not None else model()
     loss(made).backward()
@@ -163,10 +176,21 @@ def same(actual: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e
     for name, x in expected.items():
         assert (x is None) == (actual[name] is None), name
         if x is not None:
-            torch.testing.assert_close(actual[name], x, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                actual[name],
+                x,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
-def check_gradients(made: nn.Module, mesh: sm.DeviceMesh, loss: Callable[..., Any] = loss_of, of: nn.Module | None = None) -> None:
+def check_gradients(
+    made: nn.Module,
+    mesh: sm.DeviceMesh,
+    loss: Callable[..., Any] = loss_of,
+    of: nn.Module | None = None,
+) -> None:
     """Check that backward of this rank's part of the batch gives the gradients of one process."""
     loss(made, *batch(mesh, False)).backward()
     same(gradients(made), reference_gradients(loss, of))

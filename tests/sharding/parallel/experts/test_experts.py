@@ -30,7 +30,11 @@ def randn(*shape, seed):
 
 B, S, D, HIDDEN, WIDTH, COUNT, K = 3, 5, 6, 7, 4, 5, 2
 X, ROUTER = randn(B, S, D, seed=0), randn(D, COUNT, seed=1)
-UP, DOWN, PULL = randn(COUNT, D, HIDDEN, seed=2), randn(COUNT, HIDDEN, WIDTH, seed=3), randn(B, S, WIDTH, seed=4)
+UP, DOWN, PULL = (
+    randn(COUNT, D, HIDDEN, seed=2),
+    randn(COUNT, HIDDEN, WIDTH, seed=3),
+    randn(B, S, WIDTH, seed=4),
+)
 UNPOPULAR = torch.tensor([0, -100, 0, 0, 0], dtype=torch.float64)  # nobody wants expert 1
 
 
@@ -65,16 +69,30 @@ def dense(x, router, up, down, capacity):
 def expected(capacity):
     leaves = [x.clone().requires_grad_() for x in (X, ROUTER, UP, DOWN)]
     out, balance = dense(*leaves, capacity)
-    return [out.detach(), balance.detach(), *torch.autograd.grad((out * PULL).sum() + balance, leaves)]
+    return [
+        out.detach(),
+        balance.detach(),
+        *torch.autograd.grad((out * PULL).sum() + balance, leaves),
+    ]
 
 
 def ours(mesh, of_x, of_params, capacity, axis="a"):
     specs = of_x, P(), of_params, of_params
     pairs = zip((X, ROUTER, UP, DOWN), specs, strict=True)
-    leaves = [sm.distribute_tensor(x, mesh, spec, src_data_rank=None).requires_grad_() for x, spec in pairs]
+    leaves = [
+        sm.distribute_tensor(x, mesh, spec, src_data_rank=None).requires_grad_()
+        for x, spec in pairs
+    ]
     logits = leaves[0] @ leaves[1] + place(mesh, UNPOPULAR)
     routing = top_k_routing(logits, K)
-    out = moe(leaves[0], routing, expert, {"up": leaves[2], "down": leaves[3]}, axis=axis, capacity=capacity)
+    out = moe(
+        leaves[0],
+        routing,
+        expert,
+        {"up": leaves[2], "down": leaves[3]},
+        axis=axis,
+        capacity=capacity,
+    )
     assert out.spec.cuts[:-1] == leaves[0].spec.cuts[:-1]
     balance = load_balance_loss(logits, routing.experts)
     grads = torch.autograd.grad((out * place(mesh, PULL)).sum() + balance, leaves)
@@ -160,7 +178,14 @@ def test_the_same_tokens_are_dropped_on_every_mesh(shape, dims, of, k, count, ca
         weights = put((10.0 ** torch.arange(k)).expand(*lead, k).contiguous())
         numbers = sm.distribute_tensor(torch.arange(count) + 1.0, mesh, P("a"), src_data_rank=None)
         x = put(torch.zeros(*lead, 1))
-        return moe(x, Routing(put(experts), weights), lambda rows, n: rows + n, numbers, axis="a", capacity=capacity).full_tensor()
+        return moe(
+            x,
+            Routing(put(experts), weights),
+            lambda rows, n: rows + n,
+            numbers,
+            axis="a",
+            capacity=capacity,
+        ).full_tensor()
 
     for found in on_mesh(shape, program):
         assert torch.equal(found[..., 0], wanted.sum(-1))
@@ -171,24 +196,45 @@ def test_the_same_tokens_are_dropped_on_every_mesh(shape, dims, of, k, count, ca
 
 def _moved(capacity):
     """Return, by rank, the communication of forward and backward, and the number of rows sent and received."""
-    experts = torch.tensor([[0, 2], [0, 1], [3, 0], [0, 2], [1, 0], [2, 0], [0, 1], [0, 3]])  # 8 tokens, 2 on each of 4 ranks
+    experts = torch.tensor(
+        [[0, 2], [0, 1], [3, 0], [0, 2], [1, 0], [2, 0], [0, 1], [0, 3]]
+    )  # 8 tokens, 2 on each of 4 ranks
     keep = kept(experts, 4, capacity)
 
     def program(mesh):
-        x = sm.distribute_tensor(X.flatten(0, 1)[:8], mesh, P("a"), src_data_rank=None).requires_grad_()
-        params = [sm.distribute_tensor(p[:4], mesh, P("a"), src_data_rank=None).requires_grad_() for p in (UP, DOWN)]
-        weights = sm.distribute_tensor(torch.ones(8, 2, dtype=torch.float64), mesh, P("a"), src_data_rank=None).requires_grad_()
+        x = sm.distribute_tensor(
+            X.flatten(0, 1)[:8], mesh, P("a"), src_data_rank=None
+        ).requires_grad_()
+        params = [
+            sm.distribute_tensor(p[:4], mesh, P("a"), src_data_rank=None).requires_grad_()
+            for p in (UP, DOWN)
+        ]
+        weights = sm.distribute_tensor(
+            torch.ones(8, 2, dtype=torch.float64), mesh, P("a"), src_data_rank=None
+        ).requires_grad_()
         routing = Routing(sm.distribute_tensor(experts, mesh, P("a"), src_data_rank=None), weights)
         with collectives() as forward:
-            out = moe(x, routing, lambda rows, p: F.silu(rows @ p[0]) @ p[1], params, axis="a", capacity=capacity)
+            out = moe(
+                x,
+                routing,
+                lambda rows, p: F.silu(rows @ p[0]) @ p[1],
+                params,
+                axis="a",
+                capacity=capacity,
+            )
         with collectives() as backward:
             (out * out.detach()).sum().backward()
-        return [(launched(r), [(one.bytes_sent, one.bytes_received) for one in r]) for r in (forward, backward)]
+        return [
+            (launched(r), [(one.bytes_sent, one.bytes_received) for one in r])
+            for r in (forward, backward)
+        ]
 
     found = on_mesh((4,), program)
     here = torch.arange(8)[:, None] // 2
     away = [int(((here == rank) & (experts != rank) & keep).sum()) for rank in range(4)]
-    coming = [int(((here != rank) & (experts == rank) & keep).sum()) for rank in range(4)]  # expert i is on rank i
+    coming = [
+        int(((here != rank) & (experts == rank) & keep).sum()) for rank in range(4)
+    ]  # expert i is on rank i
     return list(zip(found, away, coming, strict=True))
 
 
@@ -229,9 +275,15 @@ def test_loss_is_one_for_balanced_experts():
 
     def program(mesh):
         experts = sm.distribute_tensor(even, mesh, P("a"), src_data_rank=None)
-        flat = load_balance_loss(sm.distribute_tensor(torch.zeros(8, 4), mesh, P("a"), src_data_rank=None), experts)
-        sharp = sm.distribute_tensor(torch.tensor([1e3, 0, 0, 0]).repeat(8, 1), mesh, P("a"), src_data_rank=None)
-        return flat.item(), load_balance_loss(sharp, sm.zeros(8, 1, device_mesh=mesh, placements=P("a"), dtype=torch.int64)).item()
+        flat = load_balance_loss(
+            sm.distribute_tensor(torch.zeros(8, 4), mesh, P("a"), src_data_rank=None), experts
+        )
+        sharp = sm.distribute_tensor(
+            torch.tensor([1e3, 0, 0, 0]).repeat(8, 1), mesh, P("a"), src_data_rank=None
+        )
+        return flat.item(), load_balance_loss(
+            sharp, sm.zeros(8, 1, device_mesh=mesh, placements=P("a"), dtype=torch.int64)
+        ).item()
 
     assert on_mesh((2,), program) == [(1.0, 4.0)] * 2
 
@@ -257,7 +309,9 @@ class RoutedLayer(nn.Module):
     def forward(self, x):
         logits = self.router(x)
         routing = top_k_routing(logits, K)
-        return self.experts(x, routing), load_balance_loss(logits, routing.experts) if isinstance(x, sm.ShardedTensor) else None
+        return self.experts(x, routing), load_balance_loss(logits, routing.experts) if isinstance(
+            x, sm.ShardedTensor
+        ) else None
 
 
 class Loop(nn.ModuleList):
@@ -265,12 +319,18 @@ class Loop(nn.ModuleList):
 
     def forward(self, x, routing):
         made = torch.stack([one(x) for one in self], -2)
-        return (made.gather(-2, routing.experts[..., None].expand(*routing.experts.shape, D)) * routing.weights[..., None]).sum(-2)
+        return (
+            made.gather(-2, routing.experts[..., None].expand(*routing.experts.shape, D))
+            * routing.weights[..., None]
+        ).sum(-2)
 
 
 def _layer():
     torch.manual_seed(0)
-    ones = [nn.Sequential(nn.Linear(D, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, D, bias=False)).double() for _ in range(COUNT)]
+    ones = [
+        nn.Sequential(nn.Linear(D, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, D, bias=False)).double()
+        for _ in range(COUNT)
+    ]
     return RoutedLayer(Loop(ones)), ones
 
 
@@ -295,7 +355,11 @@ def test_experts_train_as_in_one_process(shape, spec):
         sharded.experts = Experts(ones, mesh, axis="a")
         sm.parallel.distribute_module(sharded.router, mesh)
         names = dict(sharded.named_parameters())
-        assert list(names) == ["router.weight", "router.bias", *[f"experts.each.{n}" for n in ("0.weight", "0.bias", "2.weight")]]
+        assert list(names) == [
+            "router.weight",
+            "router.bias",
+            *[f"experts.each.{n}" for n in ("0.weight", "0.bias", "2.weight")],
+        ]
         assert names["experts.each.0.weight"].spec == P("a", None, None)
         assert names["experts.each.0.weight"].shape == (COUNT, HIDDEN, D)
         assert repr(sharded.experts).startswith("Experts(\n  axis=('a',), capacity=None")
@@ -328,9 +392,18 @@ def test_plain_tokens(sizes, capacity):
     """Each rank has its own tokens, on a mesh whose other axis has other experts' copies: gradients are the sum over that, and the mean
     over the axis of the experts; those of the tokens are of their own rank's loss."""
     x, experts = X.flatten(0, 1), top_k_routing((X @ ROUTER + UNPOPULAR).flatten(0, 1), K).experts
-    weights, pull = torch.rand(15, K, dtype=torch.float64, generator=torch.Generator().manual_seed(5)), PULL.flatten(0, 1)
+    weights, pull = (
+        torch.rand(15, K, dtype=torch.float64, generator=torch.Generator().manual_seed(5)),
+        PULL.flatten(0, 1),
+    )
     leaves = [t.clone().requires_grad_() for t in (x, weights, UP, DOWN)]
-    made = torch.stack([expert(leaves[0], {"up": u, "down": d}) for u, d in zip(leaves[2], leaves[3], strict=True)], -2)
+    made = torch.stack(
+        [
+            expert(leaves[0], {"up": u, "down": d})
+            for u, d in zip(leaves[2], leaves[3], strict=True)
+        ],
+        -2,
+    )
     chosen = made.gather(-2, experts[..., None].expand(*experts.shape, WIDTH))
     out = (chosen * (leaves[1] * kept(experts, COUNT, capacity))[..., None]).sum(-2)
     wanted = [out.detach(), *torch.autograd.grad((out * pull).sum(), leaves)]
@@ -339,10 +412,23 @@ def test_plain_tokens(sizes, capacity):
         times, here = mesh.coordinate[0] + 1, mesh.coordinate[1]
         own = [t.split(sizes)[here].clone() for t in (x, weights, experts, pull)]
         tokens, shares = own[0].requires_grad_(), own[1].requires_grad_()
-        params = [sm.distribute_tensor(p, mesh, P(("b", "a")), src_data_rank=None).requires_grad_() for p in (UP, DOWN)]
-        found = moe(tokens, Routing(own[2], shares), expert, {"up": params[0], "down": params[1]}, axis="b", capacity=capacity)
+        params = [
+            sm.distribute_tensor(p, mesh, P(("b", "a")), src_data_rank=None).requires_grad_()
+            for p in (UP, DOWN)
+        ]
+        found = moe(
+            tokens,
+            Routing(own[2], shares),
+            expert,
+            {"up": params[0], "down": params[1]},
+            axis="b",
+            capacity=capacity,
+        )
         (times * found * own[3]).sum().backward()
-        close([found.detach(), tokens.grad / times, shares.grad / times], [t.split(sizes)[here] for t in wanted[:3]])
+        close(
+            [found.detach(), tokens.grad / times, shares.grad / times],
+            [t.split(sizes)[here] for t in wanted[:3]],
+        )
         close([p.grad.full_tensor() * 2 / (1 + 2) for p in params], wanted[3:])
 
     on_mesh((2, 2), program)
@@ -367,26 +453,56 @@ def test_ranks_outside_the_mesh():
     wanted = expected(None)
 
     def program():
-        mesh, other = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",)), sm.DeviceMesh(DEVICE, [2], axis_names=("a",))
+        mesh, other = (
+            sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",)),
+            sm.DeviceMesh(DEVICE, [2], axis_names=("a",)),
+        )
         leaf = sm.distribute_tensor(X, other, P()).requires_grad_()
         x, router = leaf.redistribute(mesh, P(None, "a")), sm.distribute_tensor(ROUTER, mesh, P())
         logits = x @ router + sm.distribute_tensor(UNPOPULAR, mesh, P())
-        params = {"up": sm.distribute_tensor(UP, mesh, P("a")), "down": sm.distribute_tensor(DOWN, mesh, P("a"))}
+        params = {
+            "up": sm.distribute_tensor(UP, mesh, P("a")),
+            "down": sm.distribute_tensor(DOWN, mesh, P("a")),
+        }
         routing = top_k_routing(logits, K)
         out = moe(x, routing, expert, params, axis="a")
-        loss = (out * sm.distribute_tensor(PULL, mesh, P())).sum() + load_balance_loss(logits, routing.experts)
+        loss = (out * sm.distribute_tensor(PULL, mesh, P())).sum() + load_balance_loss(
+            logits, routing.experts
+        )
         loss.backward()
         return None if other.coordinate is None else leaf.grad.full_tensor()
 
     close([sm.simulate(3)(program)()[2]], [wanted[2]])
 
 
-def _call(mesh, *, x=X, experts=None, weights=None, up=UP, of_up=P("a"), axis="a", spec=P(None, "a"), **options):
-    put = lambda t, where: sm.distribute_tensor(t, mesh, where, src_data_rank=None) if isinstance(t, torch.Tensor) else t  # noqa: E731
+def _call(
+    mesh,
+    *,
+    x=X,
+    experts=None,
+    weights=None,
+    up=UP,
+    of_up=P("a"),
+    axis="a",
+    spec=P(None, "a"),
+    **options,
+):
+    put = lambda t, where: (
+        sm.distribute_tensor(t, mesh, where, src_data_rank=None)
+        if isinstance(t, torch.Tensor)
+        else t
+    )  # noqa: E731
     experts = torch.zeros(B, S, K, dtype=torch.int64) if experts is None else experts
     weights = torch.ones(B, S, K, dtype=torch.float64) if weights is None else weights
     params = {"up": put(up, of_up), "down": put(DOWN, P("a"))}
-    return moe(put(x, spec), Routing(put(experts, spec), put(weights, spec)), expert, params, axis=axis, **options)
+    return moe(
+        put(x, spec),
+        Routing(put(experts, spec), put(weights, spec)),
+        expert,
+        params,
+        axis=axis,
+        **options,
+    )
 
 
 ERRORS = {
@@ -413,10 +529,16 @@ def test_unsupported_arguments_raise(name):
 def test_an_expert_that_mixes_rows():
     def program(mesh):
         x = place(mesh, X)
-        routing = Routing(sm.zeros(B, S, K, device_mesh=mesh, dtype=torch.int64), sm.ones(B, S, K, device_mesh=mesh))
+        routing = Routing(
+            sm.zeros(B, S, K, device_mesh=mesh, dtype=torch.int64),
+            sm.ones(B, S, K, device_mesh=mesh),
+        )
         moe(x, routing, lambda rows, p: rows.sum(0, keepdim=True) @ p, place(mesh, UP), axis="a")
 
-    with pytest.raises(ValueError, match=r"an expert returned \[1, 7\] for rows \[.*, 6\]; it must map \[n d\] -> \[n f\] for any n"):
+    with pytest.raises(
+        ValueError,
+        match=r"an expert returned \[1, 7\] for rows \[.*, 6\]; it must map \[n d\] -> \[n f\] for any n",
+    ):
         on_mesh((2,), program)
 
 
@@ -425,7 +547,9 @@ def test_invalid_expert_index_raises(capacity):
     """Found on one rank, raised on all."""
     experts = torch.zeros(B, S, K, dtype=torch.int64)
     experts[1, 4, 0], experts[2, 4, 1] = COUNT, -1
-    text = same_error((3,), lambda mesh: _call(mesh, experts=experts, capacity=capacity), ValueError, silent=False)
+    text = same_error(
+        (3,), lambda mesh: _call(mesh, experts=experts, capacity=capacity), ValueError, silent=False
+    )
     assert "(by rank: {2: 2}); choices are from 0 to 4" in text
 
 
@@ -435,9 +559,16 @@ def test_rows_are_sorted_before_the_host_waits_for_counts(monkeypatch):
     def program(mesh, capacity):
         x = sm.distribute_tensor(X, mesh, P("a"))
         routing = top_k_routing(x @ sm.distribute_tensor(ROUTER, mesh, P()), K)
-        params = {"up": sm.distribute_tensor(UP, mesh, P("a")), "down": sm.distribute_tensor(DOWN, mesh, P("a"))}
+        params = {
+            "up": sm.distribute_tensor(UP, mesh, P("a")),
+            "down": sm.distribute_tensor(DOWN, mesh, P("a")),
+        }
         with RecordedOperators("aten") as called:
-            monkeypatch.setattr(token_dispatch, "start_to_host", lambda counts: lambda: called.names.append("wait") or counts)
+            monkeypatch.setattr(
+                token_dispatch,
+                "start_to_host",
+                lambda counts: lambda: called.names.append("wait") or counts,
+            )
             moe(x, routing, expert, params, axis="a", capacity=capacity)
         return called.names[: called.names.index("wait")]
 

@@ -20,7 +20,11 @@ def model():
 
 
 def _torch_styles(made, mesh):
-    plan = {f"{i}.{name}": style for i in range(2) for name, style in (("up", ColwiseParallel()), ("down", RowwiseParallel()))}
+    plan = {
+        f"{i}.{name}": style
+        for i in range(2)
+        for name, style in (("up", ColwiseParallel()), ("down", RowwiseParallel()))
+    }
     return sm.compat.parallelize_module(made, mesh, plan)
 
 
@@ -64,14 +68,20 @@ def fresh_dynamo():
 
 @pytest.mark.one_in(7, each=["how", "styles"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize(("how", "order"), [("block.compile()", "before"), *((how, "after") for how in HOW)])
+@pytest.mark.parametrize(
+    ("how", "order"), [("block.compile()", "before"), *((how, "after") for how in HOW)]
+)
 @pytest.mark.parametrize("styles", [_torch_styles, _by_pattern])
 def test_gradients_equal_one_process(styles, how, order, backend):
     """`torch.compile(module)` beforehand would be another module, whose paths do not match the plan."""
 
     def main(mesh):
         made, plain = model(), model()
-        made = styles(HOW[how](made, backend), mesh) if order == "before" else HOW[how](styles(made, mesh), backend)
+        made = (
+            styles(HOW[how](made, backend), mesh)
+            if order == "before"
+            else HOW[how](styles(made, mesh), backend)
+        )
         x = torch.randn(4, 5, dtype=torch.float64)
         for _ in range(2):
             given = x if styles is _torch_styles else sm.device_put(x, mesh, P())

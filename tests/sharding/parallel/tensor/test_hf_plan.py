@@ -54,7 +54,9 @@ class _Model(nn.Module):
     def __init__(self, heads=3):
         super().__init__()
         self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
-        self.layers = nn.ModuleList(nn.ModuleDict({"attention": _Attention(heads), "experts": _Experts()}) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"attention": _Attention(heads), "experts": _Experts()}) for _ in range(2)
+        )
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -83,7 +85,11 @@ def test_model_with_its_own_plan(plan, tied):
 
     def program(mesh):
         model = made()
-        given = {"auto": "auto", "own": model._tp_plan, "mixed": {**model._tp_plan, "head": colwise(out=P())}}[plan]
+        given = {
+            "auto": "auto",
+            "own": model._tp_plan,
+            "mixed": {**model._tp_plan, "head": colwise(out=P())},
+        }[plan]
         parallelize(model, mesh, given)
         out = model(sm.device_put(IDS, mesh))
         assert out.spec == P(None, None, None)
@@ -96,8 +102,14 @@ def test_model_with_its_own_plan(plan, tied):
     reference(IDS).square().mean().backward()
     expected = {name: p.grad for name, p in reference.named_parameters()}
     specs = on_axes((2,), ("tp",), program)[0]
-    layer = {name.removeprefix("layers.0."): spec for name, spec in specs.items() if name.startswith("layers.0.")}
-    assert layer["attention.q_proj.weight"] == P("tp", None, sizes={"tp": (8, 4)})  # heads stay whole: two of three, and one
+    layer = {
+        name.removeprefix("layers.0."): spec
+        for name, spec in specs.items()
+        if name.startswith("layers.0.")
+    }
+    assert layer["attention.q_proj.weight"] == P(
+        "tp", None, sizes={"tp": (8, 4)}
+    )  # heads stay whole: two of three, and one
     assert layer["attention.o_proj.weight"] == P(None, "tp", sizes={"tp": (8, 4)})
     assert layer["attention.q_norm.weight"] == P(None)
     assert layer["experts.gate_up_proj"] == P(None, "tp", None)
@@ -106,7 +118,15 @@ def test_model_with_its_own_plan(plan, tied):
 
 
 @pytest.mark.parametrize(
-    "given", ["colwise_rep", "colwise_gather_output", "rowwise_rep", "rowwise_split_input", "replicate", "sequence_parallel"]
+    "given",
+    [
+        "colwise_rep",
+        "colwise_gather_output",
+        "rowwise_rep",
+        "rowwise_split_input",
+        "replicate",
+        "sequence_parallel",
+    ],
 )
 def test_strings_for_one_layer(given):
     def program(mesh):
@@ -115,7 +135,9 @@ def test_strings_for_one_layer(given):
         x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(2, 3, 4)
         expected = model(x)
         parallelize(model, mesh, {"0": given})
-        torch.testing.assert_close(model(sm.device_put(x, mesh)).full_tensor(), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            model(sm.device_put(x, mesh)).full_tensor(), expected, rtol=1e-12, atol=1e-12
+        )
 
     on_mesh((2,), program)
 
@@ -123,8 +145,16 @@ def test_strings_for_one_layer(given):
 @pytest.mark.parametrize(
     ("model", "plan", "text"),
     [
-        (_Model, {"head": "column"}, r"plan\['head'\] is 'column', which is unknown; write one of 'all_reduce', .*'colwise', "),
-        (_Model, {"layers.*.qproj": "colwise"}, r"'layers\.\*\.qproj' matches no module and no parameter; near it are"),
+        (
+            _Model,
+            {"head": "column"},
+            r"plan\['head'\] is 'column', which is unknown; write one of 'all_reduce', .*'colwise', ",
+        ),
+        (
+            _Model,
+            {"layers.*.qproj": "colwise"},
+            r"'layers\.\*\.qproj' matches no module and no parameter; near it are",
+        ),
         (_Model, "tp", "'auto' for the model's own, got 'tp'"),
         (lambda: nn.Linear(2, 2), "auto", r"Linear has no plan of its own \(tp_plan\)"),
     ],
@@ -135,4 +165,3 @@ def test_errors(model, plan, text):
             parallelize(model(), mesh, plan)
 
     on_mesh((2,), program)
-

@@ -45,14 +45,23 @@ class PlainAttention(nn.Module):
         self.q, self.k, self.v, self.o = (linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x):
-        q, k, v = (part(x).unflatten(-1, (-1, WIDTH // 4)).transpose(-2, -3) for part in (self.q, self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3).flatten(-2))
+        q, k, v = (
+            part(x).unflatten(-1, (-1, WIDTH // 4)).transpose(-2, -3)
+            for part in (self.q, self.k, self.v)
+        )
+        return self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3).flatten(-2)
+        )
 
 
 class PreNormLayer(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.norm, self.attention, self.mlp = nn.LayerNorm(WIDTH, dtype=torch.float64), PlainAttention(), GeluMLP(True, hidden)
+        self.norm, self.attention, self.mlp = (
+            nn.LayerNorm(WIDTH, dtype=torch.float64),
+            PlainAttention(),
+            GeluMLP(True, hidden),
+        )
 
     def forward(self, x):
         return self.mlp(x + self.attention(self.norm(x)))
@@ -62,7 +71,10 @@ class Transformer(nn.Module):
     def __init__(self, hidden: int = HIDDEN) -> None:
         super().__init__()
         self.embed = nn.Embedding(12, WIDTH, dtype=torch.float64)
-        self.layers, self.head = nn.ModuleList([PreNormLayer(hidden), PreNormLayer(hidden)]), linear(WIDTH, 12, bias=False)
+        self.layers, self.head = (
+            nn.ModuleList([PreNormLayer(hidden), PreNormLayer(hidden)]),
+            linear(WIDTH, 12, bias=False),
+        )
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -158,10 +170,14 @@ def test_calls_of_a_transformer():
 def test_prepared_input_shared_by_q_k_and_v():
     """A prepared input of the attention, as a ShardedTensor: the gradients of q, k and v are summed before they are reduced."""
     expected = step(seeded(Transformer), TOKENS.to(DEVICE))[2]
-    whole_input = sm.compat.PrepareModuleInput(input_layouts=sm.Replicate(), desired_input_layouts=sm.Replicate())
+    whole_input = sm.compat.PrepareModuleInput(
+        input_layouts=sm.Replicate(), desired_input_layouts=sm.Replicate()
+    )
 
     def program(mesh):
-        model = sm.compat.parallelize_module(seeded(Transformer), mesh, {**TRANSFORMER_PLAN, "layers.*.attention": whole_input})
+        model = sm.compat.parallelize_module(
+            seeded(Transformer), mesh, {**TRANSFORMER_PLAN, "layers.*.attention": whole_input}
+        )
         for _ in range(2):
             model.zero_grad()
             _, backward, found = step(model, TOKENS.to(DEVICE))
@@ -173,12 +189,23 @@ def test_prepared_input_shared_by_q_k_and_v():
 
 def beside_torch() -> None:
     """Compare with torch, with a hidden size that torch can shard too."""
-    mesh, theirs = sm.init_device_mesh(DEVICE, (4,), axis_names=("tp",)), init_device_mesh(DEVICE, (4,))
+    mesh, theirs = (
+        sm.init_device_mesh(DEVICE, (4,), axis_names=("tp",)),
+        init_device_mesh(DEVICE, (4,)),
+    )
     x = X.clone().requires_grad_()
-    for make, plan, given in ((lambda: blocks(hidden=12), PLAN, x), (lambda: Transformer(12), TRANSFORMER_PLAN, TOKENS)):
-        own, torchs = sm.compat.parallelize_module(seeded(make), mesh, plan), torch_parallel.parallelize_module(seeded(make), theirs, plan)
+    for make, plan, given in (
+        (lambda: blocks(hidden=12), PLAN, x),
+        (lambda: Transformer(12), TRANSFORMER_PLAN, TOKENS),
+    ):
+        own, torchs = (
+            sm.compat.parallelize_module(seeded(make), mesh, plan),
+            torch_parallel.parallelize_module(seeded(make), theirs, plan),
+        )
         for _ in range(2):
-            with warnings.catch_warnings(action="ignore"):  # of the hooks by which it follows modules
+            with warnings.catch_warnings(
+                action="ignore"
+            ):  # of the hooks by which it follows modules
                 with CommDebugMode() as forward:
                     loss = torchs(given).square().mean()
                 with CommDebugMode() as backward:
@@ -196,7 +223,10 @@ def test_accumulated_gradients():
     """Over three backward passes, with and without `accumulate_grads`: biases are not reduced either."""
 
     def total(model, accumulating):
-        with collectives() as records, sm.accumulate_grads() if accumulating else torch.enable_grad():
+        with (
+            collectives() as records,
+            sm.accumulate_grads() if accumulating else torch.enable_grad(),
+        ):
             for factor in (1.0, 2.0, 3.0):
                 model(X.to(DEVICE) * factor).square().mean().backward()
         return counted(records), {name: whole(p.grad) for name, p in model.named_parameters()}
@@ -213,7 +243,9 @@ def test_accumulated_gradients():
                 model.zero_grad()
                 counts, found = total(model, accumulating)
                 check_same(found, expected)
-            biases = {("all_reduce", 4 * WIDTH * 8 * 2 * 3 // 4): 1}  # in the block they are summed once, at its end
+            biases = {
+                ("all_reduce", 4 * WIDTH * 8 * 2 * 3 // 4): 1
+            }  # in the block they are summed once, at its end
             assert counts == {ACTIVATION: 3 * (4 + 3), **(biases if accumulating else {})}
 
     on_mesh((4,), program)
@@ -226,7 +258,11 @@ def test_second_derivatives():
         x = X.clone().to(DEVICE).requires_grad_()
         (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         first.square().sum().backward()
-        return first.detach(), x.grad, {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        return (
+            first.detach(),
+            x.grad,
+            {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None},
+        )
 
     expected = second(seeded(blocks))
 
@@ -258,7 +294,12 @@ def test_a_block_inside_a_block():
     )  # fmt: skip
 
     def program(mesh):
-        plan = {"*": style, "*.inner.up": COLUMNS(), "*.inner.down": ROWWISE(), "*.down": ROWWISE(input_layouts=Replicate())}
+        plan = {
+            "*": style,
+            "*.inner.up": COLUMNS(),
+            "*.inner.down": ROWWISE(),
+            "*.down": ROWWISE(input_layouts=Replicate()),
+        }
         model = sm.compat.parallelize_module(seeded(make), mesh, plan)
         for _ in range(2):
             model.zero_grad()

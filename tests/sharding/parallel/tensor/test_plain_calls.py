@@ -95,7 +95,9 @@ def on_fsdp_tp(shape: tuple[int, int], program: Any) -> list[Any]:
     return sm.simulate(shape[0] * shape[1])(rank)()
 
 
-@pytest.mark.parametrize("plan", [PLAN, WHOLE_LOGITS, SPLIT_LOGITS], ids=["no head", "whole", "split"])
+@pytest.mark.parametrize(
+    "plan", [PLAN, WHOLE_LOGITS, SPLIT_LOGITS], ids=["no head", "whole", "split"]
+)
 @pytest.mark.parametrize("loss_of", [cross_entropy, distillation, masked_mse])
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 3)])
 def test_a_loss_outside_of_the_model_equals_one_process(plan, loss_of, shape) -> None:

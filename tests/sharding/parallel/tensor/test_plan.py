@@ -12,13 +12,25 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.parallel.tensor.plan import parallelize
-from shardmesh.sharding.parallel.tensor.styles import colwise, prepare_inputs, prepare_outputs, rowwise, shard_params
+from shardmesh.sharding.parallel.tensor.styles import (
+    colwise,
+    prepare_inputs,
+    prepare_outputs,
+    rowwise,
+    shard_params,
+)
 from tests.device import DEVICE
 from tests.sharding.parallel.models import Config, gpt, loss_of, tokens
 from tests.sharding.parallel.plans import SPLIT, check_equal, expected, megatron, on_axes, step_on
 from tests.sharding.ranks import collectives, launched, on_mesh
 
-UNEVEN = {"heads": 10, "head_dim": 4, "d": 40, "f": 250, "vocabulary": 30}  # over 4 ranks: 3 3 3 1 heads, 63 63 63 61 features
+UNEVEN = {
+    "heads": 10,
+    "head_dim": 4,
+    "d": 40,
+    "f": 250,
+    "vocabulary": 30,
+}  # over 4 ranks: 3 3 3 1 heads, 63 63 63 61 features
 
 
 CONFIGS = {
@@ -46,7 +58,10 @@ def test_a_step_equals_one_process(name, stream):
     on_axes((4,), ("tp",), program)
 
 
-@pytest.mark.parametrize(("shape", "names"), [((2, 2), ("fsdp", "tp")), ((2, 1, 2), ("dp", "fsdp", "tp")), ((2, 2), ("tp", "dp"))])
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [((2, 2), ("fsdp", "tp")), ((2, 1, 2), ("dp", "fsdp", "tp")), ((2, 2), ("tp", "dp"))],
+)
 def test_with_a_sharded_batch(shape, names):
     """Styles do not affect other axes: parameters are replicated along them, and activations stay sharded."""
     config = Config(layers=1, **UNEVEN)
@@ -129,14 +144,18 @@ def test_calls_and_bytes_of_sequence_parallelism():
         assert {r.bytes_received for r in large} == {activation}
 
 
-@pytest.mark.parametrize(("head", "count"), [(colwise(out=P()), 1), (colwise(), 6)], ids=["whole logits", "split logits"])
+@pytest.mark.parametrize(
+    ("head", "count"), [(colwise(out=P()), 1), (colwise(), 6)], ids=["whole logits", "split logits"]
+)
 def test_all_reduces_of_a_step(head, count):
     """With AdamW and 4 layers: the gradients of all 9 norms are reduced once, together, and that is all. A loss over split classes adds
     5, of a number for each token. (DTensor takes 57: it leaves each norm's gradient pending, and AdamW reduces it three times.)"""
     config, b, s, n = Config(layers=4), 4, 8, 4
 
     def program(mesh):
-        model = parallelize(gpt(config), mesh, megatron(config, SPLIT) | {"lm_head": head}, src_data_rank=None)
+        model = parallelize(
+            gpt(config), mesh, megatron(config, SPLIT) | {"lm_head": head}, src_data_rank=None
+        )
         optimizer = torch.optim.AdamW(model.parameters())
         with collectives() as records:
             step_on(mesh, model, b, s)
@@ -155,7 +174,9 @@ def test_vocabulary_parallel_embedding_and_loss_do_not_move_logits():
 
     def program(mesh, vocabulary):
         config = Config(layers=0, vocabulary=vocabulary)
-        model = parallelize(gpt(config), mesh, {"embed_tokens": rowwise(), "lm_head": colwise()}, src_data_rank=None)
+        model = parallelize(
+            gpt(config), mesh, {"embed_tokens": rowwise(), "lm_head": colwise()}, src_data_rank=None
+        )
         with sm.debug.comm_budget() as used:
             step_on(mesh, model)
         assert model.lm_head.weight.grad.spec == P("tp", None)
@@ -174,9 +195,16 @@ def test_inputs_of_a_module_are_redistributed_together():
     def program(mesh):
         plan = {"": [prepare_inputs(P(), P(), scale=P()), prepare_outputs(P("tp"))]}
         model = parallelize(Sum(), mesh, plan)
-        x, y = (sm.device_put(torch.arange(8.0) + i, mesh, P("tp"), src_data_rank=None) for i in range(2))
+        x, y = (
+            sm.device_put(torch.arange(8.0) + i, mesh, P("tp"), src_data_rank=None)
+            for i in range(2)
+        )
         with collectives() as records:
-            out = model(x, y=y, scale=sm.device_put(torch.full((8,), 2.0), mesh, P("tp"), src_data_rank=None))
+            out = model(
+                x,
+                y=y,
+                scale=sm.device_put(torch.full((8,), 2.0), mesh, P("tp"), src_data_rank=None),
+            )
         assert launched(records) == ["all_gather"]
         assert out.spec == P("tp")
         assert torch.equal(out.full_tensor(), (2 * torch.arange(8.0) + 1) * 2)
@@ -249,11 +277,21 @@ def test_parameters_by_pattern():
             self.w_qkv, self.w_out, self.scale = (nn.Parameter(torch.ones(6, 6)) for _ in range(3))
 
         def forward(self, x):
-            return nn.functional.linear(nn.functional.linear(x, self.w_qkv) * self.scale[0], self.w_out)
+            return nn.functional.linear(
+                nn.functional.linear(x, self.w_qkv) * self.scale[0], self.w_out
+            )
 
     def program(mesh):
         model = nn.Sequential(Packed(), Packed())
-        parallelize(model, mesh, {"*.w_qkv": P("tp", None), "*.w_out": shard_params(sm.Shard(1)), "": prepare_outputs(P())})
+        parallelize(
+            model,
+            mesh,
+            {
+                "*.w_qkv": P("tp", None),
+                "*.w_out": shard_params(sm.Shard(1)),
+                "": prepare_outputs(P()),
+            },
+        )
         assert model[1].w_qkv.spec == P("tp", None)
         assert model[1].w_out.spec == P(None, "tp")
         assert model[1].scale.spec == P(None, None)
@@ -281,7 +319,9 @@ def test_one_axis_after_another():
 
     def program(mesh):
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-        parallelize(model, mesh, {"0": colwise(axis="tp"), "1": rowwise(axis="tp")}, src_data_rank=None)
+        parallelize(
+            model, mesh, {"0": colwise(axis="tp"), "1": rowwise(axis="tp")}, src_data_rank=None
+        )
         parallelize(model, mesh, {"1": colwise(axis="cp", out=P())}, src_data_rank=None)
         assert model[0].weight.spec == P("tp", None)
         assert model[1].weight.spec == P("cp", "tp")
@@ -307,7 +347,11 @@ def test_copies_and_state():
 def test_repr_shows_layouts_of_activations():
     def program(mesh):
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4, bias=False))
-        parallelize(model, mesh, {"0": colwise(), "1": prepare_inputs(P(None, "tp")), "2": rowwise(out=P("tp"))})
+        parallelize(
+            model,
+            mesh,
+            {"0": colwise(), "1": prepare_inputs(P(None, "tp")), "2": rowwise(out=P("tp"))},
+        )
         return repr(model)
 
     assert on_axes((2,), ("tp",), program)[0] == (
@@ -343,7 +387,9 @@ def test_a_plain_input_on_one_axis_is_a_part():
         assert launched(records) == ["all_reduce"]
         assert torch.equal(out.full_tensor(), x @ weight.t())
         for where, given in [(P(), x), (P("a"), x[mesh.world.rank : mesh.world.rank + 1])]:
-            again = parallelize(copy.deepcopy(plain), mesh, {"": rowwise(in_=where)}, src_data_rank=None)
+            again = parallelize(
+                copy.deepcopy(plain), mesh, {"": rowwise(in_=where)}, src_data_rank=None
+            )
             assert torch.equal(again(given).full_tensor(), x @ weight.t())
 
     on_mesh((2,), program)

@@ -66,7 +66,9 @@ def test_conflicting_patterns_for_a_parameter_raise():
 
 def test_agreeing_patterns_for_a_parameter_are_accepted():
     def program(mesh):
-        model = parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": colwise(), "0.weight": P("tp")})
+        model = parallelize(
+            nn.Sequential(nn.Linear(4, 4)), mesh, {"0": colwise(), "0.weight": P("tp")}
+        )
         assert model[0].weight.spec == P("tp", None)
 
     on_axes((2,), ("tp",), program)
@@ -79,7 +81,10 @@ def test_conflicting_layouts_of_a_tied_parameter_raise():
 
 def test_conflicting_patterns_for_inputs_raise():
     text = refused({"*.q_proj": colwise(), "*_proj": prepare_inputs(P())})
-    assert "colwise() of plan['*.q_proj'] and prepare_inputs(P()) of plan['*_proj'] both give layouts for its inputs" in text
+    assert (
+        "colwise() of plan['*.q_proj'] and prepare_inputs(P()) of plan['*_proj'] both give layouts for its inputs"
+        in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,15 +111,27 @@ def test_conflicting_patterns_for_inputs_raise():
             ValueError,
             "is for axis 'cp'; DeviceMesh(cpu, fsdp=2, tp=2) has 'fsdp', 'tp'",
         ),
-        ({"*.mlp": colwise()}, ValueError, "of the parameters of SwiGLU (none) have those is not known"),
+        (
+            {"*.mlp": colwise()},
+            ValueError,
+            "of the parameters of SwiGLU (none) have those is not known",
+        ),
         ({"*.mlp": shard_params({"w": P()})}, ValueError, "SwiGLU has no parameter or buffer 'w'"),
-        ({"*.q_proj": colwise(units=3)}, ValueError, "units=3 does not divide the 16 features of weight"),
+        (
+            {"*.q_proj": colwise(units=3)},
+            ValueError,
+            "units=3 does not divide the 16 features of weight",
+        ),
         (
             {"*.q_proj": prepare_inputs(hidden=P())},
             ValueError,
             "has a layout for the argument 'hidden', but forward takes 'input'",
         ),
-        ({"*.q_proj": prepare_inputs(P(), P())}, ValueError, "has layouts for 2 arguments, but forward takes 1: input"),
+        (
+            {"*.q_proj": prepare_inputs(P(), P())},
+            ValueError,
+            "has layouts for 2 arguments, but forward takes 1: input",
+        ),
         (
             {"*.q_proj": shard_params({"weight": P(None, None, "tp")})},
             ValueError,
@@ -143,12 +160,17 @@ def test_missing_axis_raises():
 
 
 def test_invalid_mesh_raises():
-    with pytest.raises(TypeError, match=r"device_mesh must be a DeviceMesh, as sm\.init_device_mesh makes it, got 'tp'"):
+    with pytest.raises(
+        TypeError,
+        match=r"device_mesh must be a DeviceMesh, as sm\.init_device_mesh makes it, got 'tp'",
+    ):
         parallelize(nn.Linear(4, 4), "tp", {"": colwise()})
 
 
 def test_a_lazy_module():
-    assert "has no shape before the first call" in refused({"": colwise()}, model=lambda: nn.LazyLinear(4))
+    assert "has no shape before the first call" in refused(
+        {"": colwise()}, model=lambda: nn.LazyLinear(4)
+    )
 
 
 def test_parameters_on_another_mesh_raise():
@@ -161,18 +183,34 @@ def test_parameters_on_another_mesh_raise():
 
 def test_a_plain_input_on_a_larger_mesh():
     def program(mesh):
-        model = parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": colwise(axis="b")}, src_data_rank=None)
+        model = parallelize(
+            nn.Sequential(nn.Linear(4, 4)), mesh, {"0": colwise(axis="b")}, src_data_rank=None
+        )
         model(torch.ones(2, 4))
 
     text = same_error((2, 2), program, TypeError)
-    assert "'0': colwise(axis='b') of plan['0']: argument 0 is a plain tensor [2, 4], and along 'a'" in text
-    assert "sm.device_put(x, mesh, P('a')) for the whole tensor, sm.from_local(x, mesh, P('a'))" in text
+    assert (
+        "'0': colwise(axis='b') of plan['0']: argument 0 is a plain tensor [2, 4], and along 'a'"
+        in text
+    )
+    assert (
+        "sm.device_put(x, mesh, P('a')) for the whole tensor, sm.from_local(x, mesh, P('a'))"
+        in text
+    )
 
 
 def test_incompatible_activations_raise():
     def program(mesh):
-        model = parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": colwise(out=P(None, None, None, "a"))}, src_data_rank=None)
+        model = parallelize(
+            nn.Sequential(nn.Linear(4, 4)),
+            mesh,
+            {"0": colwise(out=P(None, None, None, "a"))},
+            src_data_rank=None,
+        )
         model(sm.device_put(torch.ones(2, 4), mesh, src_data_rank=None))
 
     text = same_error((2,), program, ValueError)
-    assert "the output is f32[2, 4] @ P(None, 'a') on (a=2) and cannot become P(None, None, None, 'a')" in text
+    assert (
+        "the output is f32[2, 4] @ P(None, 'a') on (a=2) and cannot become P(None, None, None, 'a')"
+        in text
+    )

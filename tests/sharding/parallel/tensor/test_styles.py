@@ -30,7 +30,9 @@ from tests.sharding.strategies import specs
 
 
 def f64(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu").to(DEVICE)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu"
+    ).to(DEVICE)
 
 
 class Conv1D(nn.Module):
@@ -38,7 +40,10 @@ class Conv1D(nn.Module):
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(inputs, outputs)), nn.Parameter(torch.zeros(outputs))
+        self.weight, self.bias = (
+            nn.Parameter(torch.ones(inputs, outputs)),
+            nn.Parameter(torch.zeros(outputs)),
+        )
 
     def forward(self, x):
         return x @ self.weight + self.bias
@@ -48,17 +53,53 @@ ROWS, COLUMNS, BIAS = P("a", None), P(None, "a"), P("a")
 
 KINDS = [
     (lambda: nn.Linear(6, 7), (5, 6), colwise(), {"weight": ROWS, "bias": BIAS}, []),
-    (lambda: nn.Linear(7, 5), (2, 3, 7), rowwise(), {"weight": COLUMNS, "bias": P(None)}, ["all_reduce"]),
-    (lambda: nn.Linear(8, 5, bias=False), (4, 8), rowwise(out=P("a")), {"weight": COLUMNS}, ["reduce_scatter"]),
+    (
+        lambda: nn.Linear(7, 5),
+        (2, 3, 7),
+        rowwise(),
+        {"weight": COLUMNS, "bias": P(None)},
+        ["all_reduce"],
+    ),
+    (
+        lambda: nn.Linear(8, 5, bias=False),
+        (4, 8),
+        rowwise(out=P("a")),
+        {"weight": COLUMNS},
+        ["reduce_scatter"],
+    ),
     (lambda: nn.Linear(8, 6), (5, 8), rowwise(units=4), {"weight": COLUMNS}, ["all_reduce"]),
-    (lambda: nn.Linear(8, 6), (5, 8), rowwise(out=Shard(-1)), {"weight": COLUMNS}, ["reduce_scatter"]),
+    (
+        lambda: nn.Linear(8, 6),
+        (5, 8),
+        rowwise(out=Shard(-1)),
+        {"weight": COLUMNS},
+        ["reduce_scatter"],
+    ),
     (lambda: nn.Embedding(7, 6), 7, colwise(), {"weight": COLUMNS}, []),
     (lambda: nn.Embedding(7, 6), 7, rowwise(), {"weight": ROWS}, ["all_reduce"]),
-    (lambda: nn.Conv1d(3, 5, 2), (2, 3, 6), colwise(), {"weight": P("a", None, None), "bias": BIAS}, []),
-    (lambda: nn.Conv2d(4, 5, 2), (2, 4, 6, 6), rowwise(), {"weight": P(None, "a", None, None), "bias": P(None)}, ["all_reduce"]),
+    (
+        lambda: nn.Conv1d(3, 5, 2),
+        (2, 3, 6),
+        colwise(),
+        {"weight": P("a", None, None), "bias": BIAS},
+        [],
+    ),
+    (
+        lambda: nn.Conv2d(4, 5, 2),
+        (2, 4, 6, 6),
+        rowwise(),
+        {"weight": P(None, "a", None, None), "bias": P(None)},
+        ["all_reduce"],
+    ),
     (lambda: Conv1D(7, 6), (5, 6), colwise(), {"weight": COLUMNS, "bias": BIAS}, []),
     (lambda: Conv1D(5, 7), (4, 7), rowwise(), {"weight": ROWS, "bias": P(None)}, ["all_reduce"]),
-    (lambda: nn.LayerNorm(6), (4, 7, 6), sequence_parallel(), {"weight": P(None), "bias": P(None)}, []),
+    (
+        lambda: nn.LayerNorm(6),
+        (4, 7, 6),
+        sequence_parallel(),
+        {"weight": P(None), "bias": P(None)},
+        [],
+    ),
 ]
 
 
@@ -102,7 +143,9 @@ def test_bilinear():
         module.load_state_dict(pickle.loads(state))
         parallelize(module, mesh, {"": colwise()}, src_data_rank=None)
         assert module.weight.spec == P("a", None, None)
-        torch.testing.assert_close(module(place(mesh, f64(2, 3)), place(mesh, f64(2, 4))).full_tensor(), expected)
+        torch.testing.assert_close(
+            module(place(mesh, f64(2, 3)), place(mesh, f64(2, 4))).full_tensor(), expected
+        )
 
     on_mesh((2,), program)
 
@@ -148,15 +191,26 @@ def test_unknown_module_raises(style):
 
 
 def test_modules_that_cannot_be_sharded_by_inputs_raise():
-    text = same_error((2,), lambda mesh: parallelize(nn.Bilinear(3, 4, 5), mesh, {"": rowwise()}), ValueError)
-    assert "rowwise() of plan[''] splits a module by its inputs, but which dims of the parameters of Bilinear" in text
-    assert "not known" in same_error((2,), lambda mesh: parallelize(nn.Conv1d(4, 4, 1, groups=2), mesh, {"": colwise()}), ValueError)
+    text = same_error(
+        (2,), lambda mesh: parallelize(nn.Bilinear(3, 4, 5), mesh, {"": rowwise()}), ValueError
+    )
+    assert (
+        "rowwise() of plan[''] splits a module by its inputs, but which dims of the parameters of Bilinear"
+        in text
+    )
+    assert "not known" in same_error(
+        (2,),
+        lambda mesh: parallelize(nn.Conv1d(4, 4, 1, groups=2), mesh, {"": colwise()}),
+        ValueError,
+    )
 
 
 def test_shard_params_sets_layouts_of_parameters_and_activations():
     def program(mesh):
         module = nn.MultiheadAttention(4, 2, batch_first=True).double()
-        style = shard_params({"in_proj_weight": ROWS, "in_proj_bias": Shard(0)}, in_=P(), out=P("a"))
+        style = shard_params(
+            {"in_proj_weight": ROWS, "in_proj_bias": Shard(0)}, in_=P(), out=P("a")
+        )
         parallelize(module, mesh, {"": style}, src_data_rank=None)
         assert module.in_proj_weight.spec == ROWS
         assert module.in_proj_bias.spec == BIAS
@@ -181,7 +235,9 @@ class Three(nn.Module):
 def test_inputs_and_outputs_of_every_kind():
     def program(mesh):
         x, y, z = (place(mesh, f64(4, 4) + i) for i in range(3))
-        plan = {"": [prepare_inputs(ROWS, None, scale=Replicate()), prepare_outputs(None, Shard(1))]}
+        plan = {
+            "": [prepare_inputs(ROWS, None, scale=Replicate()), prepare_outputs(None, Shard(1))]
+        }
         module = parallelize(Three(), mesh, plan)
         first, (pair, scale) = module(x, (y, "text"), z.redistribute(COLUMNS))
         assert first.spec == ROWS
@@ -215,15 +271,19 @@ def test_wrong_number_of_results_raises():
         parallelize(nn.Identity(), mesh, {"": prepare_outputs(P(), P())})(1)
 
     text = same_error((2,), program, ValueError)
-    assert text == "the module itself: prepare_outputs(P(), P(), P()) of plan[''] has layouts for 3 outputs, but the module " + (
-        "returned 2 of them; give one for each, or one for all"
+    assert (
+        text
+        == "the module itself: prepare_outputs(P(), P(), P()) of plan[''] has layouts for 3 outputs, but the module "
+        + ("returned 2 of them; give one for each, or one for all")
     )
     assert "returned one int; give" in same_error((2,), alone, ValueError)
 
 
 def test_activations_already_in_the_layout_are_returned_unchanged():
     def program(mesh):
-        module = parallelize(nn.Identity(), mesh, {"": [prepare_inputs(ROWS), prepare_outputs(ROWS)]})
+        module = parallelize(
+            nn.Identity(), mesh, {"": [prepare_inputs(ROWS), prepare_outputs(ROWS)]}
+        )
         x = place(mesh, f64(4, 4), Shard(0))
         assert module(x) is x
         assert module(x) is x  # the second time it is known
@@ -236,7 +296,10 @@ def test_input_on_a_mesh_without_the_axis_raises():
         module = parallelize(nn.Identity(), mesh, {"": prepare_inputs(P("b"), axis="b")})
         module(place(mesh["a"], f64(4)))
 
-    assert "argument 0 is f64[4] @ P(None) on (a=2), on a mesh without the axis 'b'; place it on" in same_error((2, 2), program, ValueError)
+    assert (
+        "argument 0 is f64[4] @ P(None) on (a=2), on a mesh without the axis 'b'; place it on"
+        in same_error((2, 2), program, ValueError)
+    )
 
 
 def test_plain_tensor_uses_the_mesh_of_the_parameters():
@@ -245,7 +308,11 @@ def test_plain_tensor_uses_the_mesh_of_the_parameters():
     def program(mesh):
         module = parallelize(nn.Linear(4, 4), mesh, {"": colwise(axis="b")}, src_data_rank=None)
         for name, whole in [("weight", f64(4, 4)), ("bias", f64(4))]:
-            setattr(module, name, nn.Parameter(sm.device_put(whole, mesh["b"], P("b"), src_data_rank=None)))
+            setattr(
+                module,
+                name,
+                nn.Parameter(sm.device_put(whole, mesh["b"], P("b"), src_data_rank=None)),
+            )
         out = module(f64(2, 4))
         assert out.mesh is mesh["b"]
         assert out.spec == P(None, "b")
@@ -268,15 +335,22 @@ def test_custom_style():
 
 def test_repr_of_styles():
     assert repr(colwise()) == "colwise()"
-    assert repr(rowwise(out=P(None, "tp", None), units=4)) == "rowwise(out=P(None, 'tp', None), units=4)"
+    assert (
+        repr(rowwise(out=P(None, "tp", None), units=4))
+        == "rowwise(out=P(None, 'tp', None), units=4)"
+    )
     assert repr(sequence_parallel(2, out=P())) == "sequence_parallel(dim=2, out=P())"
     assert repr(shard_params({"w": P("tp")})) == "shard_params(specs={'w': P('tp')})"
-    assert repr(prepare_inputs(P(), None, mask=Shard(0))) == "prepare_inputs(P(), None, mask=Shard(0))"
+    assert (
+        repr(prepare_inputs(P(), None, mask=Shard(0))) == "prepare_inputs(P(), None, mask=Shard(0))"
+    )
     assert repr(prepare_outputs(P())) == "prepare_outputs(P())"
 
 
 def test_invalid_spec_raises():
-    with pytest.raises(TypeError, match=r"inputs: expected P\(...\), Shard\(dim\), Replicate\(\) or None, got 'tp'"):
+    with pytest.raises(
+        TypeError, match=r"inputs: expected P\(...\), Shard\(dim\), Replicate\(\) or None, got 'tp'"
+    ):
         prepare_inputs("tp")
     with pytest.raises(TypeError, match="give one P"):
         prepare_outputs()
@@ -297,10 +371,22 @@ MESH = sm.AbstractMesh((2, 3, 2), ("a", "b", "c"))
         (P("a"), P("b"), P(("a", "b"), None, None)),  # the axis of the style is the minor one
         (P(("b", "a")), P("b"), P(("b", "a"), None, None)),  # the same axes: their order stays
         (P(("b", "a")), P(None, "b"), P("a", "b", None)),
-        (P("a", "c"), P(None, None, ("b", "c")), P("a", None, ("b", "c"))),  # a spec may name further axes
+        (
+            P("a", "c"),
+            P(None, None, ("b", "c")),
+            P("a", None, ("b", "c")),
+        ),  # a spec may name further axes
         (P("a", sizes={"a": (1, 11)}), P(None, "b"), P("a", "b", None, sizes={"a": (1, 11)})),
-        (P(("a", "b"), sizes={("a", "b"): (1, 2, 3, 4, 2, 0)}), P(), P("a", None, None, sizes={"a": (6, 6)})),
-        (P(("b", "a"), sizes={("b", "a"): (1, 2, 3, 4, 2, 0)}), P(), P("a", None, None, sizes={"a": (6, 6)})),
+        (
+            P(("a", "b"), sizes={("a", "b"): (1, 2, 3, 4, 2, 0)}),
+            P(),
+            P("a", None, None, sizes={"a": (6, 6)}),
+        ),
+        (
+            P(("b", "a"), sizes={("b", "a"): (1, 2, 3, 4, 2, 0)}),
+            P(),
+            P("a", None, None, sizes={"a": (6, 6)}),
+        ),
         (P("a"), Shard(-1, sizes=(12, 0, 0)), P("a", None, "b", sizes={"b": (12, 0, 0)})),
     ],
 )

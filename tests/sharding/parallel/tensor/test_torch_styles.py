@@ -65,7 +65,10 @@ def sequence_parallel(styles, shard, replicate):
     }
 
 
-OURS, TORCHS = (ours, Shard, Replicate), (torch_parallel, torch_tensor.Shard, torch_tensor.Replicate)
+OURS, TORCHS = (
+    (ours, Shard, Replicate),
+    (torch_parallel, torch_tensor.Shard, torch_tensor.Replicate),
+)
 
 
 def step(model, tokens):
@@ -91,7 +94,9 @@ def test_plain_tensors_in_and_out(make, names):
         found = parallelize_module(model(), mesh, make(*names))
         named = {name for name, p in found.named_parameters() if isinstance(p, sm.ShardedTensor)}
         norms = {f"layers.{i}.norm.{name}" for i in range(2) for name in ("weight", "bias")}
-        assert set(dict(found.named_parameters())) - named == (norms if make is tensor_parallel else set())
+        assert set(dict(found.named_parameters())) - named == (
+            norms if make is tensor_parallel else set()
+        )
         assert type(found(TOKENS.to(DEVICE))) is torch.Tensor
         check_same(step(found, TOKENS.to(DEVICE)), expected)
 
@@ -103,14 +108,22 @@ def test_uneven_sequences():
     expected = step(model(), TOKENS[:, :7].to(DEVICE))
 
     def program(mesh):
-        check_same(step(parallelize_module(model(), mesh, sequence_parallel(*TORCHS)), TOKENS[:, :7].to(DEVICE)), expected)
+        check_same(
+            step(
+                parallelize_module(model(), mesh, sequence_parallel(*TORCHS)),
+                TOKENS[:, :7].to(DEVICE),
+            ),
+            expected,
+        )
 
     on_mesh((4,), program)
 
 
 def beside_torch() -> None:
     """Apply the same plan by torch's function and by ours, in one process group."""
-    theirs = torch_parallel.parallelize_module(model(), torch_tensor.init_device_mesh(DEVICE, (4,)), sequence_parallel(*TORCHS))
+    theirs = torch_parallel.parallelize_module(
+        model(), torch_tensor.init_device_mesh(DEVICE, (4,)), sequence_parallel(*TORCHS)
+    )
     mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("tp",))
     own = parallelize_module(model(), mesh, sequence_parallel(*TORCHS))
     check_same(step(own, TOKENS.to(DEVICE)), step(theirs, TOKENS.to(DEVICE)))
@@ -183,7 +196,9 @@ def test_prepare_module_output(names):
     styles, shard, replicate = names
 
     def program(mesh):
-        style = styles.PrepareModuleOutput(output_layouts=(shard(0), None), desired_output_layouts=(replicate(), None))
+        style = styles.PrepareModuleOutput(
+            output_layouts=(shard(0), None), desired_output_layouts=(replicate(), None)
+        )
         module = parallelize_module(RecordsArguments(), mesh, style)
         x, y = module(torch.full((mesh.world.rank + 1, 2), float(mesh.world.rank)).flip(0)[:1], 5)
         assert y == 5
@@ -215,7 +230,10 @@ def test_prepare_module_input_output(names):
 
 def test_sequence_parallel_on_another_dim():
     def program(mesh):
-        for style in (ours.SequenceParallel(sequence_dim=0, use_local_output=True), torch_parallel.SequenceParallel(sequence_dim=0)):
+        for style in (
+            ours.SequenceParallel(sequence_dim=0, use_local_output=True),
+            torch_parallel.SequenceParallel(sequence_dim=0),
+        ):
             module = parallelize_module(nn.LayerNorm(4), mesh, style)
             assert module.weight.is_fully_replicated
             out = module(torch.randn(1 + mesh.world.rank, 4).flip(0)[:1])
@@ -233,7 +251,10 @@ def test_torch_styles_in_a_plan_of_ours_on_a_larger_mesh():
     expected = step(model(), TOKENS.to(DEVICE))
 
     def program(mesh):
-        mesh, plan = sm.DeviceMesh(DEVICE, mesh.ranks, axis_names=("dp", "tp")), tensor_parallel(*TORCHS)
+        mesh, plan = (
+            sm.DeviceMesh(DEVICE, mesh.ranks, axis_names=("dp", "tp")),
+            tensor_parallel(*TORCHS),
+        )
         for style in plan.values():
             style.use_local_output = False
         found = parallelize(model(), mesh, plan, src_data_rank=None)
@@ -248,7 +269,9 @@ def test_patterns_match_part_by_part():
 
     def program(mesh):
         assert "near it are" in refused(parallelize_module, mesh, {"*.up": ours.ColwiseParallel()})
-        found = parallelize_module(copy.deepcopy(model()), mesh, {"layers.[01].up": ours.ColwiseParallel()})
+        found = parallelize_module(
+            copy.deepcopy(model()), mesh, {"layers.[01].up": ours.ColwiseParallel()}
+        )
         assert found.layers[1].up.weight.spec == P("a", None)
 
     def refused(function, mesh, plan):
@@ -282,12 +305,22 @@ def test_unsupported_torch_style_raises():
 
 
 def test_wrong_number_of_layouts_raises():
-    with pytest.raises(ValueError, match="input_layouts has 2 placements and desired_input_layouts 1"):
+    with pytest.raises(
+        ValueError, match="input_layouts has 2 placements and desired_input_layouts 1"
+    ):
         ours.PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=Shard(0))
-    with pytest.raises(ValueError, match=r"input_kwarg_layouts has \['x'\], desired_input_kwarg_layouts \['y'\]"):
-        ours.PrepareModuleInput(input_kwarg_layouts={"x": Shard(0)}, desired_input_kwarg_layouts={"y": Shard(0)})
-    with pytest.raises(ValueError, match="output_layouts has 1 placements and desired_output_layouts 2"):
-        ours.PrepareModuleInputOutput(output_layouts=Shard(0), desired_output_layouts=(Shard(0), Shard(0)))
+    with pytest.raises(
+        ValueError, match=r"input_kwarg_layouts has \['x'\], desired_input_kwarg_layouts \['y'\]"
+    ):
+        ours.PrepareModuleInput(
+            input_kwarg_layouts={"x": Shard(0)}, desired_input_kwarg_layouts={"y": Shard(0)}
+        )
+    with pytest.raises(
+        ValueError, match="output_layouts has 1 placements and desired_output_layouts 2"
+    ):
+        ours.PrepareModuleInputOutput(
+            output_layouts=Shard(0), desired_output_layouts=(Shard(0), Shard(0))
+        )
 
 
 def test_no_plan():
@@ -301,5 +334,12 @@ def test_no_plan():
 
 
 def test_style_for_an_unsupported_module_raises():
-    text = same_error((2,), lambda mesh: parallelize_module(nn.LayerNorm(4), mesh, ours.RowwiseParallel()), ValueError)
-    assert "which dims of the parameters of LayerNorm (weight [4], bias [4]) have those is not known" in text
+    text = same_error(
+        (2,),
+        lambda mesh: parallelize_module(nn.LayerNorm(4), mesh, ours.RowwiseParallel()),
+        ValueError,
+    )
+    assert (
+        "which dims of the parameters of LayerNorm (weight [4], bias [4]) have those is not known"
+        in text
+    )

@@ -17,7 +17,12 @@ from shardmesh.sharding.redistribute.plan.candidates import candidates
 from shardmesh.sharding.redistribute.plan.intermediate_layouts import without_trivial_axes
 from shardmesh.sharding.redistribute.plan.planner import as_all_to_all
 from shardmesh.sharding.redistribute.plan.steps import Plan, Step
-from shardmesh.sharding.redistribute.plan.traffic import bytes_sent, most_received, plan_bytes_received, traffic
+from shardmesh.sharding.redistribute.plan.traffic import (
+    bytes_sent,
+    most_received,
+    plan_bytes_received,
+    traffic,
+)
 from tests.device import DEVICE
 from tests.sharding import reference
 from tests.sharding.ranks import AXES, collectives, on_mesh
@@ -54,7 +59,9 @@ def all_candidates(mesh, move, topology, rounds=1):
 def _in_rounds(steps, rounds):
     def cut(step: Step) -> Step:
         can = step.op in ("all_to_all_v", "all_to_all_reduce", "hierarchical_all_to_all_v")
-        return Step(step.op, step.axes, step.src, step.dst, step.kind, rounds if can else 1, step.topology)
+        return Step(
+            step.op, step.axes, step.src, step.dst, step.kind, rounds if can else 1, step.topology
+        )
 
     return tuple(map(cut, steps))
 
@@ -74,8 +81,12 @@ def test_every_candidate_is_correct_and_moves_the_predicted_bytes(case, rounds):
             with collectives() as records:
                 moved = Executor([way])(local)
             assert torch.equal(local, kept), "the source was written"
-            assert sum(r.bytes_received for r in records) == plan_bytes_received(way, mesh.coordinate), way
-            assert sum(r.bytes_sent for r in records) == sum(bytes_sent(s, mesh.coordinate) for s in steps), way
+            assert sum(r.bytes_received for r in records) == plan_bytes_received(
+                way, mesh.coordinate
+            ), way
+            assert sum(r.bytes_sent for r in records) == sum(
+                bytes_sent(s, mesh.coordinate) for s in steps
+            ), way
             assert len(records) <= way.launches
             assert moved.shape == dst.local_shape
             whole = redistribute_local(moved, dst, dst.replicated)
@@ -93,13 +104,17 @@ def test_ranks_of_a_mesh_in_any_order(case, random):
     random.shuffle(ranks)
 
     def program(_):
-        mesh = sm.DeviceMesh(DEVICE, torch.tensor(ranks).view(move[0]), axis_names=AXES[: len(move[0])])
+        mesh = sm.DeviceMesh(
+            DEVICE, torch.tensor(ranks).view(move[0]), axis_names=AXES[: len(move[0])]
+        )
         src, dst, found = all_candidates(mesh, move, topology)
         parts = reference.contributions(mesh, src.spec, move[1])
         for steps in found:
             moved = Executor([Plan(src, dst, steps, topology)])(reference.local_part(parts, src))
             whole = redistribute_local(moved, dst, dst.replicated)
-            torch.testing.assert_close(whole, reference.value(parts, src.spec), rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(
+                whole, reference.value(parts, src.spec), rtol=1e-11, atol=1e-11
+            )
 
     on_mesh(move[0], program)
 
@@ -127,5 +142,3 @@ def test_hierarchical_steps_meet_the_node_bound(case):
         if any(step.op == "hierarchical_all_to_all_v" for step in steps):
             assert entering == node_bound(src, dst, topology), steps
         assert entering >= node_bound(src, dst, topology)
-
-

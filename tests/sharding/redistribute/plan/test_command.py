@@ -62,7 +62,10 @@ def test_json(capsys):
         (("--device", "cpu"), sm.topology.Topology.default("cpu")),
         (("--node-size", "4"), sm.topology.Topology.default("cuda", node_size=4)),
         (("--crossing", "dp"), sm.topology.Topology.default("cuda", crossing=("dp",))),
-        (("--crossing", "dp,tp", "--device", "cpu"), sm.topology.Topology.default("cpu", crossing=("dp", "tp"))),
+        (
+            ("--crossing", "dp,tp", "--device", "cpu"),
+            sm.topology.Topology.default("cpu", crossing=("dp", "tp")),
+        ),
     ],
 )
 def test_topology(arguments, topology, capsys):
@@ -72,7 +75,10 @@ def test_topology(arguments, topology, capsys):
 
 def test_max_bytes(capsys):
     assert main([*MOVE, "--max-bytes", "20000000"]) == 0
-    assert capsys.readouterr().out == f"{explained(sm.P('dp', 'tp'), sm.P('tp', 'dp'), max_bytes=20_000_000)}\n"
+    assert (
+        capsys.readouterr().out
+        == f"{explained(sm.P('dp', 'tp'), sm.P('tp', 'dp'), max_bytes=20_000_000)}\n"
+    )
 
 
 @pytest.mark.parametrize("transport", ["int8", "fp8"])
@@ -97,7 +103,10 @@ def test_picture(tmp_path, capsys):
         (["plan", "--mesh", "dp2", "--shape", "4", "P()", "P()"], ["--mesh", "'dp2'", "dp=2,tp=4"]),
         (["plan", "--mesh", "dp=0", "--shape", "4", "P()", "P()"], ["--mesh", "positive"]),
         (["plan", "--mesh", "dp=2,dp=2", "--shape", "4", "P()", "P()"], ["'dp' is used twice"]),
-        (["plan", "--mesh", "dp=2", "--shape", "4x4", "P()", "P()"], ["--shape", "'4x4'", "4096,4096"]),
+        (
+            ["plan", "--mesh", "dp=2", "--shape", "4x4", "P()", "P()"],
+            ["--shape", "'4x4'", "4096,4096"],
+        ),
         ([*MOVE, "--dtype", "b16"], ["--dtype", "'b16'", "bf16 (torch.bfloat16)", "f32"]),
         ([*MOVE, "--device", "tpu"], ["--device", "cuda"]),
         ([*MOVE, "--node-size", "0"], ["node_size=0"]),
@@ -105,7 +114,10 @@ def test_picture(tmp_path, capsys):
         ([*MOVE, "--crossing", "pp"], ["'pp' is not one of its axes"]),
         ([*MOVE, "--max-bytes", "1"], ["max_bytes=1:", "pass max_bytes="]),
         ([*MOVE, "--transport", "int4"], ["--transport", "'int4'", "int8", "fp8"]),
-        ([*MOVE, "--transport", "int8", "--dtype", "f64"], ["transport='int8'", "16- and 32-bit floats"]),
+        (
+            [*MOVE, "--transport", "int8", "--dtype", "f64"],
+            ["transport='int8'", "16- and 32-bit floats"],
+        ),
         ([*MOVE, "--picture", "plan.unknown"], ["unknown", "png"]),
         ([*MOVE, "--picture", "/nowhere/plan.png"], ["/nowhere/plan.png"]),
         (["plan", *MESH, "P('pp')", "P()"], ["names axis 'pp'"]),
@@ -146,7 +158,10 @@ def test_only_literal_calls_are_understood(text):
         ("P()", sm.P()),
         (" P( 'dp' ,\n None ) ", sm.P("dp", None)),
         ("PartitionSpec('dp')", sm.P("dp")),
-        ("P('dp', ('tp','cp'), None, unreduced={'ep'})", sm.P("dp", ("tp", "cp"), None, unreduced={"ep"})),
+        (
+            "P('dp', ('tp','cp'), None, unreduced={'ep'})",
+            sm.P("dp", ("tp", "cp"), None, unreduced={"ep"}),
+        ),
         ("P(unreduced={'ep': 'max'})", sm.P(unreduced={"ep": "max"})),
         ("P('dp', sizes={'dp': (3,0,5)})", sm.P("dp", sizes={"dp": (3, 0, 5)})),
         ("[Shard(0), Replicate(), Partial('sum')]", [sm.Shard(0), sm.Replicate(), sm.Partial()]),

@@ -73,7 +73,10 @@ def test_peak_memory_is_within_the_prediction(case, rounds, rank):
             local = torch.zeros(src.local_shape, dtype=src.dtype)
             runner = Executor([Plan(src, dst, steps, topology)])
             runner(local)  # what is made once is not counted
-            assert allocated(runner, local) <= peak_bytes(steps, src), (steps, held_bytes(steps, src))
+            assert allocated(runner, local) <= peak_bytes(steps, src), (
+                steps,
+                held_bytes(steps, src),
+            )
 
 
 def test_allocations_are_counted():
@@ -91,7 +94,12 @@ def test_allocations_are_counted():
 def test_peak_is_both_parts_and_buffers():
     """Without a limit: nothing lies between source and destination that is larger than both."""
     mesh = sm.AbstractMesh((2, 2, 2), ("a", "b", "c"))
-    for before in (sm.P("a"), sm.P(("a", "b", "c")), sm.P("a", "b", unreduced={"c"}), sm.P(unreduced={"a", "b"})):
+    for before in (
+        sm.P("a"),
+        sm.P(("a", "b", "c")),
+        sm.P("a", "b", unreduced={"c"}),
+        sm.P(unreduced={"a", "b"}),
+    ):
         for after in (sm.P(), sm.P(("c", "b")), sm.P(None, "a"), sm.P("b", ("c", "a"))):
             src = sm.Layout.of(mesh, before, (64, 64))
             dst = src.replace(after)

@@ -80,20 +80,28 @@ def shortest(layouts, topology):
     for a, b in product(layouts, repeat=2):
         steps = list(single_steps(a, b, topology)) if a is not b else []
         least = min((seconds(step, topology) for step in steps), default=float("inf"))
-        for before, after in product((False, True), repeat=2):  # whether one arrives, and leaves, by a reduction
+        for before, after in product(
+            (False, True), repeat=2
+        ):  # whether one arrives, and leaves, by a reduction
             if all(step.is_local for step in steps):
                 possible = before is after
             else:
                 possible = after if a.pending != b.pending else before and not after
-            cost[(a, before), (b, after)] = 0.0 if a is b and before is after else least if possible else float("inf")
-    direct = {(a, b): cost[(a, True), (b, a.pending != b.pending)] for a, b in product(layouts, repeat=2)}
+            cost[(a, before), (b, after)] = (
+                0.0 if a is b and before is after else least if possible else float("inf")
+            )
+    direct = {
+        (a, b): cost[(a, True), (b, a.pending != b.pending)] for a, b in product(layouts, repeat=2)
+    }
     nodes = [(layout, reduced) for layout in layouts for reduced in (False, True)]
     for middle, a, b in product(nodes, repeat=3):
         through = cost[a, middle] + cost[middle, b]
         if through < cost[a, b]:
             cost[a, b] = through
     return {
-        (a, b): direct[a, b] if a.pending == b.pending else min(cost[(a, True), (b, after)] for after in (False, True))
+        (a, b): direct[a, b]
+        if a.pending == b.pending
+        else min(cost[(a, True), (b, after)] for after in (False, True))
         for a, b in product(layouts, repeat=2)
     }
 
@@ -104,16 +112,24 @@ TOPOLOGIES = {
     "b crosses, one rail": Topology(
         sm.topology.Link(1e-5, 4e11), sm.topology.Link(3e-5, 2e10), 2e12, crossing=("b",), rails=1
     ),
-    "slow launches": Topology(sm.topology.Link(1e-3, 4e11), sm.topology.Link(1e-3, 5e10), 2e12, crossing=("a",)),
+    "slow launches": Topology(
+        sm.topology.Link(1e-3, 4e11), sm.topology.Link(1e-3, 5e10), 2e12, crossing=("a",)
+    ),
     "quick exchanges": Topology(
-        sm.topology.Link(1e-5, 4e11), sm.topology.Link(3e-5, 5e10), 2e12, factors={"all_gather": 2, "reduce_scatter": 2}
+        sm.topology.Link(1e-5, 4e11),
+        sm.topology.Link(3e-5, 5e10),
+        2e12,
+        factors={"all_gather": 2, "reduce_scatter": 2},
     ),
 }
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", TOPOLOGIES)
-@pytest.mark.parametrize(("mesh_shape", "shape"), [((4,), (64, 4096)), ((2, 2), (4096, 4096)), ((2, 4), (64, 64)), ((3, 2), (97, 4096))])
+@pytest.mark.parametrize(
+    ("mesh_shape", "shape"),
+    [((4,), (64, 4096)), ((2, 2), (4096, 4096)), ((2, 4), (64, 64)), ((3, 2), (97, 4096))],
+)
 def test_plans_are_near_optimal(name, mesh_shape, shape):
     """Exactly where nothing is reduced. Reductions: within a half on one node, where a further launch must save much; over
     nodes, where relays can use network links of ranks that want nothing, within a factor of two, and of 1.15 in geometric

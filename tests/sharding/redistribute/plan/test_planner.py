@@ -23,7 +23,9 @@ from tests.sharding.strategies import moves
 def layout_pair(move, mesh=None):
     mesh_shape, shape, before, after = move
     mesh = mesh or sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)])
-    return Layout.of(mesh, before, shape, torch.float64), Layout.of(mesh, after, shape, torch.float64)
+    return Layout.of(mesh, before, shape, torch.float64), Layout.of(
+        mesh, after, shape, torch.float64
+    )
 
 
 def as_text(plan):
@@ -51,7 +53,10 @@ def test_bytes_are_bounded_by_gathering_everything(move):
     src, dst = layout_pair(move)
     everything = src.nbytes * math.prod(src.mesh.size(axis) for axis in src.pending)
     for coordinate, box in src.boxes():
-        assert plan_bytes_received(sm.debug.plan(src, dst), coordinate) <= everything - box_size(box) * src.dtype.itemsize
+        assert (
+            plan_bytes_received(sm.debug.plan(src, dst), coordinate)
+            <= everything - box_size(box) * src.dtype.itemsize
+        )
 
 
 @given(moves(()))
@@ -63,7 +68,9 @@ def test_moving_boxes_fetches_each_missing_element_once(move):
         own = 1
         for (a, b), (c, d) in zip(box, after, strict=True):
             own *= max(0, min(b, d) - max(a, c))
-        assert plan_bytes_received(sm.debug.plan(src, dst), coordinate) == (box_size(after) - own) * 8
+        assert (
+            plan_bytes_received(sm.debug.plan(src, dst), coordinate) == (box_size(after) - own) * 8
+        )
 
 
 @given(moves(KINDS))
@@ -95,7 +102,9 @@ def test_axes_of_one_rank_are_ignored(move, axis):
     dims = [("one", *before.dims[0]), *before.dims[1:]] if shape else []
     src = Layout.of(wider, P(*dims, unreduced=dict(before.unreduced)), shape, torch.float64)
     dst = Layout.of(wider, after, shape, torch.float64)
-    assert [step.op for step in sm.debug.plan(src, dst).steps] == [step.op for step in sm.debug.plan(*layout_pair(move)).steps]
+    assert [step.op for step in sm.debug.plan(src, dst).steps] == [
+        step.op for step in sm.debug.plan(*layout_pair(move)).steps
+    ]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +154,9 @@ def test_repr():
 def test_a_mesh_of_a_hundred_thousand_ranks():
     mesh = sm.AbstractMesh((4096, 8, 4), ("dp", "tp", "pp"))
     shape = (65536, 8192)
-    plan = sm.debug.plan(Layout.of(mesh, P("dp", "tp"), shape), Layout.of(mesh, P(("tp", "dp")), shape))
+    plan = sm.debug.plan(
+        Layout.of(mesh, P("dp", "tp"), shape), Layout.of(mesh, P(("tp", "dp")), shape)
+    )
     assert plan.launches == 1
     assert plan_bytes_received(plan, (5, 3, 1)) == 2 * 8192 * 4  # two rows, none of which it held
 
@@ -171,7 +182,11 @@ def test_incompatible_layouts_raise(change, word):
 @pytest.mark.slow
 def test_candidate_layouts_are_not_retained():
     mesh = sm.AbstractMesh((2, 2, 2), ("a", "b", "c"))
-    pairs = [(P(unreduced={"a", "b"}), P("a")), (P("a", unreduced={"b"}), P(None, "b")), (P("a"), P(("b", "a")))]
+    pairs = [
+        (P(unreduced={"a", "b"}), P("a")),
+        (P("a", unreduced={"b"}), P(None, "b")),
+        (P("a"), P(("b", "a"))),
+    ]
     for rows in range(8, 808, 8):
         for before, after in pairs:
             sm.debug.plan(Layout.of(mesh, before, (rows, 8)), Layout.of(mesh, after, (rows, 8)))

@@ -22,7 +22,13 @@ W = torch.arange(12.0, dtype=torch.float64).view(3, 4) / 5 - 1
 @pytest.mark.parametrize("kind", ["max", "min", "avg", "product", "sum"])
 def test_gradients_through_pending_values(kind):
     """Each rank's contribution gets the gradient that autograd gives it in the combination of all contributions."""
-    combine = {"max": torch.amax, "min": torch.amin, "avg": torch.mean, "product": torch.prod, "sum": torch.sum}[kind]
+    combine = {
+        "max": torch.amax,
+        "min": torch.amin,
+        "avg": torch.mean,
+        "product": torch.prod,
+        "sum": torch.sum,
+    }[kind]
     parts = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     (expected,) = plain_grad(lambda parts: (combine(parts, 0) ** 2).sum(), parts)
 
@@ -43,17 +49,25 @@ def test_gradients_of_contributions_to_an_extreme_cannot_be_combined():
         assert x.grad.to_local().shape == X.shape
         return x.grad
 
-    for use in (lambda grad: grad.full_tensor(), lambda grad: grad + 1, lambda grad: grad.sum().item()):
+    for use in (
+        lambda grad: grad.full_tensor(),
+        lambda grad: grad + 1,
+        lambda grad: grad.sum().item(),
+    ):
 
         def asked(mesh, use=use):
             use(program(mesh))
 
-        assert "read them one by one with x.to_local()" in same_error((2,), asked, ValueError, silent=False)
+        assert "read them one by one with x.to_local()" in same_error(
+            (2,), asked, ValueError, silent=False
+        )
 
 
 @every_rank(3)
 def test_ties_share_the_gradient_of_an_extreme(mesh):
-    x = sm.from_local(torch.tensor([1.0, float(mesh.world.rank % 2)]), mesh, [Partial("max")]).requires_grad_()
+    x = sm.from_local(
+        torch.tensor([1.0, float(mesh.world.rank % 2)]), mesh, [Partial("max")]
+    ).requires_grad_()
     (x.redistribute(P()) * torch.tensor(2.0)).sum().backward()
     expected = [2 / 3, 2.0 if mesh.world.rank == 1 else 0.0]
     assert x.grad.to_local().tolist() == pytest.approx(expected, rel=1e-6)
@@ -125,7 +139,8 @@ def test_a_plain_loss_of_a_replicated_part(mesh):
     w.grad = None
     local = w.to_local()
     with pytest.raises(
-        RuntimeError, match=r"differ between the replicas on axes \('a',\).*grad_placements=\[Partial\(\)"
+        RuntimeError,
+        match=r"differ between the replicas on axes \('a',\).*grad_placements=\[Partial\(\)",
     ):
         (local * (mesh.world.rank + 1)).sum().backward()
 
@@ -191,7 +206,9 @@ def test_without_grad(mesh):
 @every_rank(2)
 def test_in_place_on_a_leaf_raises_as_in_torch(mesh):
     w = place(mesh, W, grad=True)
-    with pytest.raises(RuntimeError, match="leaf Variable that requires grad is being used in an in-place"):
+    with pytest.raises(
+        RuntimeError, match="leaf Variable that requires grad is being used in an in-place"
+    ):
         w.mul_(2)
     with torch.no_grad():
         w.mul_(2)

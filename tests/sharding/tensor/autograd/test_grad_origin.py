@@ -34,14 +34,24 @@ class LeafProgram:
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
-        self.leaves = [tensor(seed + 1, *SHAPE), tensor(seed + 2, SHAPE[1], SHAPE[1]), tensor(seed + 3, SHAPE[1])]
+        self.leaves = [
+            tensor(seed + 1, *SHAPE),
+            tensor(seed + 2, SHAPE[1], SHAPE[1]),
+            tensor(seed + 3, SHAPE[1]),
+        ]
         self.specs = [draw.choice(KEPT), draw.choice(KEPT), draw.choice(KEPT[:2])]
-        self.steps = [(draw.choice(STEPS), draw.random(), draw.choice(SPECS)) for _ in range(draw.randint(2, 7))]
+        self.steps = [
+            (draw.choice(STEPS), draw.random(), draw.choice(SPECS))
+            for _ in range(draw.randint(2, 7))
+        ]
         self.end, self.end_spec = draw.choice(["plain", "seed", "sum"]), draw.choice(KEPT)
         self.weight = tensor(seed + 4, *SHAPE)
 
     def placed(self, mesh: Any) -> list[Any]:
-        return [sm.distribute_tensor(x, mesh, s, src_data_rank=None).requires_grad_() for x, s in zip(self.leaves, self.specs, strict=True)]
+        return [
+            sm.distribute_tensor(x, mesh, s, src_data_rank=None).requires_grad_()
+            for x, s in zip(self.leaves, self.specs, strict=True)
+        ]
 
     def last(self, x: Any, w: Any, b: Any) -> Any:
         """Return the value of the last step."""
@@ -78,12 +88,23 @@ class LeafProgram:
         if self.end == "plain":
             y, seed = ((y.full_tensor() if sharded else y) * weight * factor).sum(), None
         else:
-            seed = sm.distribute_tensor(weight, y.mesh, self.end_spec, src_data_rank=None) if sharded else weight
+            seed = (
+                sm.distribute_tensor(weight, y.mesh, self.end_spec, src_data_rank=None)
+                if sharded
+                else weight
+            )
             y, seed = (y, seed) if self.end == "seed" else ((y * seed).sum(), None)
         first = torch.autograd.grad(y, leaves, seed, create_graph=True, allow_unused=True)
         squares = sum((g.square() * 0.5).sum() for g in first if g is not None and g.requires_grad)
-        second = torch.autograd.grad(squares, leaves, allow_unused=True) if isinstance(squares, torch.Tensor) else ()
-        return [None if g is None else g.full_tensor() if isinstance(g, sm.ShardedTensor) else g for g in (*first, *second)]
+        second = (
+            torch.autograd.grad(squares, leaves, allow_unused=True)
+            if isinstance(squares, torch.Tensor)
+            else ()
+        )
+        return [
+            None if g is None else g.full_tensor() if isinstance(g, sm.ShardedTensor) else g
+            for g in (*first, *second)
+        ]
 
 
 def plain_gradients(program: LeafProgram) -> list[Any]:
@@ -99,7 +120,9 @@ def test_programs_across_the_boundary(seed, ranks):
 
     def run(mesh):
         for found, wanted in zip(program.gradients(program.placed(mesh)), expected, strict=True):
-            assert (found is None) == (wanted is None) or not (found if wanted is None else wanted).any()
+            assert (found is None) == (wanted is None) or not (
+                found if wanted is None else wanted
+            ).any()
             if found is not None and wanted is not None:
                 torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
@@ -122,7 +145,11 @@ def test_ranks_that_use_a_value_differently_raise(seed):
 def test_programs_on_two_axes(seed):
     program = LeafProgram(seed)
     program.specs = [P("a", "b"), P(None, "b"), P("a")]
-    wider = {P("a"): P(("a", "b")), P(None, "a"): P("b", "a"), P(unreduced={"a"}): P("b", unreduced={"a"})}
+    wider = {
+        P("a"): P(("a", "b")),
+        P(None, "a"): P("b", "a"),
+        P(unreduced={"a"}): P("b", unreduced={"a"}),
+    }
     program.steps = [(name, which, wider.get(spec, spec)) for name, which, spec in program.steps]
     expected = plain_gradients(program)
 
@@ -202,7 +229,11 @@ def test_hook_that_changes_a_tagged_gradient(hook):
 def test_a_bias_added_to_a_pending_sum_has_a_whole_gradient(mesh):
     """Also over several backward passes, where it is in memory of its own, and beside uses whose shares are summed."""
     w, b = tensor(3, 4, SHAPE[1]), tensor(4, 4)
-    x, weight, bias = place(mesh, X, Shard(1)), place(mesh, w, Shard(1), grad=True), place(mesh, b, grad=True)
+    x, weight, bias = (
+        place(mesh, X, Shard(1)),
+        place(mesh, w, Shard(1), grad=True),
+        place(mesh, b, grad=True),
+    )
     seed = tensor(5, SHAPE[0], 4)
 
     def loss():

@@ -25,10 +25,16 @@ CASES: dict[str, tuple[str, Callable[..., Callable[..., Any]]]] = {
     "pending": ("xw", lambda mesh, spec: lambda x, w: (x @ w).sum(0)),
     "scalar": ("xw", lambda mesh, spec: lambda x, w: (x @ w).sin().sum()),
     "two results": ("xw", lambda mesh, spec: lambda x, w: ((x @ w).sin(), x.t() * 2)),
-    "redistributed": ("x", lambda mesh, spec: lambda x: (x.redistribute(P(None, "a")) * 2).sin().redistribute(P("a"))),
+    "redistributed": (
+        "x",
+        lambda mesh, spec: lambda x: (x.redistribute(P(None, "a")) * 2).sin().redistribute(P("a")),
+    ),
     "plain result": ("x", lambda mesh, spec: lambda x: x.sin().full_tensor()),
     "from_local": ("pw", lambda mesh, spec: lambda p, w: (sm.from_local(p, mesh, P()) @ w).sin()),
-    "device_put": ("pw", lambda mesh, spec: lambda p, w: (sm.device_put(p, sm.NamedSharding(mesh, spec)) @ w).sin()),
+    "device_put": (
+        "pw",
+        lambda mesh, spec: lambda p, w: (sm.device_put(p, sm.NamedSharding(mesh, spec)) @ w).sin(),
+    ),
 }
 
 

@@ -103,7 +103,9 @@ def test_module_forward_hooks(mesh):
     assert torch.equal(module.bias.grad.full_tensor(), torch.full((3,), 4.0))
 
 
-@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
 def test_module_backward_hooks_raise(register):
     """torch puts a custom autograd.Function around the module for them, which would lose gradients."""
 

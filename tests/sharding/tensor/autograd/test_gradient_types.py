@@ -61,14 +61,22 @@ def _linear_groups(sample: _Sample, mesh: sm.DeviceMesh) -> list[set[int]]:
 
     args, kwargs = _mapped(sample.args, meta), _mapped(sample.kwargs, meta)
     try:
-        made = None if strategy.decomposition_for(sample.func, args, kwargs) else strategy.rule_for(sample.func, args, kwargs, metas)
-    except TypeError:  # a function of torch.nn.functional, which passes its arguments on in another way
+        made = (
+            None
+            if strategy.decomposition_for(sample.func, args, kwargs)
+            else strategy.rule_for(sample.func, args, kwargs, metas)
+        )
+    except (
+        TypeError
+    ):  # a function of torch.nn.functional, which passes its arguments on in another way
         return []
     if made is None:
         return []
     number = [next(i for i, x in enumerate(metas) if x is operand) for operand in made.operands]
     groups = [{number[i] for i in {*group, *made.additive}} for group in made.linear]
-    return [group for group in groups if all(sample.values[i].dtype is not torch.bool for i in group)]
+    return [
+        group for group in groups if all(sample.values[i].dtype is not torch.bool for i in group)
+    ]
 
 
 def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -82,7 +90,10 @@ def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def _check_passes(sample: _Sample, mesh: sm.DeviceMesh, group: set[int]) -> None:
     """Check that forward has no communication, and that gradients equal those of one process, in the operands' layouts."""
     specs = [P(unreduced={"a": "sum"}) if i in group else P() for i in range(len(sample.values))]
-    leaves = [place(x, mesh, spec, seed) for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))]
+    leaves = [
+        place(x, mesh, spec, seed)
+        for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))
+    ]
     for leaf, wanted in zip(leaves, sample.differentiable, strict=True):
         leaf.requires_grad_(wanted)
     with collectives() as records:
@@ -94,7 +105,9 @@ def _check_passes(sample: _Sample, mesh: sm.DeviceMesh, group: set[int]) -> None
     sources = [r for r in results if r.requires_grad]
     sought = [leaf for leaf in leaves if leaf.requires_grad]
     if sources and sought:
-        found = torch.autograd.grad(sources, sought, sample.weights, allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad(
+            sources, sought, sample.weights, allow_unused=True, materialize_grads=True
+        )
         for got, want in zip(found, sample.gradients, strict=True):
             assert not sm.typeof(got).pending
             _close(got.full_tensor(), want, sample.tolerance)
@@ -114,7 +127,9 @@ def _linear_calls() -> Iterator[Any]:
 @pytest.mark.one_in(4)
 @pytest.mark.filterwarnings(*ABOUT_TORCH)
 @pytest.mark.parametrize(("func", "calls"), list(_linear_calls()))
-def test_pending_sums_pass_linear_operators(func: Callable[..., Any], calls: Sequence[Call]) -> None:
+def test_pending_sums_pass_linear_operators(
+    func: Callable[..., Any], calls: Sequence[Call]
+) -> None:
     samples = [_sample(func, call) for call in calls[:3]]
 
     def program(mesh: sm.DeviceMesh) -> int:
@@ -130,24 +145,32 @@ def test_pending_sums_pass_linear_operators(func: Callable[..., Any], calls: Seq
 # -- second derivatives -----------------------------------------------------------------------------------------------
 
 
-def _second(call: Callable[[Sequence[Any]], Sequence[Any]], leaves: Sequence[Any], weights: Sequence[Tensor]) -> list[Any]:
+def _second(
+    call: Callable[[Sequence[Any]], Sequence[Any]], leaves: Sequence[Any], weights: Sequence[Tensor]
+) -> list[Any]:
     """Return gradients of the sum of squares of the gradients; None for constant ones."""
     sources = [r for r in call(leaves) if isinstance(r, Tensor) and r.requires_grad]
     sought = [x for x in leaves if x.requires_grad]
     if not sources or not sought:
         return []
-    first = torch.autograd.grad(sources, sought, weights, create_graph=True, allow_unused=True, materialize_grads=True)
+    first = torch.autograd.grad(
+        sources, sought, weights, create_graph=True, allow_unused=True, materialize_grads=True
+    )
     squares = [g.abs().square().sum() for g in first if g.requires_grad]
     if not squares:
         return []
-    return list(torch.autograd.grad(sum(squares), sought, allow_unused=True, materialize_grads=True))
+    return list(
+        torch.autograd.grad(sum(squares), sought, allow_unused=True, materialize_grads=True)
+    )
 
 
 def _layouts(sample: _Sample) -> list[list[P]]:
     """Return every tensor sharded in its first dim, in its last, or pending."""
     first = [P("a") if x.ndim else P() for x in sample.values]
     last = [P(*[None] * (x.ndim - 1), "a") if x.ndim else P() for x in sample.values]
-    pending = [P(unreduced={"a": "sum"}) if x.dtype is not torch.bool else P() for x in sample.values]
+    pending = [
+        P(unreduced={"a": "sum"}) if x.dtype is not torch.bool else P() for x in sample.values
+    ]
     return [first, last, pending]
 
 
@@ -156,17 +179,28 @@ WRONG_IN_TORCH = {"_weight_norm"}  # its second derivative is not that of v * g 
 
 @pytest.mark.one_in(7)
 @pytest.mark.filterwarnings(*ABOUT_TORCH)
-@pytest.mark.parametrize(("func", "calls"), [pytest.param(f, c, id=n) for n, f, c in OPERATORS if f.__name__ not in WRONG_IN_TORCH])
+@pytest.mark.parametrize(
+    ("func", "calls"),
+    [pytest.param(f, c, id=n) for n, f, c in OPERATORS if f.__name__ not in WRONG_IN_TORCH],
+)
 def test_double_backward(func: Callable[..., Any], calls: Sequence[Call]) -> None:
     """On three ranks: parts are uneven, and some empty."""
-    samples = [(sample, expected) for call in calls[:2] for sample in [_sample(func, call)] if (expected := _expected(sample))]
+    samples = [
+        (sample, expected)
+        for call in calls[:2]
+        for sample in [_sample(func, call)]
+        if (expected := _expected(sample))
+    ]
     if not samples:
         pytest.skip("the gradient is constant, or torch itself has no second derivative")
 
     def program(mesh: sm.DeviceMesh) -> None:
         for sample, expected in samples:
             for specs in _layouts(sample):
-                leaves = [place(x, mesh, spec, seed) for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))]
+                leaves = [
+                    place(x, mesh, spec, seed)
+                    for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))
+                ]
                 _check_second(sample, leaves, expected)
 
     on_mesh((3,), program)
@@ -180,7 +214,9 @@ def _expected(sample: _Sample) -> list[Tensor]:
         return []
 
 
-def _check_second(sample: _Sample, leaves: Sequence[sm.ShardedTensor], expected: Sequence[Tensor]) -> None:
+def _check_second(
+    sample: _Sample, leaves: Sequence[sm.ShardedTensor], expected: Sequence[Tensor]
+) -> None:
     for leaf, wanted in zip(leaves, sample.differentiable, strict=True):
         leaf.requires_grad_(wanted)
     found = _second(sample.call, leaves, sample.weights) or [torch.zeros_like(x) for x in expected]
@@ -209,12 +245,16 @@ COMBINE = {"max": torch.amax, "min": torch.amin, "avg": torch.mean}
 @pytest.mark.parametrize("use", USES)
 def test_gradients_of_operators_on_other_pending_kinds(use: str, kind: str) -> None:
     """Each rank's contribution gets the gradient that it has in the combination of all."""
-    parts = torch.randn(3, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    parts = torch.randn(
+        3, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    ).requires_grad_()
     value = USES[use](COMBINE[kind](parts, 0))
     (expected,) = torch.autograd.grad(value, parts)
 
     def program(mesh: sm.DeviceMesh) -> None:
-        x = sm.from_local(parts[mesh.world.rank].detach().clone(), mesh, [Partial(kind)]).requires_grad_()
+        x = sm.from_local(
+            parts[mesh.world.rank].detach().clone(), mesh, [Partial(kind)]
+        ).requires_grad_()
         found = USES[use](x)
         found.backward()
         _close(found.detach().full_tensor(), value.detach())
@@ -247,7 +287,14 @@ def test_decompositions_without_gradients_give_equal_values(mode: Callable[[], A
 
     def program(mesh: sm.DeviceMesh) -> None:
         x = sm.device_put(X, mesh, P("a")).requires_grad_()
-        uses = [lambda: x.softmax(0), lambda: x.var(0), lambda: x.mean(), lambda: x.norm(), lambda: x @ x.T, lambda: x.amax()]
+        uses = [
+            lambda: x.softmax(0),
+            lambda: x.var(0),
+            lambda: x.mean(),
+            lambda: x.norm(),
+            lambda: x @ x.T,
+            lambda: x.amax(),
+        ]
         wanted = [use() for use in uses]
         with mode():
             found = [use() for use in uses]

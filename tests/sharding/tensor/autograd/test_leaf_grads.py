@@ -13,7 +13,16 @@ from tests.sharding.reference import equal, plain_grad
 X = torch.arange(15.0, dtype=torch.float64).view(5, 3) / 7 - 1
 W = torch.arange(12.0, dtype=torch.float64).view(3, 4) / 5 - 1
 
-EVERY_PLACE = [P(), P("a"), P(None, "a"), P("b"), P("a", "b"), P(("a", "b")), P(("b", "a")), P(None, ("b", "a"))]
+EVERY_PLACE = [
+    P(),
+    P("a"),
+    P(None, "a"),
+    P("b"),
+    P("a", "b"),
+    P(("a", "b")),
+    P(("b", "a")),
+    P(None, ("b", "a")),
+]
 
 
 # -- seeds -----------------------------------------------------------------------------------------------------------
@@ -83,7 +92,10 @@ def test_a_loss_of_one_sharded_element(mesh):
 def test_explicit_gradients(mesh):
     """Any layout, or a plain tensor that is the same on every rank."""
     for spec in (P("a", "b"), P(), P(unreduced={"a", "b"})):
-        for gradient in (X, *[sm.device_put(X, mesh, at) for at in (P(), P("b"), P(None, ("b", "a")))]):
+        for gradient in (
+            X,
+            *[sm.device_put(X, mesh, at) for at in (P(), P("b"), P(None, ("b", "a")))],
+        ):
             x = place(mesh, X, Shard(0), Replicate(), grad=True)
             (x * 2).redistribute(spec).backward(gradient)
             equal(x.grad.full_tensor(), 2 * X)
@@ -92,7 +104,10 @@ def test_explicit_gradients(mesh):
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        (lambda x: (x * 2).backward(), ["needs a scalar", "f64[5, 3] @ P('a', None) on (a=2)", "gradient="]),
+        (
+            lambda x: (x * 2).backward(),
+            ["needs a scalar", "f64[5, 3] @ P('a', None) on (a=2)", "gradient="],
+        ),
         (lambda x: (x * 2).backward(X[:4]), ["[4, 3]", "[5, 3]"]),
         (lambda x: (x * 2).backward(place(x.mesh, X[:4])), ["[4, 3]", "[5, 3]"]),
         (lambda x: (x.to(torch.complex128) * 2).sum().backward(), ["real scalar", "c128[]"]),
@@ -357,7 +372,11 @@ def test_create_graph(spec):
 @every_rank(2)
 def test_autograd_grad(mesh):
     """Each gradient comes reduced, in its input's layout; `.grad` stays as it is."""
-    w, v, unused = place(mesh, W, grad=True), place(mesh, X, Shard(0), grad=True), place(mesh, W, grad=True)
+    w, v, unused = (
+        place(mesh, W, grad=True),
+        place(mesh, X, Shard(0), grad=True),
+        place(mesh, W, grad=True),
+    )
     loss = (v @ w).tanh().sum()
     expected_w, expected_v = plain_grad(lambda w, v: (v @ w).tanh().sum(), W, X)
     grads = torch.autograd.grad(loss, [w, v], retain_graph=True)

@@ -46,7 +46,9 @@ def with_numbers(x):
 @pytest.mark.one_in(5, each=["mesh", "change", "y"])
 @pytest.mark.parametrize("mesh", [(3,), (2, 2)])
 @pytest.mark.parametrize("change", [added, subtracted, with_coefficient, with_itself])
-@pytest.mark.parametrize("y", [Y, f(3, seed=1), f(4, 1, seed=2), f(seed=4)], ids=["matrix", "row", "column", "number"])
+@pytest.mark.parametrize(
+    "y", [Y, f(3, seed=1), f(4, 1, seed=2), f(seed=4)], ids=["matrix", "row", "column", "number"]
+)
 def test_sums_in_all_layouts_of_both(mesh, change, y):
     """A product with one keeps every layout, so that all that is tried is written; a layout that is refused fails here."""
     assert prove(change, [X, y], meshes=[mesh], most=40) >= 8
@@ -67,7 +69,9 @@ def test_integers_and_bools():
     assert prove(with_numbers_only, [i(4, 3)], meshes=[(3,), (2, 2)]) > 8
 
     def program(mesh):
-        x = sm.from_local(torch.tensor([mesh.world.rank == 1, False, False]), mesh, P(unreduced={"a": "max"}))
+        x = sm.from_local(
+            torch.tensor([mesh.world.rank == 1, False, False]), mesh, P(unreduced={"a": "max"})
+        )
         x += sm.distribute_tensor(torch.tensor([False, True, False]), mesh)
         return x.full_tensor().tolist()
 
@@ -94,7 +98,12 @@ FREE = {
 def test_no_communication_and_unchanged_layout(name):
     def program(mesh):
         x = place(X, mesh, P(unreduced={"a", "b"}))
-        specs = {"replicated": P(), "split": P("a", "b"), "same": P(unreduced={"a", "b"}), "one": P(unreduced={"b"})}
+        specs = {
+            "replicated": P(),
+            "split": P("a", "b"),
+            "same": P(unreduced={"a", "b"}),
+            "one": P(unreduced={"b"}),
+        }
         addends = {key: place(Y, mesh, spec, 5) for key, spec in specs.items()}
         with collectives() as records:
             FREE[name](x, addends)
@@ -124,7 +133,10 @@ def test_extremes_are_shifted(kind):
 
     def program(mesh):
         x = place(X, mesh, P("b", unreduced={"a": kind}), 1).requires_grad_()
-        r, s = sm.distribute_tensor(Y, mesh).requires_grad_(), place(Y, mesh, P("b")).requires_grad_()
+        r, s = (
+            sm.distribute_tensor(Y, mesh).requires_grad_(),
+            place(Y, mesh, P("b")).requires_grad_(),
+        )
         total = torch.cat([x])  # a copy that stays pending
         with collectives() as records:
             total += r * 2
@@ -145,7 +157,10 @@ def test_extremes_are_shifted(kind):
 
 def test_pending_extremes_cannot_be_added():
     def program(mesh):
-        x, y = place(X, mesh, P(unreduced={"a": "max"})), place(Y, mesh, P(unreduced={"a": "max"}), 5)
+        x, y = (
+            place(X, mesh, P(unreduced={"a": "max"})),
+            place(Y, mesh, P(unreduced={"a": "max"}), 5),
+        )
         x += y
 
     assert "would have to change its layout" in same_error((2,), program, CannotKeep)

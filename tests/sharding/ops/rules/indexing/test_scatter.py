@@ -41,7 +41,9 @@ WRITES = {
     "scatter_ a number": lambda x, v: x.scatter_(0, v(CELLS), 7.0),
     "scatter_add_": lambda x, v: x.scatter_add_(0, v(CELLS), v(f(2, 4))),
     "scatter_ along the other dim": lambda x, v: x.scatter_(1, v(CELLS % 4), v(f(2, 4))),
-    "scatter_reduce_": lambda x, v: x.scatter_reduce_(0, v(CELLS), v(f(2, 4)), "amax", include_self=False),
+    "scatter_reduce_": lambda x, v: x.scatter_reduce_(
+        0, v(CELLS), v(f(2, 4)), "amax", include_self=False
+    ),
     "put_": lambda x, v: x.put_(v(torch.tensor([35, -30, 0])), v(f(3))),
     "masked_fill_": lambda x, v: x.masked_fill_(v(X > 0), 0.0),
     "masked_scatter_": lambda x, v: x.masked_scatter_(v(X > 0), v(f(40))),
@@ -51,7 +53,9 @@ WRITES = {
 @pytest.mark.one_in(7)
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("name", WRITES)
-@pytest.mark.parametrize("spec", [P("a"), P("b", "a"), P(("b", "a"), sizes={("b", "a"): (0, 5, 0, 4)})], ids=str)
+@pytest.mark.parametrize(
+    "spec", [P("a"), P("b", "a"), P(("b", "a"), sizes={("b", "a"): (0, 5, 0, 4)})], ids=str
+)
 def test_written_tensor_does_not_move(name, spec):
     """With replicated values nothing is communicated; memory and layout are unchanged."""
     expected = X.clone()
@@ -100,8 +104,12 @@ def test_gradients_of_the_written_tensor_and_the_values(name):
     def program(mesh):
         for values in (P(), P("a")):
             x = sm.distribute_tensor(X, mesh, P("a"), src_data_rank=None).requires_grad_()
-            y, leaves = run(x, lambda t, where=values: sm.distribute_tensor(t, mesh, where, src_data_rank=None))
-            grads = torch.autograd.grad(y, [x, *leaves], sm.distribute_tensor(weight, mesh, y.spec, src_data_rank=None))
+            y, leaves = run(
+                x, lambda t, where=values: sm.distribute_tensor(t, mesh, where, src_data_rank=None)
+            )
+            grads = torch.autograd.grad(
+                y, [x, *leaves], sm.distribute_tensor(weight, mesh, y.spec, src_data_rank=None)
+            )
             for got, want in zip(grads, wanted, strict=True):
                 torch.testing.assert_close(got.full_tensor(), want)
 
@@ -112,7 +120,11 @@ def test_in_place_on_a_leaf_raises_on_every_rank():
     """As in torch; also on ranks that would write nothing."""
 
     def program(mesh):
-        for write in (lambda x: x.__setitem__(0, 1.0), lambda x: x.__setitem__(slice(0, 1), 1.0), lambda x: x.__setitem__([0], 1.0)):
+        for write in (
+            lambda x: x.__setitem__(0, 1.0),
+            lambda x: x.__setitem__(slice(0, 1), 1.0),
+            lambda x: x.__setitem__([0], 1.0),
+        ):
             x = sm.distribute_tensor(X, mesh, P("a"), src_data_rank=None).requires_grad_()
             with pytest.raises(RuntimeError, match="leaf Variable"):
                 write(x)
@@ -153,14 +165,19 @@ def test_sharded_values_are_sent_to_where_they_are_written(name):
     wanted = torch.autograd.grad(written, [plain, value], weight)
 
     def program(mesh):
-        x, v = (sm.distribute_tensor(t.detach(), mesh, P("a"), src_data_rank=None).requires_grad_() for t in (plain, value))
+        x, v = (
+            sm.distribute_tensor(t.detach(), mesh, P("a"), src_data_rank=None).requires_grad_()
+            for t in (plain, value)
+        )
         y = x * 1
         with collectives() as records:
             y[index] = v
         assert sum(r.bytes_received for r in records) <= most
         assert sm.typeof(y) is sm.typeof(x)
         assert torch.equal(y.detach().full_tensor(), written)
-        grads = torch.autograd.grad(y, [x, v], sm.distribute_tensor(weight, mesh, P("a"), src_data_rank=None))
+        grads = torch.autograd.grad(
+            y, [x, v], sm.distribute_tensor(weight, mesh, P("a"), src_data_rank=None)
+        )
         for got, want in zip(grads, wanted, strict=True):
             torch.testing.assert_close(got.full_tensor(), want)
 
@@ -191,7 +208,9 @@ READS = {
 
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", READS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32, torch.uint8, torch.bool, torch.complex128])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.int32, torch.uint8, torch.bool, torch.complex128]
+)
 def test_reads_do_not_gather_the_tensor(name, dtype):
     values = (X * 3).to(torch.int32).abs().to(dtype)
     expected = READS[name](values, lambda t: t)
@@ -286,8 +305,12 @@ def test_bincount_and_histc_are_reduced_not_gathered():
     steps = torch.arange(900.0)
 
     def program(mesh):
-        sequence, x = (sm.distribute_tensor(t, mesh, P("a"), src_data_rank=None) for t in (steps, steps % 7))
-        probes = sm.distribute_tensor(torch.tensor([-1.0, 3.5, 450.0, 1e9]), mesh, src_data_rank=None)
+        sequence, x = (
+            sm.distribute_tensor(t, mesh, P("a"), src_data_rank=None) for t in (steps, steps % 7)
+        )
+        probes = sm.distribute_tensor(
+            torch.tensor([-1.0, 3.5, 450.0, 1e9]), mesh, src_data_rank=None
+        )
         with collectives() as records:
             found = [
                 torch.searchsorted(sequence, probes), torch.bucketize(probes, sequence, right=True), torch.isin(probes, sequence),
@@ -314,7 +337,12 @@ def test_negative_numbers_raise():
     on_mesh((2,), program)
 
 
-MASKS = [lambda m: m, lambda m: (slice(None), m[0]), lambda m: (Ellipsis, m[0]), lambda m: (m[:, 0], slice(None))]
+MASKS = [
+    lambda m: m,
+    lambda m: (slice(None), m[0]),
+    lambda m: (Ellipsis, m[0]),
+    lambda m: (m[:, 0], slice(None)),
+]
 
 
 @pytest.mark.parametrize("index", MASKS)
@@ -332,7 +360,11 @@ def test_masks_need_no_gather_and_no_warning(index):
 
 
 @pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a")], ids=str)
-@pytest.mark.parametrize("targets", [[0, 5, 11, 17, 3, 19], [0, 5, 11, 17, 1], [0, 1, 2, 3]], ids=["many", "one each", "head"])
+@pytest.mark.parametrize(
+    "targets",
+    [[0, 5, 11, 17, 3, 19], [0, 5, 11, 17, 1], [0, 1, 2, 3]],
+    ids=["many", "one each", "head"],
+)
 def test_adaptive_log_softmax_like_one_process(targets, spec):
     """A cluster with one row is written at an index without dims."""
     module = torch.nn.AdaptiveLogSoftmaxWithLoss(8, 20, [4, 10, 15], div_value=2.0).double()
@@ -346,12 +378,21 @@ def test_adaptive_log_softmax_like_one_process(targets, spec):
         grads = [p.grad for p in params.values() if p.grad is not None]
         return [out.output.detach(), out.loss.detach(), x.grad, *grads]
 
-    expected = run({name: p.clone().requires_grad_() for name, p in state.items()}, x.clone().requires_grad_(), target)
+    expected = run(
+        {name: p.clone().requires_grad_() for name, p in state.items()},
+        x.clone().requires_grad_(),
+        target,
+    )
 
     def program(mesh):
-        params = {name: sm.distribute_tensor(p.clone(), mesh).requires_grad_() for name, p in state.items()}
+        params = {
+            name: sm.distribute_tensor(p.clone(), mesh).requires_grad_()
+            for name, p in state.items()
+        }
         rows = P(*spec.dims[:1])
-        results = run(params, sm.device_put(x, mesh, spec).requires_grad_(), sm.device_put(target, mesh, rows))
+        results = run(
+            params, sm.device_put(x, mesh, spec).requires_grad_(), sm.device_put(target, mesh, rows)
+        )
         for result, other in zip(results, expected, strict=True):
             torch.testing.assert_close(result.full_tensor(), other)
 

@@ -18,9 +18,18 @@ VALUES = {
     "qr without q": (lambda x: torch.linalg.qr(x.detach(), mode="r"), (TALL,)),
     "complete qr": (lambda x: torch.linalg.qr(x.detach(), "complete"), (TALL,)),
     "lu": (lambda x: torch.linalg.lu(x.detach())[1:], (SPD,)),
-    "lu_unpack without data": (lambda x: torch.lu_unpack(*torch.linalg.lu_factor(x.detach()), unpack_data=False), (A,)),
-    "lu_unpack without pivots": (lambda x: torch.lu_unpack(*torch.linalg.lu_factor(x.detach()), True, False), (A,)),
-    "lstsq with values": (lambda x, y: torch.linalg.lstsq(x.detach().mT, y.detach()[:, :2], driver="gelsd"), (TALL, B)),
+    "lu_unpack without data": (
+        lambda x: torch.lu_unpack(*torch.linalg.lu_factor(x.detach()), unpack_data=False),
+        (A,),
+    ),
+    "lu_unpack without pivots": (
+        lambda x: torch.lu_unpack(*torch.linalg.lu_factor(x.detach()), True, False),
+        (A,),
+    ),
+    "lstsq with values": (
+        lambda x, y: torch.linalg.lstsq(x.detach().mT, y.detach()[:, :2], driver="gelsd"),
+        (TALL, B),
+    ),
 }
 
 

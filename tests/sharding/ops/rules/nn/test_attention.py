@@ -20,16 +20,26 @@ K = torch.randn(2, 2, 6, 3, dtype=torch.float64, generator=torch.Generator().man
 BATCH, HEADS, QUERIES = P("a"), P(None, "a"), P(None, None, "a")
 
 
-@pytest.mark.parametrize(("spec", "causal"), [(BATCH, False), (BATCH, True), (HEADS, True), (QUERIES, False)], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "causal"), [(BATCH, False), (BATCH, True), (HEADS, True), (QUERIES, False)], ids=str
+)
 def test_batch_heads_and_queries_need_no_communication(spec, causal):
     def program(mesh):
         q = place(Q, mesh, spec)
         k = place(Q + 1, mesh, P() if spec == QUERIES else spec)
-        mask = None if causal else place(torch.ones(5, 5, dtype=torch.bool).tril(), mesh, P("a") if spec == QUERIES else P())
+        mask = (
+            None
+            if causal
+            else place(
+                torch.ones(5, 5, dtype=torch.bool).tril(), mesh, P("a") if spec == QUERIES else P()
+            )
+        )
         with collectives() as records:
             got = F.scaled_dot_product_attention(q, k, k, mask, is_causal=causal)
         assert records == []
-        torch.testing.assert_close(got.full_tensor(), F.scaled_dot_product_attention(Q, Q + 1, Q + 1, is_causal=True))
+        torch.testing.assert_close(
+            got.full_tensor(), F.scaled_dot_product_attention(Q, Q + 1, Q + 1, is_causal=True)
+        )
 
     on_mesh((3,), program)
 
@@ -41,10 +51,17 @@ MASKS = {
     "padding, expanded to heads": PADDING[:, None, None].expand(2, 4, 5, 6),
     "causal, [q, k]": torch.ones(5, 6, dtype=torch.bool).tril(),
     "causal, [1, 1, q, k]": torch.ones(5, 6, dtype=torch.bool).tril()[None, None],
-    "causal and padding": torch.ones(5, 6, dtype=torch.bool).tril()[None, None] & PADDING[:, None, None],
+    "causal and padding": torch.ones(5, 6, dtype=torch.bool).tril()[None, None]
+    & PADDING[:, None, None],
     "of each head, [h, 1, k]": torch.arange(6) < torch.tensor([3, 4, 5, 6])[:, None, None],
 }
-SPLITS = [("a", None, None), (None, "a", None), (None, None, "a"), ("a", "b", None), ("b", None, "a")]  # of sequences, heads, queries
+SPLITS = [
+    ("a", None, None),
+    (None, "a", None),
+    (None, None, "a"),
+    ("a", "b", None),
+    ("b", None, "a"),
+]  # of sequences, heads, queries
 
 
 @pytest.mark.one_in(5, each=["name", "split"])
@@ -54,7 +71,12 @@ SPLITS = [("a", None, None), (None, "a", None), (None, None, "a"), ("a", "b", No
 def test_bool_and_float_masks(name, split, added):
     """Bool masks, and additive float masks with gradients; replicated, and sharded like the queries."""
     mask = torch.where(MASKS[name], 0.0, -30.0).double() if added else MASKS[name]
-    alike = P(*[axis if size > 1 else None for axis, size in zip((*split, None)[4 - mask.ndim :], mask.shape, strict=True)])
+    alike = P(
+        *[
+            axis if size > 1 else None
+            for axis, size in zip((*split, None)[4 - mask.ndim :], mask.shape, strict=True)
+        ]
+    )
 
     def attention(q, k, v, mask):
         out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
@@ -62,13 +84,20 @@ def test_bool_and_float_masks(name, split, added):
 
     def program(mesh, spec):
         keys = P(split[0], split[1])
-        operands = place(Q, mesh, P(*split)), place(K, mesh, keys), place(K + 1, mesh, keys), place(mask, mesh, spec)
+        operands = (
+            place(Q, mesh, P(*split)),
+            place(K, mesh, keys),
+            place(K + 1, mesh, keys),
+            place(mask, mesh, spec),
+        )
         with collectives() as records:
             out, grads = attention(*[x.requires_grad_(x.is_floating_point()) for x in operands])
         assert records == []
         return [x.detach().full_tensor() for x in (out, *grads())]
 
-    out, grads = attention(*[x.clone().requires_grad_(x.is_floating_point()) for x in (Q, K, K + 1, mask)])
+    out, grads = attention(
+        *[x.clone().requires_grad_(x.is_floating_point()) for x in (Q, K, K + 1, mask)]
+    )
     expected = [x.detach() for x in (out, *grads())]
     for spec in {P(), alike}:
         for found in on_mesh((2, 2), lambda mesh, spec=spec: program(mesh, spec)):
@@ -77,9 +106,15 @@ def test_bool_and_float_masks(name, split, added):
 
 DROPPED = {
     "plain": lambda q, k, mask: F.scaled_dot_product_attention(q, q + 1, q - 1, dropout_p=0.4),
-    "causal": lambda q, k, mask: F.scaled_dot_product_attention(q, q + 1, q - 1, dropout_p=0.4, is_causal=True, scale=0.3),
-    "groups": lambda q, k, mask: F.scaled_dot_product_attention(q, k, k + 1, mask, 0.4, enable_gqa=True),
-    "nearly none": lambda q, k, mask: F.scaled_dot_product_attention(q, k, k + 1, mask, 1e-12, enable_gqa=True),
+    "causal": lambda q, k, mask: F.scaled_dot_product_attention(
+        q, q + 1, q - 1, dropout_p=0.4, is_causal=True, scale=0.3
+    ),
+    "groups": lambda q, k, mask: F.scaled_dot_product_attention(
+        q, k, k + 1, mask, 0.4, enable_gqa=True
+    ),
+    "nearly none": lambda q, k, mask: F.scaled_dot_product_attention(
+        q, k, k + 1, mask, 1e-12, enable_gqa=True
+    ),
 }
 
 
@@ -93,14 +128,18 @@ def test_dropout_does_not_depend_on_the_mesh(name):
         sm.random.manual_seed(0)
         leaves = [place(x, mesh, spec).requires_grad_() for x in (Q, K)]
         out = DROPPED[name](*leaves, place(mask, mesh, P()))
-        grads = torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True, allow_unused=True)
+        grads = torch.autograd.grad(
+            out.square().sum(), leaves, materialize_grads=True, allow_unused=True
+        )
         return [x.detach().full_tensor() for x in (out, *grads)]
 
     (alone,) = on_mesh((1,), lambda mesh: program(mesh, P()))
     if name in ("groups", "nearly none"):
         assert not alone[0][:, :, 1].any()
     if name == "nearly none":
-        torch.testing.assert_close(alone[0], F.scaled_dot_product_attention(Q, K, K + 1, mask, enable_gqa=True))
+        torch.testing.assert_close(
+            alone[0], F.scaled_dot_product_attention(Q, K, K + 1, mask, enable_gqa=True)
+        )
     for spec in (P("a"), P("b", "a"), P(None, ("a", "b")), P(None, None, "b")):
         for found in on_mesh((2, 3), lambda mesh, spec=spec: program(mesh, spec)):
             for got, want in zip(found, alone, strict=True):
@@ -110,11 +149,17 @@ def test_dropout_does_not_depend_on_the_mesh(name):
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 SEQ, BATCHES, WIDTH = 5, 3, 8
-X = torch.randn(SEQ, BATCHES, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-MEMORY = torch.randn(6, BATCHES, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+X = torch.randn(
+    SEQ, BATCHES, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+)
+MEMORY = torch.randn(
+    6, BATCHES, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+)
 PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 4 + [True]])
 CAUSAL = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)
-OF_HEADS = torch.randn(BATCHES * 4, SEQ, SEQ, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+OF_HEADS = torch.randn(
+    BATCHES * 4, SEQ, SEQ, dtype=torch.float64, generator=torch.Generator().manual_seed(4)
+)
 
 
 def attention(**kwargs):
@@ -163,7 +208,12 @@ TENSORS = {"memory": MEMORY, "padding": PADDING, "causal": CAUSAL, "of heads": O
 
 def megatron(name, module, mesh):
     """Shard the projections as in Megatron: into heads, and back."""
-    for parameter, spec in (("in_proj_weight", P("b")), ("in_proj_bias", P("b")), ("q_proj_weight", P("b")), ("k_proj_weight", P("b"))):
+    for parameter, spec in (
+        ("in_proj_weight", P("b")),
+        ("in_proj_bias", P("b")),
+        ("q_proj_weight", P("b")),
+        ("k_proj_weight", P("b")),
+    ):
         if isinstance(module, nn.MultiheadAttention) and getattr(module, parameter) is not None:
             shard_parameter(module, parameter, mesh, spec)
     if name.endswith(("out_proj", "linear2")):
@@ -173,7 +223,13 @@ def megatron(name, module, mesh):
         shard_parameter(module, "bias", mesh, P("b"))
 
 
-WAYS = [(P(None, "a"), None), (P(None, "a"), megatron), (P(None, None, "a"), None), (P(), megatron), (P("a"), None)]
+WAYS = [
+    (P(None, "a"), None),
+    (P(None, "a"), megatron),
+    (P(None, None, "a"), None),
+    (P(), megatron),
+    (P("a"), None),
+]
 
 
 def results(model, call, x, tensors):
@@ -185,7 +241,11 @@ def results(model, call, x, tensors):
     model.eval()
     with torch.no_grad():
         again = call(model, x, tensors)
-    return [y.detach() for y in outs] + [again[0] if isinstance(again, tuple) else again, x.grad, *grads]
+    return [y.detach() for y in outs] + [
+        again[0] if isinstance(again, tuple) else again,
+        x.grad,
+        *grads,
+    ]
 
 
 @pytest.mark.one_in(5)
@@ -204,7 +264,12 @@ def test_modules_run_unchanged(name):
             model.load_state_dict(start)
             distribute_module(model, mesh, partition)
             tensors = {key: place(t, mesh, P()) for key, t in TENSORS.items()}
-            found = results(model, call, sm.distribute_tensor(X, mesh, spec, src_data_rank=None).requires_grad_(), tensors)
+            found = results(
+                model,
+                call,
+                sm.distribute_tensor(X, mesh, spec, src_data_rank=None).requires_grad_(),
+                tensors,
+            )
             for got, want in zip(found, wanted, strict=True):
                 torch.testing.assert_close(got.full_tensor(), want)
 
@@ -217,7 +282,9 @@ def test_heads_stay_sharded_between_the_projections():
     def program(mesh):
         model = distribute_module(attention().double(), mesh, megatron)
         with collectives() as records:
-            out, _ = model(place(X, mesh, P()), place(X, mesh, P()), place(X, mesh, P()), need_weights=False)
+            out, _ = model(
+                place(X, mesh, P()), place(X, mesh, P()), place(X, mesh, P()), need_weights=False
+            )
         assert out.spec.unreduced == (("b", "sum"),)
         weight = 3 * WIDTH * (WIDTH + 1) * 8
         assert sum(r.bytes_received for r in records) <= weight

@@ -20,7 +20,9 @@ ROW = 3 * 8 * 8  # bytes of one row of one image of 3 channels, 8 wide, in float
 
 
 def numbers(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def put(mesh, tensor, spec=P(), grad=True):
@@ -45,7 +47,9 @@ def halo(kernel, rows=16, **options):
             out = F.conv2d(image, weight, **options)
         torch.testing.assert_close(out.detach().full_tensor(), F.conv2d(x, w, **options))
         with collectives() as backward:
-            torch.autograd.grad(out, image, put(mesh, torch.ones_like(F.conv2d(x, w, **options)), out.spec, False))
+            torch.autograd.grad(
+                out, image, put(mesh, torch.ones_like(F.conv2d(x, w, **options)), out.spec, False)
+            )
         assert set(launched(forward)) | set(launched(backward)) <= {"all_to_all"}
         return received(forward), received(backward)
 
@@ -60,8 +64,18 @@ def test_each_rank_receives_exactly_its_halo():
 
 def test_only_needed_rows_are_received():
     assert [forward for forward, _ in halo(3, padding=1, stride=2)] == [0, ROW, ROW, ROW]
-    assert [forward for forward, _ in halo(3, padding=2, dilation=(2, 1))] == [2 * ROW, 4 * ROW, 4 * ROW, 2 * ROW]
-    assert [forward for forward, _ in halo(5, padding="same")] == [2 * ROW, 4 * ROW, 4 * ROW, 2 * ROW]
+    assert [forward for forward, _ in halo(3, padding=2, dilation=(2, 1))] == [
+        2 * ROW,
+        4 * ROW,
+        4 * ROW,
+        2 * ROW,
+    ]
+    assert [forward for forward, _ in halo(5, padding="same")] == [
+        2 * ROW,
+        4 * ROW,
+        4 * ROW,
+        2 * ROW,
+    ]
 
 
 def test_patches_on_one_rank_need_no_communication():
@@ -76,7 +90,9 @@ def test_halo_of_a_transposed_convolution():
         image = put(mesh, x, P(None, None, "a"))
         with collectives() as records:
             out = F.conv_transpose2d(image, put(mesh, w), stride=2, padding=1)
-        torch.testing.assert_close(out.detach().full_tensor(), F.conv_transpose2d(x, w, stride=2, padding=1))
+        torch.testing.assert_close(
+            out.detach().full_tensor(), F.conv_transpose2d(x, w, stride=2, padding=1)
+        )
         return received(records)
 
     assert on_mesh((4,), program) == [ROW, 2 * ROW, 2 * ROW, ROW]
@@ -94,7 +110,12 @@ def test_halo_of_a_transposed_convolution():
         ([(4, 6, 5, 5), (8, 6, 3, 3)], 1, [P(unreduced={"a"}), P(), P()], P(unreduced={"a"})),
         ([(4, 6, 5, 5), (8, 6, 3, 3)], 1, [P("a"), P("b"), P("b")], P("a", "b")),
         ([(4, 8, 5, 5), (8, 2, 3, 3)], 4, [P(None, "a"), P("a"), P("a")], P(None, "a")),
-        ([(4, 8, 5, 5), (8, 1, 3, 3)], 8, [P(None, ("a", "b")), P(("a", "b")), P(("a", "b"))], P(None, ("a", "b"))),
+        (
+            [(4, 8, 5, 5), (8, 1, 3, 3)],
+            8,
+            [P(None, ("a", "b")), P(("a", "b")), P(("a", "b"))],
+            P(None, ("a", "b")),
+        ),
     ],
 )
 def test_batch_channels_and_groups(shapes, groups, specs, result):
@@ -106,7 +127,9 @@ def test_batch_channels_and_groups(shapes, groups, specs, result):
             out = F.conv2d(*operands, padding=1, groups=groups)
         assert launched(records) == []
         assert out.spec == result.padded(4)
-        torch.testing.assert_close(out.detach().full_tensor(), F.conv2d(x, w, b, padding=1, groups=groups))
+        torch.testing.assert_close(
+            out.detach().full_tensor(), F.conv2d(x, w, b, padding=1, groups=groups)
+        )
 
     on_mesh((2, 2), program)
 
@@ -116,7 +139,11 @@ def test_batch_channels_and_groups(shapes, groups, specs, result):
 
 @st.composite
 def windows(draw):
-    length, size, dilation = draw(st.integers(1, 13)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    length, size, dilation = (
+        draw(st.integers(1, 13)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 3)),
+    )
     stride, padding = draw(st.integers(1, 4)), draw(st.integers(0, 5))
     if dilation * (size - 1) + 1 > length + 2 * padding:
         padding = dilation * size
@@ -144,7 +171,9 @@ def check_twice(mesh, call, tensors, specs):
     expected = twice(*[t.clone().requires_grad_() for t in tensors])
     made = twice(*[put(mesh, t, spec) for t, spec in zip(tensors, specs, strict=True)])
     for ours, theirs in zip(made, expected, strict=True):
-        torch.testing.assert_close(ours.detach().full_tensor(), theirs.detach(), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            ours.detach().full_tensor(), theirs.detach(), rtol=1e-9, atol=1e-9
+        )
 
 
 @given(data=st.data(), window=windows(), transposed=st.booleans())
@@ -152,14 +181,26 @@ def check_twice(mesh, call, tensors, specs):
 def test_sharded_space_equals_one_process(data, window, transposed):
     length, options, size = window
     if transposed:
-        options["output_padding"] = data.draw(st.integers(0, max(options["stride"], options["dilation"]) - 1))
-        grown = (length - 1) * options["stride"] + options["dilation"] * (size - 1) + 1 + options["output_padding"]
+        options["output_padding"] = data.draw(
+            st.integers(0, max(options["stride"], options["dilation"]) - 1)
+        )
+        grown = (
+            (length - 1) * options["stride"]
+            + options["dilation"] * (size - 1)
+            + 1
+            + options["output_padding"]
+        )
         options["padding"] = min(options["padding"], (grown - 1) // 2)
     ranks = data.draw(st.sampled_from([2, 3]))
     spec = data.draw(cuts(length, ranks))
     func, shape = (F.conv_transpose1d, (2, 3, size)) if transposed else (F.conv1d, (3, 2, size))
     tensors = [numbers(1, 2, length), numbers(*shape, seed=1), numbers(3, seed=2)]
-    on_mesh((ranks,), lambda mesh: check_twice(mesh, lambda x, w, b: func(x, w, b, **options), tensors, [spec, P(), P()]))
+    on_mesh(
+        (ranks,),
+        lambda mesh: check_twice(
+            mesh, lambda x, w, b: func(x, w, b, **options), tensors, [spec, P(), P()]
+        ),
+    )
 
 
 @pytest.mark.one_in(5)
@@ -179,7 +220,12 @@ def test_sharded_space_equals_one_process(data, window, transposed):
 def test_space_sharded_with_other_dims(specs, transposed):
     func = F.conv_transpose2d if transposed else F.conv2d
     tensors = [numbers(2, 4, 5, 3), numbers(4, 4, 3, 2, seed=1), numbers(4, seed=2)]
-    on_mesh((2, 2), lambda mesh: check_twice(mesh, lambda x, w, b: func(x, w, b, (2, 1), (1, 0)), tensors, specs))
+    on_mesh(
+        (2, 2),
+        lambda mesh: check_twice(
+            mesh, lambda x, w, b: func(x, w, b, (2, 1), (1, 0)), tensors, specs
+        ),
+    )
 
 
 # -- other tensors ----------------------------------------------------------------------------------------------------
@@ -210,7 +256,10 @@ def test_autocast_with_an_empty_part():
     """Every rank has the result in the same dtype, one without rows too."""
 
     def program(mesh):
-        x, w = put(mesh, numbers(1, 2, 2, dtype=torch.float32), P(None, None, "a")), put(mesh, numbers(2, 2, 1, dtype=torch.float32))
+        x, w = (
+            put(mesh, numbers(1, 2, 2, dtype=torch.float32), P(None, None, "a")),
+            put(mesh, numbers(2, 2, 1, dtype=torch.float32)),
+        )
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return F.conv1d(x, w).dtype
 
@@ -297,6 +346,14 @@ def test_two_meshes_of_processes(world4):
 def test_part_with_only_padding():
     """9 results of 1 element and 4 of padding on either side: the first and the last rank's 3 see no element."""
     random = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in ((1, 2, 1), (3, 2, 1), (3,))]
+    tensors = [
+        torch.randn(shape, generator=random, dtype=torch.float64)
+        for shape in ((1, 2, 1), (3, 2, 1), (3,))
+    ]
     specs = [P(None, None, "a"), P(), P()]
-    on_mesh((3,), lambda mesh: check_twice(mesh, lambda x, w, b: F.conv1d(x, w, b, padding=4), tensors, specs))
+    on_mesh(
+        (3,),
+        lambda mesh: check_twice(
+            mesh, lambda x, w, b: F.conv1d(x, w, b, padding=4), tensors, specs
+        ),
+    )

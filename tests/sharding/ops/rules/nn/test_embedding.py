@@ -35,7 +35,9 @@ LOOKUPS = {
 
 
 @pytest.mark.parametrize("name", LOOKUPS)
-@pytest.mark.parametrize("spec", [P(("b", "a")), P("b", "a"), P(("a", "b"), sizes={("a", "b"): (0, 4, 0, 3)})], ids=str)
+@pytest.mark.parametrize(
+    "spec", [P(("b", "a")), P("b", "a"), P(("a", "b"), sizes={("a", "b"): (0, 4, 0, 3)})], ids=str
+)
 def test_lookup_is_pending(name, spec):
     look = LOOKUPS[name]
     plain = TABLE.clone().requires_grad_()
@@ -75,18 +77,27 @@ def test_indices_sharded_over_the_same_axis():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64])
-@pytest.mark.parametrize("call", [F.embedding, lambda words, table: table[words], lambda words, table: table[:, 0].take(words)])
+@pytest.mark.parametrize(
+    "call",
+    [F.embedding, lambda words, table: table[words], lambda words, table: table[:, 0].take(words)],
+)
 def test_holes_infinities_and_signs_of_zero(call, dtype):
     """Values of other rows do not affect a row that is looked up, whose bits are unchanged."""
-    table = torch.tensor([[math.nan, math.inf], [-0.0, 1.0], [0.0, -0.0], [-math.inf, 2.0], [3.0, math.nan]]).to(dtype)
+    table = torch.tensor(
+        [[math.nan, math.inf], [-0.0, 1.0], [0.0, -0.0], [-math.inf, 2.0], [3.0, math.nan]]
+    ).to(dtype)
     words = torch.tensor([[1, 2, 1], [4, 3, 0]])
     expected = call(words, table)
 
     def program(mesh):
-        made = call(words_on(mesh, words=words), table_on(mesh, P("a"), table).detach()).full_tensor()
+        made = call(
+            words_on(mesh, words=words), table_on(mesh, P("a"), table).detach()
+        ).full_tensor()
         torch.testing.assert_close(made, expected, rtol=0, atol=0, equal_nan=True)
         if not dtype.is_complex:
-            assert torch.equal(made.signbit() & ~made.isnan(), expected.signbit() & ~expected.isnan())
+            assert torch.equal(
+                made.signbit() & ~made.isnan(), expected.signbit() & ~expected.isnan()
+            )
 
     on_mesh((3,), program)
 
@@ -136,7 +147,12 @@ def test_double_backward():
 @pytest.mark.parametrize("call", [F.embedding, F.embedding_bag])
 def test_unsupported_arguments_raise(call, options):
     def program(mesh):
-        with collectives() as records, pytest.raises(NotImplementedError, match="not supported on ShardedTensors; clip the rows"):
+        with (
+            collectives() as records,
+            pytest.raises(
+                NotImplementedError, match="not supported on ShardedTensors; clip the rows"
+            ),
+        ):
             call(words_on(mesh), table_on(mesh, P("a")), **options)
         assert not records
 
@@ -151,7 +167,9 @@ def test_the_module():
 
     def program(mesh):
         layer = torch.nn.Embedding(7, 3, padding_idx=2)
-        layer.weight = torch.nn.Parameter(sm.distribute_tensor(plain.weight.detach(), mesh, P("a"), src_data_rank=None))
+        layer.weight = torch.nn.Parameter(
+            sm.distribute_tensor(plain.weight.detach(), mesh, P("a"), src_data_rank=None)
+        )
         made = layer(words_on(mesh))
         made.square().sum().backward()
         torch.testing.assert_close(made.detach().full_tensor(), expected.detach())

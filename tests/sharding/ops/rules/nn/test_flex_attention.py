@@ -215,7 +215,9 @@ def test_whole_blocks_are_sliced_and_others_made_again() -> None:
 
     def program(mesh: Any) -> None:
         layout = sm.typeof(sm.device_put(Q, mesh, P(None, None, "a")))
-        part = _PartOfAttention(layout, layout, None, mask_of(causal), 1.0, False, None, None)._part_of_mask()
+        part = _PartOfAttention(
+            layout, layout, None, mask_of(causal), 1.0, False, None, None
+        )._part_of_mask()
         start, stop = layout.box[2]
         expected = flex.create_mask(causal, 1, 1, LENGTH, LENGTH, device="cpu")[:, :, start:stop]
         assert torch.equal(

@@ -25,12 +25,17 @@ OPTIONS = [
 
 def laid_out(options, mesh, spec):
     """Return the options with the weight on the mesh."""
-    return {name: place(x, mesh, spec) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    return {
+        name: place(x, mesh, spec) if isinstance(x, torch.Tensor) else x
+        for name, x in options.items()
+    }
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("spec", [P(None, "a"), P("b", "a"), P(None, ("b", "a")), P("a", unreduced={"b"})], ids=str)
+@pytest.mark.parametrize(
+    "spec", [P(None, "a"), P("b", "a"), P(None, ("b", "a")), P("a", unreduced={"b"})], ids=str
+)
 def test_cross_entropy_and_its_second_gradient(options, spec):
     def second(x, labels, options):
         loss = F.cross_entropy(x, labels, **options)
@@ -42,7 +47,9 @@ def test_cross_entropy_and_its_second_gradient(options, spec):
 
     def program(mesh):
         given = laid_out(options, mesh, P(spec.dims[1] or None) if len(spec.dims) > 1 else P())
-        found = second(place(LOGITS, mesh, spec).requires_grad_(), place(LABELS, mesh, P("b")), given)
+        found = second(
+            place(LOGITS, mesh, spec).requires_grad_(), place(LABELS, mesh, P("b")), given
+        )
         for got, want in zip(found, wanted, strict=True):
             torch.testing.assert_close(got.full_tensor(), want)
 
@@ -134,7 +141,9 @@ def test_invalid_label_raises():
 
     def program(mesh):
         with pytest.raises(IndexError, match="Target 10 is out of bounds"):
-            F.cross_entropy(place(LOGITS, mesh, P(None, "a")), place(torch.full((6,), 10), mesh, P()))
+            F.cross_entropy(
+                place(LOGITS, mesh, P(None, "a")), place(torch.full((6,), 10), mesh, P())
+            )
 
     on_mesh((2,), program)
 
@@ -143,7 +152,10 @@ def test_invalid_label_raises():
 @pytest.mark.parametrize("rows", [5, 7])
 def test_mismatched_rows_raise(loss, rows):
     def program(mesh):
-        loss(place(LOGITS, mesh, P(None, "a")), place(torch.zeros(rows, dtype=torch.int64), mesh, P()))
+        loss(
+            place(LOGITS, mesh, P(None, "a")),
+            place(torch.zeros(rows, dtype=torch.int64), mesh, P()),
+        )
 
     assert str(rows) in same_error((2,), program, (ValueError, RuntimeError, AssertionError))
 
@@ -154,7 +166,9 @@ def test_small_losses_are_not_rounded_to_zero():
     want = F.cross_entropy(x, torch.tensor([0, 0]), reduction="none")
 
     def program(mesh):
-        got = F.cross_entropy(place(x, mesh, P(None, "a")), place(torch.tensor([0, 0]), mesh, P()), reduction="none")
+        got = F.cross_entropy(
+            place(x, mesh, P(None, "a")), place(torch.tensor([0, 0]), mesh, P()), reduction="none"
+        )
         torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=0)
 
     on_mesh((3,), program)
@@ -168,16 +182,25 @@ def test_weight_of_l1_loss_is_used(reduction):
 
     def program(mesh):
         given = [place(t, mesh, P("a")) for t in (x, y, weight)]
-        torch.testing.assert_close(F.l1_loss(*given[:2], weight=given[2], reduction=reduction).full_tensor(), want)
-        with torch.device("cpu"):  # a mode: torch calls the function twice, the second time without the weight
-            torch.testing.assert_close(F.l1_loss(*given[:2], weight=given[2], reduction=reduction).full_tensor(), want)
+        torch.testing.assert_close(
+            F.l1_loss(*given[:2], weight=given[2], reduction=reduction).full_tensor(), want
+        )
+        with torch.device(
+            "cpu"
+        ):  # a mode: torch calls the function twice, the second time without the weight
+            torch.testing.assert_close(
+                F.l1_loss(*given[:2], weight=given[2], reduction=reduction).full_tensor(), want
+            )
         torch.testing.assert_close(F.l1_loss(given[0], given[1]).full_tensor(), F.l1_loss(x, y))
 
     on_mesh((4,), program)
 
 
 @pytest.mark.filterwarnings("ignore:size_average")
-@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.cross_entropy, F.multilabel_soft_margin_loss, F.triplet_margin_loss])
+@pytest.mark.parametrize(
+    "loss",
+    [F.mse_loss, F.l1_loss, F.cross_entropy, F.multilabel_soft_margin_loss, F.triplet_margin_loss],
+)
 def test_deprecated_arguments_raise(loss):
     def program(mesh):
         count = 3 if loss is F.triplet_margin_loss else 2
@@ -186,7 +209,9 @@ def test_deprecated_arguments_raise(loss):
     assert "size_average= is deprecated by torch" in same_error((2,), program, ValueError)
 
 
-@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits, F.soft_margin_loss])
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits, F.soft_margin_loss]
+)
 def test_half_precision_means_accumulate_in_float32(loss):
     """The sum of 4096 ones would be 256 in bfloat16; what is pending is reduced before it is rounded."""
     x, y = torch.zeros(4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
@@ -196,6 +221,8 @@ def test_half_precision_means_accumulate_in_float32(loss):
         assert got.dtype is torch.bfloat16
         torch.testing.assert_close(got.full_tensor(), loss(x, y), rtol=0.004, atol=0)
         total = loss(place(x, mesh, P("a")), place(y, mesh, P("a")), reduction="sum")
-        torch.testing.assert_close(total.full_tensor(), loss(x, y, reduction="sum"), rtol=0.004, atol=0)
+        torch.testing.assert_close(
+            total.full_tensor(), loss(x, y, reduction="sum"), rtol=0.004, atol=0
+        )
 
     on_mesh((3,), program)

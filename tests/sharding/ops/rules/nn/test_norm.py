@@ -25,14 +25,20 @@ OPERATORS = {
     "group_norm": (lambda x, w: F.group_norm(x, 3, w, w), IMAGE, WEIGHT[:6]),
     "batch_norm": (lambda x, w: F.batch_norm(x, None, None, w, w, True), IMAGE, WEIGHT[:6]),
     "instance_norm": (lambda x, w: F.instance_norm(x, weight=w), IMAGE, WEIGHT[:6]),
-    "local_response_norm": (lambda x, w: F.local_response_norm(x, 3) * w[:, None, None], IMAGE, WEIGHT[:6]),
+    "local_response_norm": (
+        lambda x, w: F.local_response_norm(x, 3) * w[:, None, None],
+        IMAGE,
+        WEIGHT[:6],
+    ),
     "normalize": (lambda x, w: F.normalize(x) * w, X, WEIGHT),
 }
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("spec", [P(None, "a"), P("b", "a"), P(None, ("b", "a")), P("a", None, unreduced={"b"})], ids=str)
+@pytest.mark.parametrize(
+    "spec", [P(None, "a"), P("b", "a"), P(None, ("b", "a")), P("a", None, unreduced={"b"})], ids=str
+)
 def test_values_and_second_gradients(name, spec):
     call, value, weight = OPERATORS[name]
 
@@ -45,7 +51,10 @@ def test_values_and_second_gradients(name, spec):
     wanted = second(value.clone().requires_grad_(), weight.clone().requires_grad_())
 
     def program(mesh):
-        leaves = place(value, mesh, spec).requires_grad_(), place(weight, mesh, P("a")).requires_grad_()
+        leaves = (
+            place(value, mesh, spec).requires_grad_(),
+            place(weight, mesh, P("a")).requires_grad_(),
+        )
         for got, want in zip(second(*leaves), wanted, strict=True):
             torch.testing.assert_close(got.full_tensor(), want)
 
@@ -99,10 +108,16 @@ def test_half_precision_accumulates_in_float32(dtype):
 
     def program(mesh):
         split = place(x, mesh, P(None, "a"))
-        for call in (lambda x: F.layer_norm(x, (400,)), lambda x: F.rms_norm(x, (400,)), lambda x: F.rms_norm(x * 1e-3, (400,), eps=1e-5)):
+        for call in (
+            lambda x: F.layer_norm(x, (400,)),
+            lambda x: F.rms_norm(x, (400,)),
+            lambda x: F.rms_norm(x * 1e-3, (400,), eps=1e-5),
+        ):
             got, want = call(split), call(x)
             assert got.dtype is dtype
-            torch.testing.assert_close(got.full_tensor(), want, rtol=torch.finfo(dtype).eps, atol=1e-4)
+            torch.testing.assert_close(
+                got.full_tensor(), want, rtol=torch.finfo(dtype).eps, atol=1e-4
+            )
 
     on_mesh((4,), program)
 
@@ -117,7 +132,10 @@ MODULES = {
     "BatchNorm1d of sequences": (lambda: nn.BatchNorm1d(6), IMAGE[..., 0]),
     "GroupNorm": (lambda: nn.GroupNorm(2, 6), IMAGE),
     "InstanceNorm2d": (lambda: nn.InstanceNorm2d(6, affine=True), IMAGE),
-    "InstanceNorm2d, tracked": (lambda: nn.InstanceNorm2d(6, affine=True, track_running_stats=True), IMAGE),
+    "InstanceNorm2d, tracked": (
+        lambda: nn.InstanceNorm2d(6, affine=True, track_running_stats=True),
+        IMAGE,
+    ),
     "LayerNorm": (lambda: nn.LayerNorm(10), X),
     "RMSNorm": (lambda: nn.RMSNorm(10), X),
     "LocalResponseNorm": (lambda: nn.LocalResponseNorm(3), IMAGE),
@@ -206,15 +224,26 @@ def test_ranks_outside_the_mesh_have_the_same_graph(name):
     """The result is moved to a mesh of another rank, and its gradient back."""
     more = {
         "softmax": (lambda x, w: x.softmax(1) * w, X, WEIGHT),
-        "cross_entropy": (lambda x, w: F.cross_entropy(x, w.detach().long()[:6] - 1) * w, X, WEIGHT),
-        "attention": (lambda x, w: F.scaled_dot_product_attention(x, x * w, x, is_causal=True), X, WEIGHT),
+        "cross_entropy": (
+            lambda x, w: F.cross_entropy(x, w.detach().long()[:6] - 1) * w,
+            X,
+            WEIGHT,
+        ),
+        "attention": (
+            lambda x, w: F.scaled_dot_product_attention(x, x * w, x, is_causal=True),
+            X,
+            WEIGHT,
+        ),
     }
     call, value, weight = (OPERATORS | more)[name]
     leaf = value.clone().requires_grad_()
     call(leaf, weight).square().sum().backward()
 
     def program():
-        here, there = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",)), sm.DeviceMesh(DEVICE, [2], axis_names=("b",))
+        here, there = (
+            sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",)),
+            sm.DeviceMesh(DEVICE, [2], axis_names=("b",)),
+        )
         x = sm.distribute_tensor(value, here, P(None, "a"), src_data_rank=None).requires_grad_()
         y = call(x, sm.distribute_tensor(weight, here, P(), src_data_rank=None))
         y.redistribute(there, P()).square().sum().backward()

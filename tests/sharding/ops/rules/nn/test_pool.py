@@ -18,7 +18,9 @@ ROWS = P(None, None, "a")
 
 
 def numbers(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def put(mesh, tensor, spec=ROWS, grad=True):
@@ -38,7 +40,11 @@ def both(call, x):
 
 
 def check(mesh, call, tensor, spec=ROWS):
-    for ours, theirs in zip(both(call, put(mesh, tensor, spec)), both(call, tensor.clone().requires_grad_()), strict=True):
+    for ours, theirs in zip(
+        both(call, put(mesh, tensor, spec)),
+        both(call, tensor.clone().requires_grad_()),
+        strict=True,
+    ):
         torch.testing.assert_close(ours.detach().full_tensor(), theirs.detach(), equal_nan=True)
 
 
@@ -49,7 +55,11 @@ def check(mesh, call, tensor, spec=ROWS):
 def pools(draw):
     length, size = draw(st.integers(1, 13)), draw(st.integers(1, 4))
     size = min(size, length)
-    options = {"kernel_size": size, "stride": draw(st.integers(1, 4)), "padding": draw(st.integers(0, size // 2))}
+    options = {
+        "kernel_size": size,
+        "stride": draw(st.integers(1, 4)),
+        "padding": draw(st.integers(0, size // 2)),
+    }
     return length, {**options, "ceil_mode": draw(st.booleans())}
 
 
@@ -58,23 +68,45 @@ def pools(draw):
 def test_any_window(data, pool, ranks):
     """Values, global indices and gradients, for any sharding of the dim."""
     length, options = pool
-    ends = sorted(data.draw(st.lists(st.integers(0, length), min_size=ranks - 1, max_size=ranks - 1)))
+    ends = sorted(
+        data.draw(st.lists(st.integers(0, length), min_size=ranks - 1, max_size=ranks - 1))
+    )
     bounds = [0, *ends, length]
     sizes = tuple(bounds[i + 1] - bounds[i] for i in range(ranks))
     spec = data.draw(st.sampled_from([ROWS, P(None, None, "a", sizes={"a": sizes})]))
     dilation = data.draw(st.integers(1, 2)) if 2 * (options["kernel_size"] - 1) < length else 1
     include = data.draw(st.booleans())
     x = numbers(2, 1, length)
-    x[0, 0, : length // 2] = data.draw(st.sampled_from([0.5, -torch.inf, torch.nan]))  # ties, and what padding must not win over
+    x[0, 0, : length // 2] = data.draw(
+        st.sampled_from([0.5, -torch.inf, torch.nan])
+    )  # ties, and what padding must not win over
 
     def program(mesh):
-        check(mesh, lambda x: F.max_pool1d(x, **options, dilation=dilation, return_indices=True), x, spec)
-        check(mesh, lambda x: F.avg_pool1d(x, **options, count_include_pad=include), x.nan_to_num(0, neginf=0), spec)
+        check(
+            mesh,
+            lambda x: F.max_pool1d(x, **options, dilation=dilation, return_indices=True),
+            x,
+            spec,
+        )
+        check(
+            mesh,
+            lambda x: F.avg_pool1d(x, **options, count_include_pad=include),
+            x.nan_to_num(0, neginf=0),
+            spec,
+        )
 
     on_mesh((ranks,), program)
 
 
-@pytest.mark.parametrize("spec", [P(None, None, "a", "b"), P(None, None, ("b", "a")), P("b", None, None, "a"), P(None, "a", "b")])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P(None, None, "a", "b"),
+        P(None, None, ("b", "a")),
+        P("b", None, None, "a"),
+        P(None, "a", "b"),
+    ],
+)
 def test_planes(spec):
     x = numbers(2, 3, 7, 5)
 
@@ -96,7 +128,12 @@ def test_double_backward():
         (first,) = torch.autograd.grad(pooled.pow(3).sum(), x, create_graph=True)
         return torch.autograd.grad(first.square().sum(), x)[0]
 
-    on_mesh((3,), lambda mesh: torch.testing.assert_close(twice(put(mesh, x)).full_tensor(), twice(x.clone().requires_grad_())))
+    on_mesh(
+        (3,),
+        lambda mesh: torch.testing.assert_close(
+            twice(put(mesh, x)).full_tensor(), twice(x.clone().requires_grad_())
+        ),
+    )
 
 
 LINEAR = {
@@ -120,7 +157,12 @@ def test_second_gradients_with_empty_parts(name, spec):
         (first,) = torch.autograd.grad(LINEAR[name](x).sum() + x.pow(3).sum(), x, create_graph=True)
         return torch.autograd.grad(first.square().sum(), x)[0]
 
-    on_mesh((4,), lambda mesh: torch.testing.assert_close(twice(put(mesh, x, spec)).full_tensor(), twice(x.clone().requires_grad_())))
+    on_mesh(
+        (4,),
+        lambda mesh: torch.testing.assert_close(
+            twice(put(mesh, x, spec)).full_tensor(), twice(x.clone().requires_grad_())
+        ),
+    )
 
 
 def test_bytes():
@@ -151,9 +193,14 @@ def test_means_of_low_precision_are_rounded_once(dtype):
     x = numbers(1, 2, 12, 9, dtype=dtype)
 
     def program(mesh):
-        for call in (lambda x: F.avg_pool2d(x, 3, 2, 1), lambda x: F.avg_pool2d(x, 5, 3, 2, count_include_pad=False)):
+        for call in (
+            lambda x: F.avg_pool2d(x, 3, 2, 1),
+            lambda x: F.avg_pool2d(x, 5, 3, 2, count_include_pad=False),
+        ):
             ours, exact = call(put(mesh, x)).detach().full_tensor(), dtype is torch.bfloat16
-            torch.testing.assert_close(ours, call(x), rtol=0 if exact else 1e-6, atol=0 if exact else 1e-7)
+            torch.testing.assert_close(
+                ours, call(x), rtol=0 if exact else 1e-6, atol=0 if exact else 1e-7
+            )
 
     on_mesh((3,), program)
 
@@ -162,14 +209,22 @@ def test_means_of_low_precision_are_rounded_once(dtype):
 def test_interpolation_is_rounded_once(dtype):
     """Positions and weights are torch's own, for a size, a factor, and corners that meet."""
     x = numbers(1, 2, 61, 9, dtype=dtype)
-    sizes = [{"size": (173, 7)}, {"scale_factor": (1.37, 2.0)}, {"size": (100, 20), "align_corners": True}]
+    sizes = [
+        {"size": (173, 7)},
+        {"scale_factor": (1.37, 2.0)},
+        {"size": (100, 20), "align_corners": True},
+    ]
 
     def program(mesh):
         for options in sizes:
             ours = F.interpolate(put(mesh, x), **options, mode="bilinear").detach().full_tensor()
             whole = F.interpolate(x.float(), **options, mode="bilinear").to(dtype)
-            torch.testing.assert_close(ours, whole, rtol=2**-7 if dtype is torch.bfloat16 else 1e-6, atol=1e-6)
-            assert dtype is torch.float32 or (ours != whole).float().mean() < 0.01  # sums that lie between two numbers
+            torch.testing.assert_close(
+                ours, whole, rtol=2**-7 if dtype is torch.bfloat16 else 1e-6, atol=1e-6
+            )
+            assert (
+                dtype is torch.float32 or (ours != whole).float().mean() < 0.01
+            )  # sums that lie between two numbers
 
     on_mesh((3,), program)
 
@@ -177,7 +232,13 @@ def test_interpolation_is_rounded_once(dtype):
 # -- windows at random ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", [F.fractional_max_pool2d, lambda x, *a, **k: F.fractional_max_pool2d(x, *a, **k, return_indices=True)[0]])
+@pytest.mark.parametrize(
+    "call",
+    [
+        F.fractional_max_pool2d,
+        lambda x, *a, **k: F.fractional_max_pool2d(x, *a, **k, return_indices=True)[0],
+    ],
+)
 def test_random_windows_do_not_depend_on_the_mesh(call):
     x = numbers(4, 3, 9, 8)
 
@@ -185,22 +246,33 @@ def test_random_windows_do_not_depend_on_the_mesh(call):
         pooled = []
         for spec in (P(), P("a"), P(None, "a"), ROWS):
             sm.random.manual_seed(3)
-            pooled.append(call(put(mesh, x, spec), 2, output_ratio=(0.5, 0.6)).detach().full_tensor())
+            pooled.append(
+                call(put(mesh, x, spec), 2, output_ratio=(0.5, 0.6)).detach().full_tensor()
+            )
         assert all(torch.equal(pooled[0], p) for p in pooled)
         sm.random.manual_seed(3)
         assert call(put(mesh, x), 2, output_ratio=(0.7, 0.6)).shape == (4, 3, 6, 4)
         return pooled[0]
 
-    assert all(torch.equal(*pair) for pair in zip(on_mesh((2,), program), on_mesh((3,), program), strict=False))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(on_mesh((2,), program), on_mesh((3,), program), strict=False)
+    )
 
 
 # -- errors and modules -----------------------------------------------------------------------------------------------
 
 
 def test_invalid_arguments_raise_torchs_error():
-    assert "Output size is too small" in same_error((2,), lambda mesh: F.max_pool2d(put(mesh, numbers(1, 1, 4, 4)), 7), RuntimeError)
-    assert same_error((2,), lambda mesh: F.avg_pool2d(put(mesh, numbers(1, 1, 4, 4)), 2, padding=2), RuntimeError)
-    assert same_error((2,), lambda mesh: F.adaptive_avg_pool2d(put(mesh, numbers(1, 1, 4, 4)), -1), RuntimeError)
+    assert "Output size is too small" in same_error(
+        (2,), lambda mesh: F.max_pool2d(put(mesh, numbers(1, 1, 4, 4)), 7), RuntimeError
+    )
+    assert same_error(
+        (2,), lambda mesh: F.avg_pool2d(put(mesh, numbers(1, 1, 4, 4)), 2, padding=2), RuntimeError
+    )
+    assert same_error(
+        (2,), lambda mesh: F.adaptive_avg_pool2d(put(mesh, numbers(1, 1, 4, 4)), -1), RuntimeError
+    )
 
 
 PLANES = (2, 3, 6, 4)
@@ -225,8 +297,16 @@ MODULES = {
     "LPPool2d": (nn.LPPool2d(2, 3, 2), PLANES),
     "CosineSimilarity": (lambda x: nn.CosineSimilarity(1)(x, x.roll(1, 0)), (3, 6, 4)),
     "PairwiseDistance": (lambda x: nn.PairwiseDistance()(x, x.roll(1, 0)), (3, 6, 4)),
-    "pool and unpool": (lambda x: nn.MaxUnpool2d(2)(*nn.MaxPool2d(2, return_indices=True)(x)), PLANES),
-    "affine grid": (lambda x: F.grid_sample(x, F.affine_grid(x[:, :2, :3, 0], x.shape, False), "bilinear", "border", True), PLANES),
+    "pool and unpool": (
+        lambda x: nn.MaxUnpool2d(2)(*nn.MaxPool2d(2, return_indices=True)(x)),
+        PLANES,
+    ),
+    "affine grid": (
+        lambda x: F.grid_sample(
+            x, F.affine_grid(x[:, :2, :3, 0], x.shape, False), "bilinear", "border", True
+        ),
+        PLANES,
+    ),
 }
 
 
@@ -237,7 +317,14 @@ def test_modules(name):
     x = numbers(*shape)
 
     def program(mesh):
-        for spec in (P(), P("a"), P(None, "a"), P(None, None, "a"), P("a", None, "b"), P(None, "b", unreduced={"a"})):
+        for spec in (
+            P(),
+            P("a"),
+            P(None, "a"),
+            P(None, None, "a"),
+            P("a", None, "b"),
+            P(None, "b", unreduced={"a"}),
+        ):
             check(mesh, module, x, spec)
 
     on_mesh((2, 2), program)

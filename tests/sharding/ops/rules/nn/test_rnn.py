@@ -42,7 +42,10 @@ def flat(tree):
 def check_training(mesh, make, run, inputs, specs, partition=None):
     """Check that outputs, gradients of the inputs, and parameters after a step equal those of one process."""
     plain, model = built(make), distribute_module(built(make), mesh, partition)
-    theirs, ours = [x.clone().requires_grad_() for x in inputs], [put(mesh, *pair) for pair in zip(inputs, specs, strict=True)]
+    theirs, ours = (
+        [x.clone().requires_grad_() for x in inputs],
+        [put(mesh, *pair) for pair in zip(inputs, specs, strict=True)],
+    )
     made = []
     for module, tensors in ((plain, theirs), (model, ours)):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -74,17 +77,33 @@ def test_a_training_step_without_a_state(kind, options, partition):
     def make():
         return kind(INPUT, HIDDEN, dtype=torch.float64, **options)
 
-    on_mesh((2, 2), lambda mesh: check_training(mesh, make, lambda m, x: m(x), [x], [spec], partition))
+    on_mesh(
+        (2, 2), lambda mesh: check_training(mesh, make, lambda m, x: m(x), [x], [spec], partition)
+    )
 
 
-@pytest.mark.parametrize("specs", [[P(), P(), P()], [P(None, "a"), P(None, "a"), P()], [P("a"), P(None, "b"), P(None, None, "a")]])
+@pytest.mark.parametrize(
+    "specs",
+    [
+        [P(), P(), P()],
+        [P(None, "a"), P(None, "a"), P()],
+        [P("a"), P(None, "b"), P(None, None, "a")],
+    ],
+)
 def test_with_a_state_and_projections(specs):
-    inputs = [numbers(STEPS, BATCH, INPUT), numbers(1, BATCH, 2, seed=1), numbers(1, BATCH, HIDDEN, seed=2)]
+    inputs = [
+        numbers(STEPS, BATCH, INPUT),
+        numbers(1, BATCH, 2, seed=1),
+        numbers(1, BATCH, HIDDEN, seed=2),
+    ]
 
     def make():
         return nn.LSTM(INPUT, HIDDEN, proj_size=2, dtype=torch.float64)
 
-    on_mesh((2, 2), lambda mesh: check_training(mesh, make, lambda m, x, h, c: m(x, (h, c)), inputs, specs))
+    on_mesh(
+        (2, 2),
+        lambda mesh: check_training(mesh, make, lambda m, x, h, c: m(x, (h, c)), inputs, specs),
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -100,12 +119,19 @@ def test_one_sequence():
     def make():
         return nn.GRU(INPUT, HIDDEN, dtype=torch.float64)
 
-    on_mesh((2,), lambda mesh: check_training(mesh, make, lambda m, x: m(x), [numbers(STEPS, INPUT)], [P("a")]))
+    on_mesh(
+        (2,),
+        lambda mesh: check_training(
+            mesh, make, lambda m, x: m(x), [numbers(STEPS, INPUT)], [P("a")]
+        ),
+    )
 
 
 def test_sharded_batch_needs_no_communication():
     def program(mesh):
-        model = distribute_module(built(lambda: nn.LSTM(INPUT, HIDDEN, 2, dtype=torch.float64)), mesh)
+        model = distribute_module(
+            built(lambda: nn.LSTM(INPUT, HIDDEN, 2, dtype=torch.float64)), mesh
+        )
         with collectives() as records:
             out, (h, c) = model(put(mesh, numbers(STEPS, BATCH, INPUT), P(None, "a")))
         assert launched(records) == []
@@ -132,7 +158,9 @@ def test_dropout_between_layers_does_not_depend_on_the_mesh():
             torch.testing.assert_close(one, other)
         plain = built(make).eval()
         assert not torch.allclose(outputs[0][0], plain(x)[0])
-        for ours, theirs in zip(flat(model.eval()(put(mesh, x, P(None, "a")))), flat(plain(x)), strict=True):
+        for ours, theirs in zip(
+            flat(model.eval()(put(mesh, x, P(None, "a")))), flat(plain(x)), strict=True
+        ):
             torch.testing.assert_close(ours.detach().full_tensor(), theirs.detach())
         return outputs[0]
 
@@ -147,7 +175,10 @@ def test_dropout_between_layers_does_not_depend_on_the_mesh():
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("partition", [None, split_rows])
 @pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a"), P("b", "a")])
-@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell, lambda *a, **k: nn.RNNCell(*a, **k, nonlinearity="relu")])
+@pytest.mark.parametrize(
+    "kind",
+    [nn.LSTMCell, nn.GRUCell, nn.RNNCell, lambda *a, **k: nn.RNNCell(*a, **k, nonlinearity="relu")],
+)
 def test_cells(kind, spec, partition):
     """Three steps: the first without a state, the others with the state that came out."""
 
@@ -158,7 +189,10 @@ def test_cells(kind, spec, partition):
     def make():
         return kind(INPUT, HIDDEN, dtype=torch.float64)
 
-    on_mesh((2, 2), lambda mesh: check_training(mesh, make, run, [numbers(BATCH, INPUT)], [spec], partition))
+    on_mesh(
+        (2, 2),
+        lambda mesh: check_training(mesh, make, run, [numbers(BATCH, INPUT)], [spec], partition),
+    )
 
 
 def test_cells_with_sharded_rows_move_gates_not_weights():
@@ -180,10 +214,14 @@ def test_cells_with_sharded_rows_move_gates_not_weights():
 
 def test_packed_sequences_raise():
     def packing(mesh):
-        pack_padded_sequence(put(mesh, numbers(STEPS, 2, INPUT), P(None, "a")), torch.tensor([4, 2]))
+        pack_padded_sequence(
+            put(mesh, numbers(STEPS, 2, INPUT), P(None, "a")), torch.tensor([4, 2])
+        )
 
     def packed(mesh):
-        model = distribute_module(nn.LSTM(INPUT, HIDDEN, dtype=torch.float64), mesh, src_data_rank=None)
+        model = distribute_module(
+            nn.LSTM(INPUT, HIDDEN, dtype=torch.float64), mesh, src_data_rank=None
+        )
         plain = pack_padded_sequence(numbers(STEPS, 2, INPUT), torch.tensor([4, 2]))
         model(plain._replace(data=put(mesh, plain.data, P("a"))))
 
@@ -201,13 +239,21 @@ def test_a_plain_state_counts_as_replicated_if_it_is():
     def program(mesh):
         x, state = numbers(2, INPUT).float(), torch.ones(2, HIDDEN)
         made = cell(mesh)
-        torch.testing.assert_close(made(put(mesh, x, P("a")), state), made(put(mesh, x, P("a")), put(mesh, state, P())))
+        torch.testing.assert_close(
+            made(put(mesh, x, P("a")), state), made(put(mesh, x, P("a")), put(mesh, state, P()))
+        )
 
     def different(mesh):
-        cell(mesh)(put(mesh, numbers(2, INPUT).float(), P("a")), torch.full((2, HIDDEN), 1.0 + mesh.get_rank()))
+        cell(mesh)(
+            put(mesh, numbers(2, INPUT).float(), P("a")),
+            torch.full((2, HIDDEN), 1.0 + mesh.get_rank()),
+        )
 
     on_mesh((2,), program)
-    with pytest.raises(sm.errors.ReplicaError, match=r"a plain operand with a ShardedTensor counts as replicated inside a prepared module"):
+    with pytest.raises(
+        sm.errors.ReplicaError,
+        match=r"a plain operand with a ShardedTensor counts as replicated inside a prepared module",
+    ):
         on_mesh((2,), different)
 
 
@@ -219,7 +265,11 @@ def test_weights_are_not_flattened(monkeypatch):
     def program(mesh):
         model = distribute_module(nn.LSTM(INPUT, HIDDEN, dtype=torch.float64), mesh)
         model.flatten_parameters()
-        assert model(put(mesh, numbers(STEPS, 2, INPUT), P(None, "a")))[0].shape == (STEPS, 2, HIDDEN)
+        assert model(put(mesh, numbers(STEPS, 2, INPUT), P(None, "a")))[0].shape == (
+            STEPS,
+            2,
+            HIDDEN,
+        )
         with pytest.raises(RuntimeError, match="not one block of memory"):
             model.weight_ih_l0.data_ptr()
 

@@ -72,7 +72,13 @@ def test_unsharded_dim_needs_no_communication():
 
 
 INF = float("inf")
-EXTREMES = [[-INF] * 5, [INF, 1, 2, 3, 4], [1, -INF, -INF, -INF, -INF], [800, -800, 0, 800, 5], [0, 1, torch.nan, 2, 3]]
+EXTREMES = [
+    [-INF] * 5,
+    [INF, 1, 2, 3, 4],
+    [1, -INF, -INF, -INF, -INF],
+    [800, -800, 0, 800, 5],
+    [0, 1, torch.nan, 2, 3],
+]
 EXTREMES = torch.tensor(EXTREMES, dtype=torch.float64)
 
 
@@ -86,7 +92,9 @@ def test_infinities_and_empty_parts(name, sizes):
     want.backward(weight)
 
     def program(mesh):
-        x = sm.distribute_tensor(EXTREMES, mesh, P(None, "a", sizes={"a": sizes}), src_data_rank=None).requires_grad_()
+        x = sm.distribute_tensor(
+            EXTREMES, mesh, P(None, "a", sizes={"a": sizes}), src_data_rank=None
+        ).requires_grad_()
         got = OPERATORS[name](x)
         torch.testing.assert_close(got.detach().full_tensor(), want.detach(), equal_nan=True)
         got.backward(weight)
@@ -114,9 +122,15 @@ def test_dtype_is_that_of_the_computation():
     def program(mesh):
         x = place(torch.arange(12).view(3, 4), mesh, P(None, "a"))
         for got, want in (
-            (F.softmax(x, 1, dtype=torch.float64), F.softmax(torch.arange(12.0, dtype=torch.float64).view(3, 4), 1)),
+            (
+                F.softmax(x, 1, dtype=torch.float64),
+                F.softmax(torch.arange(12.0, dtype=torch.float64).view(3, 4), 1),
+            ),
             (x.softmax(1, torch.float32), F.softmax(torch.arange(12.0).view(3, 4), 1)),
-            (torch.log_softmax(x, -1, dtype=torch.float32), F.log_softmax(torch.arange(12.0).view(3, 4), 1)),
+            (
+                torch.log_softmax(x, -1, dtype=torch.float32),
+                F.log_softmax(torch.arange(12.0).view(3, 4), 1),
+            ),
         ):
             assert got.dtype is want.dtype
             torch.testing.assert_close(got.full_tensor(), want)

@@ -38,7 +38,9 @@ class _FakeFactories(TorchFunctionMode):
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
-    monkeypatch.setattr(device_mesh, "local_device", lambda device_type: torch.device(device_type, 0))
+    monkeypatch.setattr(
+        device_mesh, "local_device", lambda device_type: torch.device(device_type, 0)
+    )
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     fake = FakeTensorMode()
     with sm.debug.null_world(2), _FakeFactories(fake):
@@ -78,17 +80,23 @@ def _calls_of_second_step(optimizer: torch.optim.Optimizer) -> list[str]:
 
 @pytest.mark.parametrize("how", [{"fused": True}, {"capturable": True}, {"foreach": True}], ids=str)
 @pytest.mark.parametrize("name", ["AdamW", "Adam amsgrad"])
-def test_a_step_on_a_gpu_is_that_of_plain_tensors(name: str, how: dict[str, bool], on_gpu: FakeTensorMode) -> None:
+def test_a_step_on_a_gpu_is_that_of_plain_tensors(
+    name: str, how: dict[str, bool], on_gpu: FakeTensorMode
+) -> None:
     """Fused and capturable ones keep `step` on the GPU, which torch compares with the device of the lists: of the parts, not "meta"."""
     params = _on_gpu(on_gpu)
     optimizer = MAKERS[name](params, **how)
-    plain = MAKERS[name](_plain_on_gpu(params, on_gpu), **({"foreach": True} | how if "fused" not in how else how))
+    plain = MAKERS[name](
+        _plain_on_gpu(params, on_gpu), **({"foreach": True} | how if "fused" not in how else how)
+    )
     assert _calls_of_second_step(optimizer) == _calls_of_second_step(plain)
     on = {str(state["step"].device) for state in optimizer.state.values()}
     assert on == ({"cpu"} if how == {"foreach": True} else {str(GPU)})
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam", "RAdam", "RMSprop", "Adadelta", "Adamax"])
+@pytest.mark.parametrize(
+    "name", ["AdamW", "SGD", "NAdam", "RAdam", "RMSprop", "Adadelta", "Adamax"]
+)
 def test_default_on_a_gpu_is_foreach(name: str, on_gpu: FakeTensorMode) -> None:
     """As for plain tensors there; for those without memory torch has to be asked for it."""
     params = _on_gpu(on_gpu)
@@ -111,7 +119,21 @@ class _OnWrappers(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("how", [{"foreach": True}, {}], ids=["foreach", "default"])
-@pytest.mark.parametrize("name", ["AdamW", "Adam amsgrad", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "AdamW",
+        "Adam amsgrad",
+        "SGD",
+        "Adagrad",
+        "RMSprop",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "Adadelta",
+        "Rprop",
+    ],
+)
 def test_steps_run_on_the_parts(name: str, how: dict[str, bool]) -> None:
     """No operator is dispatched per parameter but the question whether it is complex; state stays sharded."""
 
@@ -123,8 +145,16 @@ def test_steps_run_on_the_parts(name: str, how: dict[str, bool]) -> None:
         with _OnWrappers() as called:
             optimizer.step()
         assert called.names <= {"is_complex"}
-        assert all(x._lineage != lineage and x._local._version > version for x, (lineage, version) in zip(params, before, strict=True))
-        states = [y for state in optimizer.state.values() for key, y in state.items() if isinstance(y, torch.Tensor) and y.ndim]
+        assert all(
+            x._lineage != lineage and x._local._version > version
+            for x, (lineage, version) in zip(params, before, strict=True)
+        )
+        states = [
+            y
+            for state in optimizer.state.values()
+            for key, y in state.items()
+            if isinstance(y, torch.Tensor) and y.ndim
+        ]
         assert all(type(y) is ShardedTensor for y in states)
 
     on_mesh((2, 2), program)
@@ -140,5 +170,10 @@ def test_lineages_of_a_step_depend_on_gradients(mesh: sm.DeviceMesh) -> None:
         x.grad = make(x)
         optimizer = torch.optim.AdamW([x], foreach=True)
         optimizer.step()
-        found.append((x._lineage, *(y._lineage for y in optimizer.state[x].values() if type(y) is ShardedTensor)))
+        found.append(
+            (
+                x._lineage,
+                *(y._lineage for y in optimizer.state[x].values() if type(y) is ShardedTensor),
+            )
+        )
     assert len({*found[0], *found[1]}) == 6

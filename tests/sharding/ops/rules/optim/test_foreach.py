@@ -49,13 +49,26 @@ MORE = {
     "addcdiv": [lambda g, xs, ys: g(xs, ys, ys, value=0.5), lambda g, xs, ys: g(xs, ys, ys, torch.tensor(scalars(0)))],
 }  # fmt: skip
 CASES = [(name, lambda g, xs, ys: g(xs)) for name in UNARY]
-CASES += [(f"_foreach_{name}{end}", way) for name, ways in MORE.items() for end in ("", "_") for way in ways]
-CASES += [("_foreach_copy_", lambda g, xs, ys: g(xs, ys)), ("_foreach_norm", lambda g, xs, ys: g(xs))]
+CASES += [
+    (f"_foreach_{name}{end}", way)
+    for name, ways in MORE.items()
+    for end in ("", "_")
+    for way in ways
+]
+CASES += [
+    ("_foreach_copy_", lambda g, xs, ys: g(xs, ys)),
+    ("_foreach_norm", lambda g, xs, ys: g(xs)),
+]
 CASES += [("_foreach_norm", lambda g, xs, ys: g(xs, 1)), ("_foreach_max", lambda g, xs, ys: g(xs))]
-CASES += [("_foreach_pow", lambda g, xs, ys: g(2.0, xs)), ("_foreach_powsum", lambda g, xs, ys: g(xs, 3))]
+CASES += [
+    ("_foreach_pow", lambda g, xs, ys: g(2.0, xs)),
+    ("_foreach_powsum", lambda g, xs, ys: g(xs, 3)),
+]
 
 
-@pytest.mark.parametrize("others", [SPECS, [P(None, "a"), P(None, "a"), P("a")]], ids=["aligned", "mixed"])
+@pytest.mark.parametrize(
+    "others", [SPECS, [P(None, "a"), P(None, "a"), P("a")]], ids=["aligned", "mixed"]
+)
 def test_foreach(others):
     """One call on the local lists if corresponding tensors have equal layouts, otherwise one by one."""
 
@@ -70,7 +83,9 @@ def test_foreach(others):
                 wanted = xs
                 assert [x.spec for x in mine] == [s.padded(2) for s in SPECS]
             for x, y in zip(got, wanted, strict=True):
-                torch.testing.assert_close(x.full_tensor(), y, msg=lambda m, name=name: f"{name}: {m}")
+                torch.testing.assert_close(
+                    x.full_tensor(), y, msg=lambda m, name=name: f"{name}: {m}"
+                )
 
     on_mesh((3,), program)
 
@@ -109,7 +124,9 @@ def test_foreach_is_differentiable():
 
 def test_norms_of_many_tensors_take_one_reduction_for_each_set_of_axes():
     def program(mesh):
-        xs = distributed(mesh, [f(4, 3), f(5, 2), f(4, 4), f(7), f(3)], [P("a"), P("a"), P("b"), P("a"), P()])
+        xs = distributed(
+            mesh, [f(4, 3), f(5, 2), f(4, 4), f(7), f(3)], [P("a"), P("a"), P("b"), P("a"), P()]
+        )
         with collectives() as records:
             norms = torch._foreach_norm(xs)
         assert launched(records) == ["all_reduce", "all_reduce"]
@@ -140,12 +157,20 @@ def model():
     return MixedParameters().double()
 
 
-LAYOUTS = {"table.weight": P(None, "a"), "up.weight": P("a"), "up.bias": P("a"), "down.weight": P(None, "a")}
+LAYOUTS = {
+    "table.weight": P(None, "a"),
+    "up.weight": P("a"),
+    "up.bias": P("a"),
+    "down.weight": P(None, "a"),
+}
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.05}),
     "AdamW amsgrad maximize": (torch.optim.AdamW, {"lr": 0.05, "amsgrad": True, "maximize": True}),
     "Adam": (torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.1}),
-    "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "SGD momentum": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    ),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
     "Adamax": (torch.optim.Adamax, {"lr": 0.05}),
@@ -184,7 +209,9 @@ def test_three_steps_equal_a_single_process(name, mode):
         mine = train(sharded, *batch, make, mode, clip=True)
         torch.testing.assert_close(mine.full_tensor(), norm)
         for (path, p), q in zip(sharded.named_parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(p.detach().full_tensor(), q.detach(), msg=lambda m, path=path: f"{path}: {m}")
+            torch.testing.assert_close(
+                p.detach().full_tensor(), q.detach(), msg=lambda m, path=path: f"{path}: {m}"
+            )
 
     start = model()
     on_mesh((2, 2), lambda mesh: program(mesh, start))

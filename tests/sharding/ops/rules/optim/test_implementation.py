@@ -19,10 +19,16 @@ SHAPES = [(4, 3), (6, 2), (5,), (2, 2)]
 SPECS = [P("a"), P(None, "a"), P("a"), P()]
 MAKERS = {
     "AdamW": lambda params, **how: torch.optim.AdamW(params, lr=0.1, **how),
-    "Adam amsgrad": lambda params, **how: torch.optim.Adam(params, lr=0.1, amsgrad=True, weight_decay=0.1, **how),
-    "SGD": lambda params, **how: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, **how),
+    "Adam amsgrad": lambda params, **how: torch.optim.Adam(
+        params, lr=0.1, amsgrad=True, weight_decay=0.1, **how
+    ),
+    "SGD": lambda params, **how: torch.optim.SGD(
+        params, lr=0.1, momentum=0.9, nesterov=True, **how
+    ),
     "Adagrad": lambda params, **how: torch.optim.Adagrad(params, lr=0.1, **how),
-    "RMSprop": lambda params, **how: torch.optim.RMSprop(params, lr=0.1, momentum=0.5, centered=True, **how),
+    "RMSprop": lambda params, **how: torch.optim.RMSprop(
+        params, lr=0.1, momentum=0.5, centered=True, **how
+    ),
     "Adamax": lambda params, **how: torch.optim.Adamax(params, lr=0.1, **how),
     "NAdam": lambda params, **how: torch.optim.NAdam(params, lr=0.1, **how),
     "RAdam": lambda params, **how: torch.optim.RAdam(params, lr=0.1, **how),
@@ -31,7 +37,12 @@ MAKERS = {
     "Rprop": lambda params, **how: torch.optim.Rprop(params, lr=0.1, **how),
     "Adafactor": lambda params, **how: torch.optim.Adafactor(params, lr=0.1, **how),
 }
-FUSED = {"AdamW": "_fused_adamw_", "Adam amsgrad": "_fused_adam_", "SGD": "_fused_sgd_", "Adagrad": "_fused_adagrad_"}
+FUSED = {
+    "AdamW": "_fused_adamw_",
+    "Adam amsgrad": "_fused_adam_",
+    "SGD": "_fused_sgd_",
+    "Adagrad": "_fused_adagrad_",
+}
 
 
 def values() -> list[torch.Tensor]:
@@ -40,7 +51,10 @@ def values() -> list[torch.Tensor]:
 
 
 def sharded(mesh: sm.DeviceMesh) -> list[Any]:
-    return [nn.Parameter(sm.distribute_tensor(x, mesh, spec)) for x, spec in zip(values(), SPECS, strict=True)]
+    return [
+        nn.Parameter(sm.distribute_tensor(x, mesh, spec))
+        for x, spec in zip(values(), SPECS, strict=True)
+    ]
 
 
 def stepped(params: list[Any], optimizer: torch.optim.Optimizer, steps: int = 3) -> list[Any]:
@@ -104,7 +118,9 @@ def test_choice_is_limited_to_the_step(mesh: sm.DeviceMesh) -> None:
     assert optimizer.param_groups[0]["fused"] is None
 
 
-@pytest.mark.parametrize("how", [{"foreach": False}, {"fused": False}, {"differentiable": True}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"foreach": False}, {"fused": False}, {"differentiable": True}], ids=str
+)
 def test_explicit_choice_is_respected(how: dict[str, bool]) -> None:
     def program(mesh: sm.DeviceMesh) -> None:
         x = sm.distribute_tensor(torch.ones(4), mesh, P("a"))
@@ -121,7 +137,10 @@ def test_explicit_choice_is_respected(how: dict[str, bool]) -> None:
 def test_noncontiguous_parameters_are_not_fused(mesh: sm.DeviceMesh) -> None:
     """Fused kernels assume contiguous memory; foreach respects strides."""
     around = torch.arange(12.0).view(3, 4)
-    before, x = around.clone(), nn.Parameter(sm.from_local(around[:, ::2], mesh, P("a"), shape=(6, 2)))
+    before, x = (
+        around.clone(),
+        nn.Parameter(sm.from_local(around[:, ::2], mesh, P("a"), shape=(6, 2))),
+    )
     optimizer = torch.optim.AdamW([x], lr=0.1)
     x.grad = torch.ones_like(x)
     optimizer.step()
@@ -131,7 +150,10 @@ def test_noncontiguous_parameters_are_not_fused(mesh: sm.DeviceMesh) -> None:
 
 @every_rank(2)
 def test_sharded_and_plain_parameters_in_one_list(mesh: sm.DeviceMesh) -> None:
-    params: list[Any] = [nn.Parameter(sm.distribute_tensor(torch.ones(4), mesh, P("a"))), nn.Parameter(torch.ones(3))]
+    params: list[Any] = [
+        nn.Parameter(sm.distribute_tensor(torch.ones(4), mesh, P("a"))),
+        nn.Parameter(torch.ones(3)),
+    ]
     for x in params:
         x.grad = torch.ones_like(x)
     torch.optim.AdamW(params, lr=0.1, fused=True).step()
@@ -157,7 +179,9 @@ class Grouping(torch.optim.Optimizer):
 def test_lists_are_grouped_by_device(mesh: sm.DeviceMesh) -> None:
     """As on a GPU, where `step` lies beside the part and the wrapper says "meta": float64 stands for the other device."""
     dtypes = (torch.float32, torch.float64, torch.float32)
-    xs: list[Any] = [sm.distribute_tensor(torch.ones(2, dtype=dtype), mesh, P("a")) for dtype in dtypes]
+    xs: list[Any] = [
+        sm.distribute_tensor(torch.ones(2, dtype=dtype), mesh, P("a")) for dtype in dtypes
+    ]
     steps: list[Any] = [torch.zeros((), device=x._local.device) for x in xs]
     optimizer = Grouping([x.requires_grad_() for x in xs])
     optimizer.lists = [xs, [None, None, xs[2]], [], steps]
@@ -165,8 +189,13 @@ def test_lists_are_grouped_by_device(mesh: sm.DeviceMesh) -> None:
     assert {(str(device), dtype): numbers for (device, dtype), (_, numbers) in found.items()} == {
         ("cpu", torch.float32): [0, 2], ("cpu", torch.float64): [1],
     }  # fmt: skip
-    lists, expected = found[torch.device("cpu"), torch.float32][0], ([xs[0], xs[2]], [None, xs[2]], [], [steps[0], steps[2]])
-    assert [list(map(id, tensors)) for tensors in lists] == [list(map(id, tensors)) for tensors in expected]
+    lists, expected = (
+        found[torch.device("cpu"), torch.float32][0],
+        ([xs[0], xs[2]], [None, xs[2]], [], [steps[0], steps[2]]),
+    )
+    assert [list(map(id, tensors)) for tensors in lists] == [
+        list(map(id, tensors)) for tensors in expected
+    ]
 
 
 @every_rank(2)
@@ -250,10 +279,16 @@ def test_torchs_grad_scaler_with_a_fused_step(inf_on):
         return scaler.get_scale()
 
     def program(mesh):
-        values, weights = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.ones(4, 3)
+        values, weights = (
+            torch.randn(4, 3, generator=torch.Generator().manual_seed(0)),
+            torch.ones(4, 3),
+        )
         if inf_on is not None:
             weights[2 * inf_on] = float("inf")
-        plain, sharded = values.clone().requires_grad_(), sm.device_put(values, mesh, P("a")).requires_grad_()
+        plain, sharded = (
+            values.clone().requires_grad_(),
+            sm.device_put(values, mesh, P("a")).requires_grad_(),
+        )
         assert train(plain, weights) == train(sharded, sm.device_put(weights, mesh, P("a")))
         assert torch.equal(sharded.full_tensor(), plain)
         assert torch.equal(plain, values) == (inf_on is not None)

@@ -13,8 +13,17 @@ from tests.device import DEVICE
 from tests.sharding.ranks import collectives, on_mesh, same_error
 
 F = nn.functional
-LAYOUTS = [((3,), P("a")), ((3,), P(None, "a")), ((2, 2), P("b", "a")), ((2, 2), P("b")), ((5,), P("a"))]
-WEIGHTS = torch.tensor([[0, 1, 2, 0, 3, 1], [5, 0, 0.5, 1, 1, 1], [1, 1, 1, 1, 1, 1], [0, 0, 1, 2, 0, 4]], dtype=torch.float64)
+LAYOUTS = [
+    ((3,), P("a")),
+    ((3,), P(None, "a")),
+    ((2, 2), P("b", "a")),
+    ((2, 2), P("b")),
+    ((5,), P("a")),
+]
+WEIGHTS = torch.tensor(
+    [[0, 1, 2, 0, 3, 1], [5, 0, 0.5, 1, 1, 1], [1, 1, 1, 1, 1, 1], [0, 0, 1, 2, 0, 4]],
+    dtype=torch.float64,
+)
 
 OF_TENSORS = {
     "multinomial": lambda x: torch.multinomial(x, 3),
@@ -43,7 +52,9 @@ def test_the_same_on_any_mesh(name):
     (expected,) = on_mesh((1,), lambda mesh: program(mesh, P()))
     for mesh_shape, spec in LAYOUTS:
         for drawn in on_mesh(mesh_shape, lambda mesh, spec=spec: program(mesh, spec)):
-            torch.testing.assert_close(drawn, expected, rtol=1e-14 if "gumbel" in name else 0, atol=0)
+            torch.testing.assert_close(
+                drawn, expected, rtol=1e-14 if "gumbel" in name else 0, atol=0
+            )
     for drawn in on_mesh((2, 2), lambda mesh: program(mesh, P("b"), {"a": "sum"})):
         torch.testing.assert_close(drawn, expected, rtol=1e-14, atol=0)
 
@@ -67,7 +78,10 @@ def test_categories_of_weight_zero_are_never_drawn(spec):
         x = sm.device_put(WEIGHTS, mesh, spec)
         many = torch.multinomial(x, 500, True).full_tensor()
         assert bool((WEIGHTS.gather(1, many) > 0).all())
-        assert all(set(row.tolist()) == set(w.nonzero().flatten().tolist()) for row, w in zip(many, WEIGHTS, strict=True))
+        assert all(
+            set(row.tolist()) == set(w.nonzero().flatten().tolist())
+            for row, w in zip(many, WEIGHTS, strict=True)
+        )
         few = torch.multinomial(x, 3).full_tensor()
         assert bool((WEIGHTS.gather(1, few) > 0).all())
         assert all(row.unique().numel() == 3 for row in few)
@@ -139,19 +153,33 @@ def test_out_argument():
 
 
 DTYPES = {
-    "normal_": (lambda x: x.normal_(3, 0.5), (torch.float64, torch.bfloat16, torch.float16, torch.complex64)),
+    "normal_": (
+        lambda x: x.normal_(3, 0.5),
+        (torch.float64, torch.bfloat16, torch.float16, torch.complex64),
+    ),
     "uniform_": (lambda x: x.uniform_(1, 2), (torch.float32, torch.bfloat16, torch.float16)),
     "exponential_": (lambda x: x.exponential_(), (torch.float32, torch.bfloat16, torch.float16)),
-    "geometric_": (lambda x: x.geometric_(0.5), (torch.float32, torch.int64, torch.uint8, torch.bfloat16)),
-    "random_": (lambda x: x.random_(), (torch.int64, torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float32)),
+    "geometric_": (
+        lambda x: x.geometric_(0.5),
+        (torch.float32, torch.int64, torch.uint8, torch.bfloat16),
+    ),
+    "random_": (
+        lambda x: x.random_(),
+        (torch.int64, torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float32),
+    ),
     "random_ to": (lambda x: x.random_(2), (torch.int64, torch.uint8, torch.bool, torch.float16)),
-    "bernoulli_": (lambda x: x.bernoulli_(0.5), (torch.int64, torch.bool, torch.bfloat16, torch.float32)),
+    "bernoulli_": (
+        lambda x: x.bernoulli_(0.5),
+        (torch.int64, torch.bool, torch.bfloat16, torch.float32),
+    ),
     "cauchy_": (lambda x: x.cauchy_(), (torch.float32, torch.bfloat16)),
     "log_normal_": (lambda x: x.log_normal_(), (torch.float32, torch.bfloat16)),
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, (_, dtypes) in DTYPES.items() for dtype in dtypes])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for name, (_, dtypes) in DTYPES.items() for dtype in dtypes]
+)
 def test_dtypes(name, dtype):
     """The mean over 3000 elements is near that of torch's own draw, clipped where it has none."""
 
@@ -164,7 +192,9 @@ def test_dtypes(name, dtype):
     ranks = on_mesh((3,), program)
     assert all(torch.equal(x, ranks[0]) for x in ranks)
     torch.manual_seed(0)
-    ours, theirs = (_clipped(x, name) for x in (ranks[0], DTYPES[name][0](torch.zeros(3000, dtype=dtype))))
+    ours, theirs = (
+        _clipped(x, name) for x in (ranks[0], DTYPES[name][0](torch.zeros(3000, dtype=dtype)))
+    )
     assert ranks[0].dtype == dtype
     spread = float(theirs.std()) / 3000**0.5
     assert abs(float(ours.mean() - theirs.mean())) < 6 * spread
@@ -189,7 +219,12 @@ def test_ranks_outside_the_mesh_count_draws():
             draw(x, training=True)
             draw(x.clone(), training=True, inplace=True)
         torch.native_dropout(x, 0.5, True)
-        x.exponential_().random_(), torch.randint_like(x, 5), sm.randperm(5, some), sm.randint(5, (3,), some, P())
+        (
+            x.exponential_().random_(),
+            torch.randint_like(x, 5),
+            sm.randperm(5, some),
+            sm.randint(5, (3,), some, P()),
+        )
         return sm.random.get_rng_state()
 
     states = sm.simulate(4)(program)()
@@ -210,7 +245,9 @@ def test_gumbel_softmax_is_a_sample_with_the_gradient_of_the_soft_one():
         (soft, grad), (one_hot, same_grad) = (sample(mesh, spec, hard) for hard in (False, True))
         torch.testing.assert_close(soft.sum(1), torch.ones(5, dtype=torch.float64))
         torch.testing.assert_close(grad, same_grad)
-        torch.testing.assert_close(one_hot, F.one_hot(soft.argmax(1), 3).double(), rtol=0, atol=1e-15)
+        torch.testing.assert_close(
+            one_hot, F.one_hot(soft.argmax(1), 3).double(), rtol=0, atol=1e-15
+        )
         assert bool(grad.any())
 
     for spec in (P(), P("a"), P(None, "a")):

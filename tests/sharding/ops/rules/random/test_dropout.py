@@ -23,7 +23,14 @@ CHANNELS = {
     "feature_dropout": (lambda x, p, training: torch.feature_dropout(x, p, training), (4, 6, 3)),
     "feature_alpha_dropout": (F.feature_alpha_dropout, (4, 6, 3)),
 }
-LAYOUTS = [((1,), P()), ((3,), P("a")), ((3,), P(None, "a")), ((2, 2), P("b", "a")), ((2, 2), P(("a", "b"))), ((5,), P("a"))]
+LAYOUTS = [
+    ((1,), P()),
+    ((3,), P("a")),
+    ((3,), P(None, "a")),
+    ((2, 2), P("b", "a")),
+    ((2, 2), P(("a", "b"))),
+    ((5,), P("a")),
+]
 
 
 def whole(shape, func, p=0.4, mesh_shape=(1,), spec=None, backward=False):
@@ -55,7 +62,9 @@ def test_whole_channels_are_dropped_on_any_mesh(name):
         again = whole(shape, func, 0.4, mesh_shape, spec)
         assert torch.equal(again[0], first)
         assert torch.equal(again[1], second)
-        assert torch.equal(whole(shape, func, 0.4, mesh_shape, spec, True)[0], whole(shape, func, backward=True)[0])
+        assert torch.equal(
+            whole(shape, func, 0.4, mesh_shape, spec, True)[0], whole(shape, func, backward=True)[0]
+        )
     rows = first.flatten(channels)
     assert torch.equal(rows, rows[..., :1].expand_as(rows))
     assert rows[..., 0].unique().numel() == 2
@@ -163,7 +172,16 @@ def test_low_precision_keeps_the_mean():
     on_mesh((1,), program)
 
 
-@pytest.mark.parametrize("module", [nn.Dropout(0.3), nn.Dropout1d(0.3), nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.3), nn.RReLU()])
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Dropout(0.3),
+        nn.Dropout1d(0.3),
+        nn.AlphaDropout(0.3),
+        nn.FeatureAlphaDropout(0.3),
+        nn.RReLU(),
+    ],
+)
 def test_modules(module):
     def program(mesh, spec):
         own = copy.deepcopy(module)
@@ -194,7 +212,10 @@ def test_native_dropout_returns_its_mask():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda x: F.alpha_dropout(x, 0.5, True, inplace=True), ["unreduced", "pending", "out-of-place"]),
+        (
+            lambda x: F.alpha_dropout(x, 0.5, True, inplace=True),
+            ["unreduced", "pending", "out-of-place"],
+        ),
         (lambda x: F.dropout(x, 1.5), ["1.5", "between 0 and 1"]),
         (lambda x: F.dropout(F.dropout(x, 0.5), -2.0), ["-2.0", "between 0 and 1"]),
         (lambda x: F.dropout1d(x), ["2D or 3D"]),
@@ -204,6 +225,8 @@ def test_native_dropout_returns_its_mask():
     ],
 )
 def test_errors(call, words):
-    text = same_error((2,), lambda mesh: call(sm.from_local(torch.ones(3), mesh, [sm.Partial()])), Exception)
+    text = same_error(
+        (2,), lambda mesh: call(sm.from_local(torch.ones(3), mesh, [sm.Partial()])), Exception
+    )
     for word in words:
         assert word in text

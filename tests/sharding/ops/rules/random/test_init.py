@@ -82,7 +82,9 @@ def test_convolution_weights_have_the_fan_of_the_whole(fill, arguments, shape):
 @pytest.mark.parametrize("spec", [sm.P(), sm.P("a"), sm.P(None, "a")], ids=str)
 def test_exact_fills(spec):
     for fill in (init.eye_, init.ones_, init.zeros_):
-        assert all(torch.equal(t, fill(torch.empty(5, 7))) for t in _filled(fill, (), (5, 7), (3,), spec))
+        assert all(
+            torch.equal(t, fill(torch.empty(5, 7))) for t in _filled(fill, (), (5, 7), (3,), spec)
+        )
     for q in _filled(init.orthogonal_, (), (7, 5), (3,), spec):
         torch.testing.assert_close(q.T @ q, torch.eye(5))
 

@@ -26,16 +26,25 @@ def test_ties_share_the_gradient(extreme, dim, values):
     prove(extreme, (values, dim, True), **SMALL)
 
 
-@pytest.mark.parametrize("func", [torch.max, torch.min, torch.aminmax, lambda x: torch.aminmax(x, dim=0)])
+@pytest.mark.parametrize(
+    "func", [torch.max, torch.min, torch.aminmax, lambda x: torch.aminmax(x, dim=0)]
+)
 def test_other_call_forms(func):
     prove(func, (TIED,), **SMALL)
 
 
 def test_second_derivative():
-    prove(lambda x: torch.autograd.grad((torch.amax(x, 0) ** 3).sum(), x, create_graph=True)[0], (TIED + 1,), meshes=[(2,)], most=4)
+    prove(
+        lambda x: torch.autograd.grad((torch.amax(x, 0) ** 3).sum(), x, create_graph=True)[0],
+        (TIED + 1,),
+        meshes=[(2,)],
+        most=4,
+    )
 
 
-@pytest.mark.parametrize("extreme", [torch.amax, torch.amin, lambda x, _: torch.max(x), lambda x, _: torch.min(x)])
+@pytest.mark.parametrize(
+    "extreme", [torch.amax, torch.amin, lambda x, _: torch.max(x), lambda x, _: torch.min(x)]
+)
 def test_nan_and_infinities(extreme):
     x = torch.tensor([[math.nan, 1.0], [2.0, -math.inf], [math.inf, math.nan]], dtype=torch.float64)
 

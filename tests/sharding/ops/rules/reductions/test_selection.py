@@ -39,7 +39,9 @@ def test_bytes_do_not_grow_with_the_dim(name):
 
     def counted(size):
         def program(mesh):
-            x = sm.distribute_tensor(f(4, size), mesh, P(None, "a"), src_data_rank=None).requires_grad_()
+            x = sm.distribute_tensor(
+                f(4, size), mesh, P(None, "a"), src_data_rank=None
+            ).requires_grad_()
             with collectives() as records:
                 made = call(x)
                 first = made if isinstance(made, torch.Tensor) else made[0]
@@ -65,8 +67,12 @@ def test_values_and_indices_share_a_collective(name, dtype):
         made = made if isinstance(made, torch.Tensor) else made[0]
         if made.requires_grad:
             total, whole = made.square().sum(), CALLS[name](x.full_tensor())[0].square().sum()
-            (grad,), (expected,) = (torch.autograd.grad(t, x, create_graph=True) for t in (total, whole))
-            (again,), (expected_again,) = (torch.autograd.grad(t.pow(3).sum(), x) for t in (grad, expected))
+            (grad,), (expected,) = (
+                torch.autograd.grad(t, x, create_graph=True) for t in (total, whole)
+            )
+            (again,), (expected_again,) = (
+                torch.autograd.grad(t.pow(3).sum(), x) for t in (grad, expected)
+            )
             assert torch.equal(grad.full_tensor(), expected.full_tensor())
             assert torch.equal(again.full_tensor(), expected_again.full_tensor())
         return launched(records)
@@ -76,7 +82,17 @@ def test_values_and_indices_share_a_collective(name, dtype):
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("b", "a"), P(("b", "a")), P(None, ("a", "b")), P("a", unreduced={"b"})])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P("a"),
+        P(None, "a"),
+        P("b", "a"),
+        P(("b", "a")),
+        P(None, ("a", "b")),
+        P("a", unreduced={"b"}),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
 def test_first_of_equal_elements(spec, dtype):
     x = (torch.arange(35).reshape(5, 7) * 5 % 4).to(dtype)
@@ -97,7 +113,15 @@ def test_first_of_equal_elements(spec, dtype):
 
 
 @pytest.mark.parametrize("sizes", [(0, 2, 0, 4), (6, 0, 0, 0), (1, 1, 1, 3)])
-@pytest.mark.parametrize("values", [[3, NAN, 1, NAN, 5, 5], [1, 5, 5, 2, 5, 0], [math.inf, 1, math.inf, -math.inf, 0, 2], [-math.inf] * 6])
+@pytest.mark.parametrize(
+    "values",
+    [
+        [3, NAN, 1, NAN, 5, 5],
+        [1, 5, 5, 2, 5, 0],
+        [math.inf, 1, math.inf, -math.inf, 0, 2],
+        [-math.inf] * 6,
+    ],
+)
 def test_holes_infinities_and_empty_parts(sizes, values):
     x = torch.tensor(values, dtype=torch.float64)
 
@@ -108,7 +132,9 @@ def test_holes_infinities_and_empty_parts(sizes, values):
                 torch.testing.assert_close(got.full_tensor(), want, rtol=0, atol=0, equal_nan=True)
         assert y.argmax().item() == x.argmax().item()
         assert y.argmin().item() == x.argmin().item()
-        torch.testing.assert_close(y.topk(4).values.full_tensor(), x.topk(4).values, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            y.topk(4).values.full_tensor(), x.topk(4).values, rtol=0, atol=0, equal_nan=True
+        )
         for got, want in zip(torch.aminmax(y), torch.aminmax(x), strict=True):
             torch.testing.assert_close(got.full_tensor(), want, rtol=0, atol=0, equal_nan=True)
 
@@ -126,7 +152,14 @@ def test_indices_of_topk_point_at_the_values():
     on_mesh((3,), program)
 
 
-@pytest.mark.parametrize("call", [lambda x: x.max(1).values, lambda x: x.topk(2, 0).values, lambda x: x.max(0).values.max(0).values])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.max(1).values,
+        lambda x: x.topk(2, 0).values,
+        lambda x: x.max(0).values.max(0).values,
+    ],
+)
 def test_double_backward(call):
     def squares(x):
         (grad,) = torch.autograd.grad((call(x) ** 3).sum(), x, create_graph=True)
@@ -181,11 +214,15 @@ def test_bools():
     prove(torch.max, (b(5, 4), 0), {}, meshes=[(3,)], most=8)
 
 
-@pytest.mark.parametrize("spec", [P("a"), P("b", "a"), P(("b", "a")), P(None, "a"), P("a", unreduced={"b"})], ids=str)
+@pytest.mark.parametrize(
+    "spec", [P("a"), P("b", "a"), P(("b", "a")), P(None, "a"), P("a", unreduced={"b"})], ids=str
+)
 @pytest.mark.parametrize("name", ["max", "min"])
 def test_ties_share_the_gradient_of_an_extreme(name, spec):
     """Three of one rank and one of another get a quarter each; and again when differentiated twice."""
-    values = torch.tensor([[3.0, 3.0, 0.0], [0.0, 3.0, 0.0], [1.0, 2.0, 0.0], [3.0, 1.0, 2.0]], dtype=torch.float64)
+    values = torch.tensor(
+        [[3.0, 3.0, 0.0], [0.0, 3.0, 0.0], [1.0, 2.0, 0.0], [3.0, 1.0, 2.0]], dtype=torch.float64
+    )
 
     def squares(x):
         (grad,) = torch.autograd.grad(getattr(x, name)() ** 3 + (x * x).sum(), x, create_graph=True)
@@ -211,6 +248,13 @@ def test_ranks_with_an_empty_part_raise_the_same_error(call):
     """torch tells only from values that it has no order of complex numbers; nobody must wait for those that were told."""
 
     def program(mesh):
-        call(sm.distribute_tensor(torch.ones(4, dtype=torch.complex64), mesh, P("a", sizes={"a": (1, 0, 3)}), src_data_rank=None))
+        call(
+            sm.distribute_tensor(
+                torch.ones(4, dtype=torch.complex64),
+                mesh,
+                P("a", sizes={"a": (1, 0, 3)}),
+                src_data_rank=None,
+            )
+        )
 
     assert "complex" in same_error((3,), program, RuntimeError)

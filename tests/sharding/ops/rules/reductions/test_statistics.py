@@ -24,7 +24,16 @@ REDUCE = {
     "quantile": lambda x, dim: torch.quantile(x, 0.5, dim),
 }
 # Numbers that are reduced over the ranks, for each column. One all_reduce over 4 ranks brings 1.5 of their bytes.
-NUMBERS = {"mean": 1, "nanmean": 2, "var": 2, "std": 2, "var_mean": 2, "vector_norm": 1, "norm": 1, "linalg.norm": 1}
+NUMBERS = {
+    "mean": 1,
+    "nanmean": 2,
+    "var": 2,
+    "std": 2,
+    "var_mean": 2,
+    "vector_norm": 1,
+    "norm": 1,
+    "linalg.norm": 1,
+}
 
 
 @pytest.mark.parametrize("name", REDUCE)
@@ -81,7 +90,9 @@ def test_norms_of_sharded_matrices(order):
         return sum(r.bytes_received for r in records)
 
     received = on_mesh((4,), program)[0]
-    assert received == (3 * 16 * 4 * 8 if order in (2, "nuc") else 1.5 * 4 * 8 if order in (1, -1) else 1.5 * 8)
+    assert received == (
+        3 * 16 * 4 * 8 if order in (2, "nuc") else 1.5 * 4 * 8 if order in (1, -1) else 1.5 * 8
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -25,13 +25,48 @@ def laid_out(mesh, shape, spec, **options):
 @pytest.mark.parametrize(
     ("shape", "spec", "call", "becomes"),
     [
-        ((2, 40), P(None, "a", sizes={"a": (12, 12, 12, 4)}), lambda x: x.view(2, 10, 4), P(None, "a", None)),
-        ((2, 40), P(None, "a", sizes={"a": (0, 20, 8, 12)}), lambda x: x.unflatten(1, (-1, 4)), P(None, "a", sizes={"a": (0, 5, 2, 3)})),
-        ((2, 10, 4), P(None, "a"), lambda x: x.flatten(1), P(None, "a", sizes={"a": (12, 12, 12, 4)})),
-        ((10, 4, 3), P("a"), lambda x: torch.reshape(x, (20, 2, 3)), P("a", sizes={"a": (6, 6, 6, 2)})),
-        ((8, 3, 2), P("a"), lambda x: x.reshape(12, 4), P("a", None)),  # parts are even, and the shapes have no common factors
-        ((6, 1, 4), P("a", sizes={"a": (1, 2, 3, 0)}), lambda x: x.reshape(1, 24), P(None, "a", sizes={"a": (4, 8, 12, 0)})),
-        ((10, 4), P("a", unreduced={"b": "sum"}), lambda x: x.view(40), P("a", unreduced={"b"}, sizes={"a": (12, 12, 12, 4)})),
+        (
+            (2, 40),
+            P(None, "a", sizes={"a": (12, 12, 12, 4)}),
+            lambda x: x.view(2, 10, 4),
+            P(None, "a", None),
+        ),
+        (
+            (2, 40),
+            P(None, "a", sizes={"a": (0, 20, 8, 12)}),
+            lambda x: x.unflatten(1, (-1, 4)),
+            P(None, "a", sizes={"a": (0, 5, 2, 3)}),
+        ),
+        (
+            (2, 10, 4),
+            P(None, "a"),
+            lambda x: x.flatten(1),
+            P(None, "a", sizes={"a": (12, 12, 12, 4)}),
+        ),
+        (
+            (10, 4, 3),
+            P("a"),
+            lambda x: torch.reshape(x, (20, 2, 3)),
+            P("a", sizes={"a": (6, 6, 6, 2)}),
+        ),
+        (
+            (8, 3, 2),
+            P("a"),
+            lambda x: x.reshape(12, 4),
+            P("a", None),
+        ),  # parts are even, and the shapes have no common factors
+        (
+            (6, 1, 4),
+            P("a", sizes={"a": (1, 2, 3, 0)}),
+            lambda x: x.reshape(1, 24),
+            P(None, "a", sizes={"a": (4, 8, 12, 0)}),
+        ),
+        (
+            (10, 4),
+            P("a", unreduced={"b": "sum"}),
+            lambda x: x.view(40),
+            P("a", unreduced={"b"}, sizes={"a": (12, 12, 12, 4)}),
+        ),
     ],
 )
 def test_no_communication(shape, spec, call, becomes):

@@ -58,7 +58,9 @@ def test_only_elements_that_change_ranks_move(name, spec):
             made = CALLS[name](x)
         whole = [made] if isinstance(made, torch.Tensor) else list(made)
         plain = CALLS[name](NUMBERS)
-        for y, expected in zip(whole, [plain] if isinstance(plain, torch.Tensor) else plain, strict=True):
+        for y, expected in zip(
+            whole, [plain] if isinstance(plain, torch.Tensor) else plain, strict=True
+        ):
             assert torch.equal(y.full_tensor(), expected)
         held = {n + more for n in x.to_local().flatten().tolist() for more in (0, 160, 320)} | {0.0}
         got = {n for y in whole for n in y.to_local().flatten().tolist()}
@@ -76,7 +78,9 @@ def test_rolling_by_k_moves_k_rows():
                 rolled = x.roll(shift, 0)
             with collectives() as back:
                 torch.autograd.grad(rolled.sum(), x)
-            assert [(r.bytes_sent, r.bytes_received) for r in there + back] == [(shift * 40, shift * 40)] * 2
+            assert [(r.bytes_sent, r.bytes_received) for r in there + back] == [
+                (shift * 40, shift * 40)
+            ] * 2
 
     on_mesh((4,), program)
 
@@ -89,15 +93,22 @@ def test_values_written_into_a_copy_are_sent_to_their_ranks():
         rows = sm.distribute_tensor(NUMBERS[:5] + 160, mesh, P("a"), src_data_rank=None)
         with collectives() as records:
             made = torch.slice_scatter(x, rows, 0, 6, 11)
-        assert torch.equal(made.full_tensor(), torch.slice_scatter(NUMBERS, NUMBERS[:5] + 160, 0, 6, 11))
+        assert torch.equal(
+            made.full_tensor(), torch.slice_scatter(NUMBERS, NUMBERS[:5] + 160, 0, 6, 11)
+        )
         assert launched(records) == ["all_to_all"]
         return records[0].bytes_received
 
     assert on_mesh((4,), program) == [0, 2 * 40, 2 * 40, 0]
 
 
-@pytest.mark.parametrize("call", [torch.tril, torch.triu, lambda x: x.clone().tril_(-1), torch.trace, lambda x: x[:, 2:4]])
-@pytest.mark.parametrize("spec", [P("a", "b"), P("b", "a"), P(("b", "a")), P("a", sizes={"a": (3, 13)})])
+@pytest.mark.parametrize(
+    "call",
+    [torch.tril, torch.triu, lambda x: x.clone().tril_(-1), torch.trace, lambda x: x[:, 2:4]],
+)
+@pytest.mark.parametrize(
+    "spec", [P("a", "b"), P("b", "a"), P(("b", "a")), P("a", sizes={"a": (3, 13)})]
+)
 def test_no_communication(call, spec):
     columns = spec.padded(2).dims[1]
 
@@ -111,7 +122,10 @@ def test_no_communication(call, spec):
     on_mesh((2, 2), program)
 
 
-@pytest.mark.parametrize(("name", "elements"), [("cumsum", 1), ("cumprod", 1), ("logcumsumexp", 1), ("cummax", 3), ("cummin", 3)])
+@pytest.mark.parametrize(
+    ("name", "elements"),
+    [("cumsum", 1), ("cumprod", 1), ("logcumsumexp", 1), ("cummax", 3), ("cummin", 3)],
+)
 def test_scans_communicate_only_totals(name, elements):
     """From each of the three other ranks a row of totals; with extremes go their places, twice as wide."""
 
@@ -210,16 +224,29 @@ def test_other_pending_kinds_stay_pending_or_are_reduced(kind):
         prove(func, (f(5, 3),), kinds=(kind,), meshes=[(2,), (2, 2)], most=20)
 
 
-@pytest.mark.parametrize("value", [c(5, 3), i(5, 3), i(5, 3) > 3, i(5, 3).bfloat16(), i(5, 3).int()], ids=lambda x: str(x.dtype))
+@pytest.mark.parametrize(
+    "value",
+    [c(5, 3), i(5, 3), i(5, 3) > 3, i(5, 3).bfloat16(), i(5, 3).int()],
+    ids=lambda x: str(x.dtype),
+)
 def test_dtypes(value):
-    for func in (lambda x: x[1:4], lambda x: x[2], lambda x: x.flip(0), lambda x: x.split(2), lambda x: torch.cat([x, x]), torch.tril):
+    for func in (
+        lambda x: x[1:4],
+        lambda x: x[2],
+        lambda x: x.flip(0),
+        lambda x: x.split(2),
+        lambda x: torch.cat([x, x]),
+        torch.tril,
+    ):
         prove(func, (value,), meshes=[(3,)], most=10)
     prove(lambda x: x.cumsum(0), (value,), meshes=[(3,)], most=10)
 
 
 def test_a_part_that_is_not_contiguous():
     def program(mesh):
-        x = sm.distribute_tensor(NUMBERS.t().contiguous(), mesh, P(None, "a"), src_data_rank=None).t()
+        x = sm.distribute_tensor(
+            NUMBERS.t().contiguous(), mesh, P(None, "a"), src_data_rank=None
+        ).t()
         assert not x.to_local().is_contiguous()
         for name, call in CALLS.items():
             if name not in ("split", "chunk", "tensor_split", "unbind"):
@@ -295,7 +322,15 @@ def test_slices_without_communication_are_views():
 def test_writing_to_a_moved_slice_raises(grad):
     def program(mesh):
         x = sm.distribute_tensor(NUMBERS, mesh, P("a"), src_data_rank=None).requires_grad_(grad) * 1
-        for view in (x[1:9], x[3], x[:8, 1], x.split([5, 11])[0], x.chunk(2)[1], x.narrow(0, 1, 5), x.unfold(0, 2, 2)):
+        for view in (
+            x[1:9],
+            x[3],
+            x[:8, 1],
+            x.split([5, 11])[0],
+            x.chunk(2)[1],
+            x.narrow(0, 1, 5),
+            x.unfold(0, 2, 2),
+        ):
             with pytest.raises(RuntimeError, match="base had to be redistributed"):
                 view.add_(1)
         assert torch.equal(x.detach().full_tensor(), NUMBERS)
@@ -346,7 +381,10 @@ def _on_processes() -> None:
                 call = partial(_weighted, call)
             made, expected = call(x), call(plain)
             assert torch.equal(made.detach().full_tensor(), expected.detach()), name
-            (grad,), (wanted,) = (torch.autograd.grad((y * y).sum(), leaf) for y, leaf in ((made, x), (expected, plain)))
+            (grad,), (wanted,) = (
+                torch.autograd.grad((y * y).sum(), leaf)
+                for y, leaf in ((made, x), (expected, plain))
+            )
             assert torch.equal(grad.full_tensor(), wanted), name
         torch.testing.assert_close(x.detach().cumsum(0).full_tensor(), NUMBERS.cumsum(0))
 

@@ -36,7 +36,10 @@ class _Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers, self.log = nn.ModuleList([nn.Linear(D, D, bias=False) for _ in range(LAYERS)]), []
+        self.layers, self.log = (
+            nn.ModuleList([nn.Linear(D, D, bias=False) for _ in range(LAYERS)]),
+            [],
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
@@ -70,7 +73,9 @@ def _mesh() -> sm.DeviceMesh:
 
 
 @pytest.mark.parametrize("form", ["ddp", "zero1"])
-def test_gradient_is_copied_before_the_next_is_computed(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_is_copied_before_the_next_is_computed(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put = GradWriter._write
     logs: dict[Any, list[str]] = {}
 
@@ -87,17 +92,23 @@ def test_gradient_is_copied_before_the_next_is_computed(form: str, monkeypatch: 
         return model.log
 
     for log in sm.simulate(2)(lambda: program(_mesh()))():
-        assert [name for name in log if name.startswith("put")] == [f"put {i}" for i in reversed(range(LAYERS))]
+        assert [name for name in log if name.startswith("put")] == [
+            f"put {i}" for i in reversed(range(LAYERS))
+        ]
         assert all(log.index(f"put {i}") < log.index(f"below {i - 1}") for i in range(1, LAYERS))
 
 
 def test_gradients_of_whole_parameters_are_scaled_and_summed_in_place() -> None:
     def program(mesh: sm.DeviceMesh) -> list[str]:
-        model: Any = FORMS["ddp"](nn.Sequential(*[nn.Linear(D, D, bias=False) for _ in range(LAYERS)]), mesh)
+        model: Any = FORMS["ddp"](
+            nn.Sequential(*[nn.Linear(D, D, bias=False) for _ in range(LAYERS)]), mesh
+        )
         loss = model(torch.ones(1, D)).sum()
         with _Operators() as operators:
             loss.backward()
-        assert len({x.grad.to_local().untyped_storage().data_ptr() for x in model.parameters()}) == 1
+        assert (
+            len({x.grad.to_local().untyped_storage().data_ptr() for x in model.parameters()}) == 1
+        )
         return operators.names
 
     for names in sm.simulate(2)(lambda: program(_mesh()))():
@@ -160,5 +171,11 @@ def test_adjacent_tensors_are_viewed_as_one() -> None:
     assert found is not None
     assert torch.equal(found, x[2:9])
     assert found.data_ptr() == parts[0].data_ptr()
-    for others in ([x[5:9], x[2:5]], [x[2:5], x[6:9]], [x[:6].view(2, 3).T, x[6:]], [x[0:2], x[2:4].double()], [x[:0], x[0:2]]):
+    for others in (
+        [x[5:9], x[2:5]],
+        [x[2:5], x[6:9]],
+        [x[:6].view(2, 3).T, x[6:]],
+        [x[0:2], x[2:4].double()],
+        [x[:0], x[0:2]],
+    ):
         assert contiguous_memory(others, torch.float32) is None

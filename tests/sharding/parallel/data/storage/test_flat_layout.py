@@ -53,7 +53,10 @@ def test_tensors_are_in_order_in_the_buffer(shapes, parts):
     assert end <= cutting.piece * parts
 
 
-@given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=1, max_size=6), st.integers(1, 6))
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=1, max_size=6),
+    st.integers(1, 6),
+)
 def test_pieces_are_nearly_minimal(shapes, parts):
     """Each boundary and each tensor wastes less than a row; a piece is at least as long as the longest row."""
     cutting, longest = _cut(shapes, parts), max(row for _, row in shapes)
@@ -92,7 +95,9 @@ def test_starts_are_aligned_after_a_scale_of_one_element():
     for i, (count, row) in enumerate(shapes):
         for part in range(8):
             start, stop = found.rows_of(i, part, count)
-            assert start == stop or (found.offsets[i] + start * row - part * found.piece) % 64 == 0  # in the piece of a rank
+            assert (
+                start == stop or (found.offsets[i] + start * row - part * found.piece) % 64 == 0
+            )  # in the piece of a rank
 
 
 def test_small_buffers_are_aligned_to_16_bytes_or_not_padded():
